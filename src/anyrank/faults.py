@@ -1,0 +1,18 @@
+"""Named points in the code at which a test can make a rank fail. No-ops unless armed.
+
+`anyrank.testing` arms them; production code only calls `point(name)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+armed: dict[str, Callable[[], None]] = {}
+
+
+def point(name: str) -> None:
+    """Run what a test has armed under this name, if anything."""
+    if armed:
+        action = armed.get(name)
+        if action is not None:
+            action()

@@ -1,0 +1,106 @@
+"""Which format a source is in. A new format is one file beside this one and one line in a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files import dcp, huggingface, run_folder, safetensors, torch_file
+from anyrank.files.listing import FileInfo, Listing, join
+from anyrank.files.storage import Storage, read_range, storage_for
+from anyrank.tensors.box import Box
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
+
+# Folder formats in order of their signs; the last one takes what is left.
+FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listing]], ...] = (
+    (run_folder.recognises, run_folder.list_folder),
+    (lambda names: dcp.METADATA in names, dcp.list_folder),
+    (lambda names: True, huggingface.list_folder),
+)
+
+# File formats by ending; other endings are told apart by their first bytes.
+FILES: dict[str, Callable[[Storage, str], Listing]] = {
+    ".safetensors": safetensors.list_file,
+    ".pt": torch_file.list_file,
+    ".pth": torch_file.list_file,
+    ".bin": torch_file.list_file,
+    ".ckpt": torch_file.list_file,
+}
+
+
+def list_source(source: Source) -> Listing:
+    """Headers of any source: a path or URL, a list of files, or a table of tensors in memory.
+
+    Raises:
+        LoadError: nothing there, no permission, or no format that anyrank knows.
+        UnsafeFile: a header that lies, or a pickle that would run code.
+    """
+    if isinstance(source, Mapping):
+        return list_memory(source)
+    if isinstance(source, (str, os.PathLike)):
+        return _list_path(os.fspath(source))
+    listings = [_list_path(os.fspath(path)) for path in source]
+    if not listings:
+        raise LoadError("the list of source files is empty")
+    return join(", ".join(sorted({one.format for one in listings})), listings)
+
+
+def _list_path(path: str) -> Listing:
+    storage = storage_for(path)
+    try:
+        if storage.is_dir(path):
+            names = storage.names(path)
+            return next(lister for sign, lister in FOLDERS if sign(names))(storage, path)
+        if storage.is_file(path):
+            return _file_lister(storage, path)(storage, path)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error}") from error
+    raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
+
+
+def _file_lister(storage: Storage, path: str) -> Callable[[Storage, str], Listing]:
+    lister = FILES.get(os.path.splitext(path)[1].lower())
+    if lister is not None:
+        return lister
+    file = storage.open(path)
+    try:
+        head = read_range(file, path, 0, min(9, storage.info(path).size))
+    finally:
+        file.close()
+    if head[:4] == torch_file.ZIP_MAGIC or head[:1] == b"\x80":
+        return torch_file.list_file
+    if head[8:9] == b"{":
+        return safetensors.list_file
+    raise LoadError(f"{path}: unknown format; anyrank reads {', '.join(FILES)} and folders of them")
+
+
+def list_memory(tensors: Mapping[str, Any]) -> Listing:
+    """A table of tensors in memory: each is its own "file", its storage the bytes.
+
+    Raises:
+        LoadError: a value is not a plain dense tensor.
+    """
+    files: list[FileInfo] = []
+    stored: dict[str, StoredTensor] = {}
+    skipped: list[str] = []
+    for key, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            skipped.append(f"{key}: not a tensor")
+            continue
+        if value.layout != torch.strided or hasattr(value, "placements") or value.is_meta:
+            raise LoadError(
+                f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has no "
+                "bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or save it "
+                "with torch.distributed.checkpoint and load the folder)"
+            )
+        shape = tuple(value.shape)
+        chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
+        stored[key] = StoredTensor(key, shape, value.dtype, (chunk,))
+        files.append(FileInfo(key, value.numel() * value.element_size(), "", in_memory=True))
+    return Listing("memory", tuple(files), stored, skipped=tuple(skipped))

@@ -1,0 +1,253 @@
+"""Reading the pickles inside torch files without running anything that they name.
+
+Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s that say where
+their bytes are; well-known plain classes become empty `Inert` objects; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle  # noqa: S403 - only subclassed; find_class and persistent_load are both replaced
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyrank.errors import UnsafeFile
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that the pickle mentions: its key in the file, and elements of `dtype` in it."""
+
+    key: str
+    dtype: torch.dtype
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a strided view of a storage; offset and strides in elements."""
+
+    storage: StorageRef
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Inert:
+    """Stands for an object that nobody needs; takes what the pickle gives it and drops it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def append(self, item: object) -> None: ...
+
+    def extend(self, items: object) -> None: ...
+
+    def add(self, item: object) -> None: ...
+
+    def update(self, items: object) -> None: ...
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A storage class such as torch.FloatStorage; only its dtype matters."""
+
+    dtype: torch.dtype
+
+
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+# Plain data that training scripts store beside weights. Never constructed, so never harmful.
+INERT_MODULES = (
+    "argparse.",
+    "pathlib.",
+    "datetime.",
+    "numpy.",
+    "omegaconf.",
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+    "transformers.",
+    "accelerate.",
+    "torch.optim.",
+    "torch.device",
+    "torch.distributed.checkpoint.",
+    "torch.distributed.tensor.",
+    "collections.",
+    "enum.",
+    "typing.Any",
+    "uuid.UUID",
+    "_codecs.encode",
+    "builtins.set",
+    "builtins.frozenset",
+    "builtins.complex",
+    "builtins.bytearray",
+    "builtins.slice",
+    "builtins.dict",
+    "builtins.list",
+    "builtins.int",
+    "builtins.float",
+    "builtins.str",
+    "builtins.bool",
+    "torch.serialization._get_layout",
+    "torch.torch_version.TorchVersion",
+    "torch.Generator",
+)
+
+
+def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> TensorRef:
+    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    return TensorRef(storage, dtype, int(offset), tuple(size), tuple(stride))
+
+
+def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
+    return function(*args)
+
+
+TABLE: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch.nn.parameter.Parameter": Inert,
+    "torch.nn.parameter.Buffer": Inert,
+    "torch.Tensor": Inert,
+    "torch.storage.UntypedStorage": StorageType(torch.uint8),
+    **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
+    **{f"torch.storage.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
+}
+
+
+class TensorUnpickler(pickle.Unpickler):
+    """Unpickles a tree of containers, numbers, texts and tensor references.
+
+    Args:
+        file: binary stream at the start of the pickle.
+        path: name for error messages.
+        extra: further globals for formats that need them, by full name.
+    """
+
+    def __init__(self, file: Any, path: str, extra: Mapping[str, Any] | None = None) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.path = path
+        self.table = {**TABLE, **(extra or {})}
+
+    def tree(self) -> Any:
+        """The object at the stream's position.
+
+        Raises:
+            UnsafeFile: the pickle names an unknown global, or is not a pickle.
+        """
+        try:
+            return self.load()
+        except UnsafeFile:
+            raise
+        except Exception as error:  # a hostile pickle can make the machine raise anything
+            raise UnsafeFile(
+                f"{self.path}: not a readable pickle ({type(error).__name__}: {error})"
+            ) from error
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        name = f"{module_name}.{global_name}"
+        if name in self.table:
+            return self.table[name]
+        value = getattr(torch, global_name, None) if module_name == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        if name.startswith(INERT_MODULES) or name in _trusted_by_user():
+            return type(global_name.rsplit(".", 1)[-1], (Inert,), {})
+        raise UnsafeFile(
+            f"{self.path}: its pickle names {name}, which could run code; nothing was run. "
+            "If you trust the file, re-save its tensors as safetensors, or allow the name with "
+            "torch.serialization.add_safe_globals"
+        )
+
+    def persistent_load(self, pid: Any, /) -> StorageRef:
+        kind, storage_type, key = pid[0], pid[1], pid[2]
+        if kind != "storage" or not isinstance(storage_type, StorageType):
+            raise UnsafeFile(f"{self.path}: unknown persistent id {str(pid)[:80]}")
+        view = pid[5] if len(pid) > 5 else None  # legacy: (view key, offset, size) in elements
+        return StorageRef(str(key), storage_type.dtype, int(view[1]) if view else 0)
+
+
+def load(file: Any, path: str) -> Any:
+    """The object at the stream's position, see `TensorUnpickler.tree`."""
+    return TensorUnpickler(file, path).tree()
+
+
+def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
+    """The object that these bytes spell."""
+    return TensorUnpickler(io.BytesIO(data), path, extra).tree()
+
+
+NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
+
+
+def find_weights(tree: Any, path: str) -> dict[str, TensorRef]:
+    """The table of weights in a checkpoint: the tree itself, or its first entry named in NESTED.
+
+    Raises:
+        UnsafeFile: there is none.
+    """
+    if isinstance(tree, TensorRef):
+        return {"": tree}
+    if isinstance(tree, dict):
+        flat = dict(_tensors(tree))
+        if any("." not in key or key in tree for key in flat):
+            return {key: ref for key, ref in flat.items() if key in tree}
+        for name in NESTED:
+            if isinstance(tree.get(name), dict) and (found := dict(_tensors(tree[name]))):
+                return found
+        keys = ", ".join(str(key) for key in list(tree)[:20])
+        raise UnsafeFile(
+            f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}"
+        )
+    raise UnsafeFile(f"{path}: holds a {type(tree).__name__}, not a table of weights")
+
+
+def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:
+    for key, value in tree.items():
+        if isinstance(value, TensorRef):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _tensors(value, f"{prefix}{key}.")
+
+
+def _trusted_by_user() -> set[str]:
+    names: set[str] = set()
+    for entry in torch.serialization.get_safe_globals():
+        value = entry[0] if isinstance(entry, tuple) else entry
+        names.add(f"{value.__module__}.{value.__qualname__}")
+    return names

@@ -1,0 +1,130 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+
+from anyrank.errors import UnsafeFile
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, read_range
+from anyrank.tensors.spec import StoredTensor
+
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,  # two elements a byte: the file counts halves, torch counts bytes
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+
+
+def list_file(storage: Storage, path: str) -> Listing:
+    """The tensors of one file, from its header.
+
+    Raises:
+        UnsafeFile: the header is not what the format allows: too long, not JSON, an unknown dtype,
+            or offsets that overlap, leave holes, run backwards or pass the end of the file.
+    """
+    info = storage.info(path)
+    file = storage.open(path)
+    try:
+        if info.size < 8:
+            raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
+        length = int.from_bytes(read_range(file, path, 0, 8), "little")
+        if length > min(MOST_HEADER_BYTES, info.size - 8):
+            raise UnsafeFile(
+                f"{path}: its header claims {length} bytes; the file has {info.size} and the format "
+                f"allows {MOST_HEADER_BYTES}: not a safetensors file, or a truncated one"
+            )
+        header = _parse(read_range(file, path, 8, length), path)
+    finally:
+        file.close()
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise UnsafeFile(f"{path}: __metadata__ is not a table of texts")
+    tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
+    _check_cover(tensors, 8 + length, info.size, path)
+    texts = {str(key): str(value) for key, value in metadata.items()}
+    return Listing("safetensors", (info,), tensors, texts)
+
+
+def _parse(text: bytes, path: str) -> dict[str, Any]:
+    def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise UnsafeFile(f"{path}: a key stands twice in the header")
+        return table
+
+    try:
+        header = json.loads(text, object_pairs_hook=refuse_twice)
+    except (ValueError, RecursionError) as error:
+        raise UnsafeFile(f"{path}: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise UnsafeFile(f"{path}: its header is not a table")
+    return header
+
+
+def _tensor(key: str, entry: Any, base: int, path: str) -> StoredTensor:
+    try:
+        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        whole, code, shape, start, stop = False, None, (), 0, 0
+    if not whole:
+        raise UnsafeFile(f"{path}: {key}: its header entry is malformed: {str(entry)[:200]}")
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise UnsafeFile(f"{path}: {key}: dtype {code!r} is unknown; known are {', '.join(DTYPES)}")
+    if code == "F4":
+        if not shape or shape[-1] % 2:
+            raise UnsafeFile(
+                f"{path}: {key}: F4 needs an even last size, found shape {list(shape)}"
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
+    expected = math.prod(shape) * dtype.itemsize
+    if stop - start != expected:
+        raise UnsafeFile(
+            f"{path}: {key}: {code} of shape {list(shape)} takes {expected} bytes, "
+            f"its offsets [{start}, {stop}] span {stop - start}"
+        )
+    return StoredTensor.contiguous(key, shape, dtype, 0, base + start)
+
+
+def _check_cover(tensors: dict[str, StoredTensor], base: int, size: int, path: str) -> None:
+    position = base
+    for stored in sorted(tensors.values(), key=lambda t: (t.chunks[0].offset, t.nbytes)):
+        start = stored.chunks[0].offset
+        if start != position:
+            word = "overlap" if start < position else "leave a hole"
+            raise UnsafeFile(
+                f"{path}: {stored.name}: offsets {word}: starts at byte {start}, "
+                f"the tensor before it ends at {position}"
+            )
+        position = start + stored.nbytes
+    if position != size:
+        raise UnsafeFile(
+            f"{path}: has {size} bytes where its header describes {position}: "
+            "the file is truncated or something was appended; copy it again"
+        )

@@ -1,0 +1,205 @@
+"""Where bytes are: a local file system, or any that fsspec knows. Six questions, nothing more."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, Protocol
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import FileInfo
+
+
+class OpenFile(Protocol):
+    """A file opened for reading at offsets, from any thread."""
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        """Fill the buffers one after the other from `offset`; return bytes read, short at the end."""
+        ...
+
+    def close(self) -> None:
+        """Release the file."""
+        ...
+
+
+class Storage(Protocol):
+    """A place that files are read from. Paths are strings, because `Path` mangles URLs."""
+
+    def is_file(self, path: str) -> bool: ...
+
+    def is_dir(self, path: str) -> bool: ...
+
+    def names(self, path: str) -> list[str]: ...
+
+    def info(self, path: str) -> FileInfo: ...
+
+    def open(self, path: str) -> OpenFile: ...
+
+
+class LocalFile:
+    """A local file, read with preadv: no mapping, so nothing ever aliases it."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(self.descriptor, buffers, offset)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class LocalStorage:
+    """The local file system."""
+
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
+    def is_dir(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def names(self, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def info(self, path: str) -> FileInfo:
+        status = os.stat(path)
+        return FileInfo(path, status.st_size, str(status.st_mtime_ns), published_sha256(path))
+
+    def open(self, path: str) -> OpenFile:
+        return LocalFile(path)
+
+
+class RemoteFile:
+    """A file behind fsspec, read by ranges."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self.filesystem = filesystem
+        self.path = path
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        wanted = sum(len(buffer) for buffer in buffers)
+        data = memoryview(self.filesystem.cat_file(self.path, start=offset, end=offset + wanted))
+        position = 0
+        for buffer in buffers:
+            part = data[position : position + len(buffer)]
+            buffer[: len(part)] = part
+            position += len(part)
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class RemoteStorage:
+    """Any file system that fsspec knows (s3://, gs://, memory://, ...)."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # heavy, and only remote sources need it
+
+        self.filesystem: Any = url_to_fs(url)[0]
+
+    def is_file(self, path: str) -> bool:
+        return bool(self.filesystem.isfile(path))
+
+    def is_dir(self, path: str) -> bool:
+        return bool(self.filesystem.isdir(path))
+
+    def names(self, path: str) -> list[str]:
+        found: list[str] = self.filesystem.ls(path, detail=False)
+        return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in found)
+
+    def info(self, path: str) -> FileInfo:
+        details: dict[str, Any] = self.filesystem.info(path)
+        tags = (details.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
+        version = next((str(tag) for tag in tags if tag is not None), "")
+        return FileInfo(path, int(details["size"]), version)
+
+    def open(self, path: str) -> OpenFile:
+        return RemoteFile(self.filesystem, path)
+
+
+def storage_for(path: str) -> Storage:
+    """The storage that a path or URL belongs to."""
+    if path.startswith("file://"):
+        raise LoadError(f"{path}: give a local path without file://")
+    return RemoteStorage(path) if "://" in path else LocalStorage()
+
+
+def join_path(folder: str, name: str) -> str:
+    """A name inside a folder, for paths and URLs alike."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def inside(folder: str, name: str) -> str:
+    """A path that an index names, which must stay inside the index's folder.
+
+    Raises:
+        LoadError: the name is absolute or climbs out.
+    """
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith(("/", "\\")) or ".." in parts or "://" in name:
+        raise LoadError(f"{folder}: its index names {name!r}, which lies outside the folder")
+    return join_path(folder, name)
+
+
+def read_range(file: OpenFile, path: str, offset: int, length: int) -> bytes:
+    """Bytes [offset, offset + length) of a file.
+
+    Raises:
+        LoadError: the file ends before that.
+    """
+    data = bytearray(length)
+    read_exactly(file, path, [memoryview(data)], offset)
+    return bytes(data)
+
+
+def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: int) -> None:
+    """Fill all buffers from `offset`, however many calls that takes.
+
+    Raises:
+        LoadError: the file ends early, or the device reports an error.
+    """
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        try:
+            got = file.readv(left, offset)
+        except OSError as error:
+            reason = errno.errorcode.get(error.errno or 0, "OSError")
+            raise LoadError(
+                f"{path}: reading at byte {offset} failed: {error} ({reason})"
+            ) from error
+        if got <= 0:
+            missing = sum(len(buffer) for buffer in left)
+            raise LoadError(
+                f"{path}: ends at byte {offset}, {missing} bytes too early: "
+                "the file is truncated or was changed while it was read; copy it again"
+            )
+        offset += got
+        while left and got >= len(left[0]):
+            got -= len(left.pop(0))
+        if got:
+            left[0] = left[0][got:]
+
+
+def published_sha256(path: str) -> str | None:
+    """The SHA-256 that came with a download, where one did.
+
+    The Hugging Face cache names each large file's blob by its digest and links to it; a download
+    into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.
+    """
+    target = os.path.realpath(path)
+    if os.path.basename(os.path.dirname(target)) == "blobs":
+        return _as_sha256(os.path.basename(target))
+    folder, name = os.path.split(path)
+    note = os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata")
+    try:
+        with open(note, encoding="utf-8") as file:
+            lines = file.read(4096).splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return _as_sha256(lines[1].strip()) if len(lines) > 1 else None
+
+
+def _as_sha256(text: str) -> str | None:
+    is_hex = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return text if is_hex else None

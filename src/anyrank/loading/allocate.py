@@ -1,0 +1,106 @@
+"""Memory for tensors that are still on meta, and the swap that puts them in place.
+
+New memory is filled first and swapped in last, so a load that fails leaves a meta model on meta. The
+swap keeps the identity of every Parameter object: optimizers and wrappers hold what they held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from anyrank.errors import LoadError
+from anyrank.loading.targets import Target
+from anyrank.world.device import rank_device
+
+HUGE_PAGE_BYTES = 2 << 20
+MADV_HUGEPAGE = 14
+
+
+def device_for(target: Target, default: torch.device) -> torch.device:
+    """Where a target's memory belongs: where it is, or for a meta tensor where its owner wants it."""
+    if not target.is_meta:
+        return target.local().device
+    if target.layout is None:
+        return default
+    mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.places):
+        return torch.device("cpu")
+    return rank_device()
+
+
+def default_device(targets: list[Target]) -> torch.device:
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's own device."""
+    real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
+    return real[0].local().device if real else rank_device()
+
+
+def _offloads(path: tuple[nn.Module, ...]) -> bool:
+    """Whether the FSDP2 unit that owns a module keeps its parameters on the CPU.
+
+    FSDP2 has no public name for its policy; where the private one is missing, the unit's real
+    parameters would tell, and a meta model without them goes to the device.
+    """
+    unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
+    state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
+    return "CPUOffloadPolicy" in policies
+
+
+def allocate(target: Target, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory of this rank's share of a target; every element must be written."""
+    local = torch.empty(target.local_shape, dtype=target.dtype, device=device)
+    if local.is_cpu:
+        _prefer_huge_pages(local)
+    return local
+
+
+def _prefer_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for 2 MiB pages: the first write to fresh memory is then a fault per 2 MiB, not per 4 KiB."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes < 2 * HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    length = (tensor.data_ptr() + nbytes - start) // page * page
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
+
+
+def put_in_place(target: Target, local: torch.Tensor) -> None:
+    """Make `local` the target's memory. The tensor object of the target stays the same one.
+
+    Raises:
+        LoadError: something holds a weak reference to the meta tensor, which torch cannot swap then.
+    """
+    old: Any = target.tensor
+    new: Any = local
+    if target.layout is not None:
+        from torch.distributed.tensor import DTensor
+
+        new = DTensor.from_local(
+            local,
+            old.device_mesh,
+            old.placements,
+            run_check=False,
+            shape=old.shape,
+            stride=old.stride(),
+        )
+    if target.kind == "parameter":
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError as error:
+        raise LoadError(
+            f"{target.name}: its meta tensor cannot be replaced ({error}): load before anything "
+            "that keeps weak references to the parameters is built"
+        ) from error

@@ -1,0 +1,62 @@
+"""Non-persistent buffers that are still on meta: no file holds them, so another rank or a rule must."""
+
+from __future__ import annotations
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.loading.allocate import allocate, put_in_place
+from anyrank.loading.initialise import Init, initialise
+from anyrank.loading.targets import Target
+from anyrank.world.ranks import Ranks
+
+
+def rebuild(
+    targets: list[Target], ranks: Ranks, seed: int, device: torch.device, init: Init | None = None
+) -> dict[str, str]:
+    """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
+
+    They come from the first rank that has the buffer, else from the module's rule.
+
+    Returns:
+        Name -> where its values came from; the union over the ranks.
+
+    Raises:
+        LoadError: a buffer that neither gives; names each of them.
+    """
+    derived = {target.name: target for target in targets if target.kind == "derived"}
+    wanted = {name: target for name, target in derived.items() if target.is_meta}
+    asked = sorted(set().union(*ranks.gather(sorted(wanted))))
+    if not asked:
+        return {}
+    real = [name for name in asked if name in derived and name not in wanted]
+    offered = ranks.gather({name: derived[name].local().cpu() for name in real})
+    sources: dict[str, str] = {}
+    made: dict[str, torch.Tensor] = {}
+
+    def fill() -> list[str]:
+        for name, target in wanted.items():
+            local = allocate(target, device)
+            giver = next((r for r, t in zip(ranks.ranks, offered, strict=True) if name in t), None)
+            if giver is None:
+                source = initialise(target, local, seed, init)
+            else:
+                local.copy_(offered[ranks.ranks.index(giver)][name])
+                source = f"rank {giver}"
+            if source is not None:
+                made[name], sources[name] = local, source
+        return sorted(set(wanted) - set(made))
+
+    lost = sorted(set().union(*ranks.together("rebuilding buffers", fill)))
+    if lost:
+        raise LoadError(
+            f"non-persistent buffers on meta that no rule of their module rebuilds: {', '.join(lost)}"
+            "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give the "
+            "module a reset_parameters() that fills them"
+        )
+    for name, local in made.items():
+        put_in_place(wanted[name], local)
+    everywhere: dict[str, str] = {}
+    for table in ranks.gather(sources):
+        everywhere.update(table)
+    return everywhere

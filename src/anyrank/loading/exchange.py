@@ -1,0 +1,207 @@
+"""Transfers between ranks: who reads which block and who receives it, in one order on all ranks.
+
+Each rank walks the same list in windows. A window is read, sent, received and put in place before the
+next one starts, so a rank never stages more than a window, and a failed rank keeps the schedule until
+the window's end, where all ranks learn of it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anyrank import faults
+from anyrank.files.reader import Job, Reader, copy_into
+from anyrank.loading.targets import Target
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece, local_pieces
+from anyrank.tensors.plan import Read, plan_reads
+from anyrank.tensors.spec import StoredTensor
+from anyrank.world.ranks import Interrupted, Ranks
+
+LEAST_BLOCK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One block: read by `reader`, wanted by `members` (global ranks).
+
+    Attributes:
+        target: index of the target.
+        read: the box in the file, and where it goes in each member's local tensor.
+    """
+
+    target: int
+    read: Read
+    reader: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """One rank's mesh coordinates: distinct ones, and which of them each target has."""
+
+    table: tuple[tuple[int, ...] | None, ...]
+    which: tuple[int, ...]
+
+    def of(self, index: int) -> tuple[int, ...] | None:
+        """The coordinate in the mesh of a target."""
+        return self.table[self.which[index]]
+
+
+def plan_transfers(
+    wanted: Sequence[tuple[int, Target, StoredTensor]],
+    coordinates: Mapping[int, Coordinates],
+    readers: Sequence[int] | None,
+    window_bytes: int,
+) -> Iterator[Transfer]:
+    """Cut what all ranks want into blocks and give each one reader.
+
+    Args:
+        wanted: index, target and stored tensor, in the same order on all ranks.
+        coordinates: of every rank.
+        readers: the ranks that see the files, in turn; None lets the ranks that want a block take turns.
+        window_bytes: see `windows`.
+    """
+    block = max(LEAST_BLOCK_BYTES, window_bytes // len(coordinates))
+    turn = 0
+    for index, target, stored in wanted:
+        for pieces, members in replicas(index, target, coordinates).items():
+            who = tuple(readers) if readers is not None else members
+            for read in plan_reads(stored, pieces):
+                for part in _parts(read, block):
+                    yield Transfer(index, part, who[turn % len(who)], members)
+                    turn += 1
+
+
+def coordinates_of(targets: Sequence[Target]) -> Coordinates:
+    """This rank's place in the mesh of each target, which the others need to know what it wants."""
+    table = tuple(dict.fromkeys(target.coordinate for target in targets))
+    return Coordinates(table, tuple(table.index(target.coordinate) for target in targets))
+
+
+def replicas(
+    index: int, target: Target, coordinates: Mapping[int, Coordinates]
+) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+    """The ranks that hold the same pieces of a target, by pieces; ranks that hold nothing are left out."""
+    if target.layout is None:
+        return {target.pieces: tuple(coordinates)} if target.pieces else {}
+    at: dict[tuple[int, ...] | None, list[int]] = {}
+    for rank, known in coordinates.items():
+        at.setdefault(known.of(index), []).append(rank)
+    groups: dict[tuple[Piece, ...], list[int]] = {}
+    for coordinate, ranks in at.items():
+        pieces = local_pieces(target.shape, target.layout, coordinate)
+        groups.setdefault(pieces, []).extend(ranks)
+    return {pieces: tuple(sorted(ranks)) for pieces, ranks in groups.items() if pieces}
+
+
+def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[Transfer]]:
+    """Consecutive transfers of at most `window_bytes` together (or one)."""
+    window: list[Transfer] = []
+    total = 0
+    for transfer in transfers:
+        if window and total + transfer.read.nbytes > window_bytes:
+            yield window
+            window, total = [], 0
+        window.append(transfer)
+        total += transfer.read.nbytes
+    if window:
+        yield window
+
+
+class Exchange:
+    """Runs transfers on one rank. All ranks run the same list.
+
+    Args:
+        ranks: the group.
+        reader: reads this rank's blocks.
+        locals_of: this rank's memory of a target, by index.
+    """
+
+    def __init__(
+        self, ranks: Ranks, reader: Reader, locals_of: Callable[[int], torch.Tensor]
+    ) -> None:
+        self.ranks = ranks
+        self.reader = reader
+        self.locals_of = locals_of
+        self.bytes_sent = 0
+
+    def run(self, transfers: Iterator[Transfer], window_bytes: int) -> None:
+        """Fill this rank's share.
+
+        Raises:
+            Interrupted: another rank failed.
+            LoadError: this rank failed to read.
+        """
+        for window in windows(transfers, window_bytes):
+            problem: Exception | None = None
+            staged: dict[int, torch.Tensor] = {}
+            mine = [(n, t) for n, t in enumerate(window) if t.reader == self.ranks.rank]
+            for number, transfer in mine:
+                staged[number] = _staging(transfer)
+            try:
+                faults.point("load.exchange")
+                self.reader.run([Job(t.read, staged[n]) for n, t in mine])
+            except Exception as error:  # the others still wait for this window's blocks
+                problem = error
+            self._pass_on(window, staged)
+            self._agree(problem)
+            for number, transfer in enumerate(window):
+                if self.ranks.rank in transfer.members:
+                    local = self.locals_of(transfer.target)
+                    copy_into(local[transfer.read.local_slices()], staged[number])
+
+    def _pass_on(self, window: Sequence[Transfer], staged: dict[int, torch.Tensor]) -> None:
+        rank, works = self.ranks.rank, list[Any]()
+        try:
+            for number, transfer in enumerate(window):
+                if transfer.reader == rank:
+                    payload = staged[number].view(-1).view(torch.uint8)
+                    for member in transfer.members:
+                        if member != rank:
+                            works.append(dist.isend(payload, member, group=self.ranks.group))
+                            self.bytes_sent += payload.numel()
+                elif rank in transfer.members:
+                    staged[number] = _staging(transfer)
+                    payload = staged[number].view(-1).view(torch.uint8)
+                    works.append(dist.irecv(payload, transfer.reader, group=self.ranks.group))
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.ranks.roll_call(error) from error
+
+    def _agree(self, problem: Exception | None) -> None:
+        status = torch.tensor([0 if problem is None else 1])
+        try:
+            dist.all_reduce(status, group=self.ranks.group)
+        except RuntimeError as error:
+            raise self.ranks.roll_call(error) from error
+        if problem is not None:
+            raise problem
+        if status.item():
+            raise Interrupted
+
+
+def _staging(transfer: Transfer) -> torch.Tensor:
+    return torch.empty(transfer.read.box.sizes, dtype=transfer.read.stored.dtype)
+
+
+def _parts(read: Read, block_bytes: int) -> Iterator[Read]:
+    """Row-wise parts of about `block_bytes` wanted bytes each; a long row is cut as well."""
+    sizes = read.box.sizes
+    if read.nbytes <= block_bytes or max(sizes, default=1) <= 1:
+        yield read
+        return
+    dim = next(d for d, n in enumerate(sizes) if n > 1)
+    rows = max(1, block_bytes * sizes[dim] // read.nbytes)
+    for low in range(0, sizes[dim], rows):
+        offsets, lengths = list(read.box.offsets), list(sizes)
+        offsets[dim] += low
+        lengths[dim] = min(rows, sizes[dim] - low)
+        part = read.part(Box(tuple(offsets), tuple(lengths)))
+        yield from _parts(part, block_bytes) if lengths[dim] == 1 else (part,)

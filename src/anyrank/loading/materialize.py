@@ -1,0 +1,97 @@
+"""`anyrank.materialize`: first values for a model on meta, the same for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
+from anyrank.loading.buffers import rebuild
+from anyrank.loading.initialise import Init, initialise
+from anyrank.loading.measure import Meter
+from anyrank.loading.report import LoadReport
+from anyrank.loading.targets import Target, find_targets
+from anyrank.world.ranks import open_ranks
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Give every tensor on meta its first values; what is real already stays as it is.
+
+    Every rank of the group calls it. Values depend on the first rank's torch seed and on the tensors'
+    names alone, so a model that is sharded over any number of ranks starts with the same ones, bit by
+    bit on the same kind of device, as on one rank. A rank holds its share and one whole tensor at a time.
+
+    Args:
+        model: plain or sharded (FSDP2, tensor parallel), before or after.
+        device: where plain tensors go. Default: to the model's real parameters, else to the rank's own
+            device. Sharded tensors go where their mesh and offload policy say.
+        init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`, `init_weights`);
+            a callable is called with each module that owns a tensor to fill.
+        process_group: the ranks that take part. Default: all, or this process alone.
+
+    Returns:
+        A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all ranks.
+
+    Raises:
+        LoadError: tensors that no rule writes, named; on all ranks, and nothing is changed.
+    """
+    meter = Meter()
+    rule = None if init == "auto" else init
+    with open_ranks(process_group) as ranks:
+        seed = ranks.gather(torch.initial_seed())[0]
+        mine: list[Target] = []
+        ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
+        place = default_device(mine) if device is None else torch.device(device)
+        rules: dict[str, str] = {}
+        fresh: list[tuple[Target, torch.Tensor]] = []
+
+        def fill() -> None:
+            lost: list[str] = []
+            for target in mine:
+                if target.is_meta and target.kind != "derived":
+                    local = allocate(target, device_for(target, place))
+                    name = initialise(target, local, seed, rule)
+                    fresh.append((target, local))
+                    lost += [target.name] if name is None else []
+                    rules[target.name] = name or ""
+                    meter.sample()
+            if lost:
+                raise LoadError(
+                    f"no rule gives first values to {', '.join(lost)}: give their modules a "
+                    "reset_parameters(), or pass init=a function of the module"
+                )
+
+        ranks.together("initialising", fill)
+
+        def commit() -> None:
+            for target, local in fresh:
+                put_in_place(target, local)
+
+        ranks.together("putting the values in place", commit)
+        rebuilt = rebuild(mine, ranks, seed, place, rule)
+        peaks = ranks.gather((*meter.peaks(), meter.seconds()))
+    host, device_peaks, seconds = zip(*peaks, strict=True)
+    return LoadReport(
+        initialised=rules,
+        rebuilt=rebuilt,
+        format="first values",
+        strategy="own",
+        reason="each rank computes its own share",
+        tensors=len(rules),
+        peak_host_bytes=list(host),
+        peak_device_bytes=list(device_peaks),
+        bytes_read=[0] * len(host),
+        bytes_sent=[0] * len(host),
+        seconds=max(seconds),
+    )

@@ -1,0 +1,60 @@
+"""What a load costs this rank, measured: host memory that cannot be reclaimed, and device memory."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+SAMPLE_SEC = 0.02
+
+
+def rss_anon() -> int:
+    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not tell.
+
+    Not ru_maxrss and not RSS: both count the page cache that a mapping happens to touch.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+class Meter:
+    """Peaks over the start, sampled whenever `sample` is called."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.host_start = rss_anon()
+        self.device_start = _device_bytes()
+        self.host_peak = self.host_start
+        self.device_peak = self.device_start
+        self.last = 0.0
+
+    def sample(self, _: int = 0) -> None:
+        """Look at the memory in use, at most every SAMPLE_SEC."""
+        now = time.monotonic()
+        if now - self.last >= SAMPLE_SEC:
+            self.last = now
+            self.host_peak = max(self.host_peak, rss_anon())
+            self.device_peak = max(self.device_peak, _device_bytes())
+
+    def peaks(self) -> tuple[int, int]:
+        """Host and device bytes above the start, at their highest."""
+        self.last = 0.0
+        self.sample()
+        return self.host_peak - self.host_start, self.device_peak - self.device_start
+
+    def seconds(self) -> float:
+        """Since the meter was made."""
+        return time.perf_counter() - self.start
+
+
+def _device_bytes() -> int:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return 0

@@ -1,0 +1,53 @@
+"""Progress on the first rank: a bar when a person reads, a callback when a program does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Progress:
+    """Counts bytes and tells somebody.
+
+    Args:
+        total: bytes in all.
+        tell: called with (bytes done, bytes in all).
+    """
+
+    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
+        self.total = total
+        self.done = 0
+        self.tell = tell
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes."""
+        self.done += nbytes
+        if self.tell is not None:
+            self.tell(min(self.done, self.total), self.total)
+
+
+@contextmanager
+def progress_for(
+    wanted: bool | Callable[[int, int], None] | None, first_rank: bool, total: int
+) -> Generator[Progress, None, None]:
+    """The progress that the caller asked for; silent on other ranks."""
+    if not first_rank or wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield Progress(total, None)
+    elif callable(wanted):
+        yield Progress(total, wanted)
+    else:
+        with _bar(total) as tell:
+            yield Progress(total, tell)
+
+
+@contextmanager
+def _bar(total: int) -> Generator[Callable[[int, int], None], None, None]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns: tuple[Any, ...] = ("anyrank: loading", BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done, _: bar.update(task, completed=done)

@@ -1,0 +1,106 @@
+"""What a load did, equal on all ranks and printable as one screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+MIB = 1 << 20
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
+
+    Attributes:
+        missing: tensors of the model that the source does not hold.
+        unexpected: keys of the source that the model has no place for.
+        mismatched: kept for completeness; a shape mismatch always raises, so this is empty.
+        initialised: tensors that a rule of the model gave their values, with the rule.
+        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        kept: missing tensors that kept the values they had.
+        tied: tensor -> its other names.
+        cast: tensor -> "dtype in the source -> dtype in the model".
+        frozen: parts passed to `freeze()` -> where their values came from.
+        format: of the source.
+        strategy: "own", "stripe" or "scatter".
+        reason: why this strategy.
+        nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.
+        verified: what `verify=True` compared, in words; "" without it.
+        skipped: files and keys that were passed over by rule.
+        bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry a rank, in the
+            group's order. Peaks are above the state before the call.
+        seconds: of the slowest rank.
+    """
+
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    mismatched: list[str] = field(default_factory=list[str])
+    initialised: dict[str, str] = field(default_factory=dict[str, str])
+    rebuilt: dict[str, str] = field(default_factory=dict[str, str])
+    kept: list[str] = field(default_factory=list[str])
+    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    cast: dict[str, str] = field(default_factory=dict[str, str])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
+    format: str = ""
+    strategy: str = ""
+    reason: str = ""
+    nonfinite: dict[str, int] = field(default_factory=dict[str, int])
+    verified: str = ""
+    skipped: list[str] = field(default_factory=list[str])
+    tensors: int = 0
+    bytes_read: list[int] = field(default_factory=list[int])
+    bytes_sent: list[int] = field(default_factory=list[int])
+    peak_host_bytes: list[int] = field(default_factory=list[int])
+    peak_device_bytes: list[int] = field(default_factory=list[int])
+    seconds: float = 0.0
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """`missing, unexpected = report`, as with `load_state_dict`."""
+        yield self.missing
+        yield self.unexpected
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            f"loaded {self.tensors} tensors ({self.format}) in {self.seconds:.2f} s",
+            f"  strategy     {self.strategy}: {self.reason}",
+            f"  read         {_mib(self.bytes_read)}",
+        ]
+        if any(self.bytes_sent):
+            lines.append(f"  sent         {_mib(self.bytes_sent)}")
+        lines.append(f"  host peak    {_mib(self.peak_host_bytes)}")
+        if any(self.peak_device_bytes):
+            lines.append(f"  device peak  {_mib(self.peak_device_bytes)}")
+        tied = [f"{name} = {', '.join(others)}" for name, others in self.tied.items()]
+        groups = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
+            "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
+            "kept": self.kept,
+            "tied": tied,
+            "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
+            "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
+        }
+        lines += [_group(title, items) for title, items in groups.items() if items]
+        if self.verified:
+            lines.append(f"  verified     {self.verified}")
+        return "\n".join(lines)
+
+
+def _mib(values: list[int]) -> str:
+    shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
+    more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
+    return f"{shown}{more} MiB by rank"
+
+
+def _group(title: str, items: list[str]) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"

@@ -1,0 +1,242 @@
+"""The tensors of a model: what they are called, how they lie on the ranks, and which hang together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from anyrank.errors import LoadError
+from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
+from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
+
+Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor hangs: `module.<attribute>`.
+
+    Attributes:
+        names: the names that mean this place, `named_parameters()`'s first.
+        path: the modules from the root to `module`, both included.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    path: tuple[nn.Module, ...]
+
+
+@dataclass
+class Target:
+    """One tensor of the model, however often it hangs in it.
+
+    Attributes:
+        kind: parameter, buffer, or derived (a non-persistent buffer).
+        places: where it hangs; several when it is tied.
+        tensor: the Parameter or buffer object, whose identity never changes.
+        shape: global shape.
+        layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
+        coordinate: where this rank is in the layout's mesh; None outside it.
+        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
+        frozen: the module passed to `freeze()` that it belongs to, if any.
+    """
+
+    kind: Kind
+    places: list[Place]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    layout: Layout | None
+    coordinate: tuple[int, ...] | None = None
+    adapter: bool = False
+    frozen: nn.Module | None = None
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank holds."""
+        return local_pieces(self.shape, self.layout, self.coordinate)
+
+    @property
+    def name(self) -> str:
+        """The name without wrappers, as the reports show it."""
+        names = self.places[0].names
+        return names[1] if len(names) > 1 else names[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        return self.tensor.is_meta
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank holds."""
+        return local_shape(self.shape, self.layout, self.coordinate)
+
+    @property
+    def local_numel(self) -> int:
+        return sum(piece.box.numel for piece in self.pieces)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of what this rank holds, in the model's dtype."""
+        return self.local_numel * self.dtype.itemsize
+
+    def wanted(self) -> Wanted:
+        """What the matcher needs to know."""
+        return Wanted(tuple(place.names for place in self.places))
+
+    def local(self) -> torch.Tensor:
+        """This rank's memory, to be written to in place."""
+        tensor: Any = self.tensor.detach()
+        return tensor.to_local() if self.layout else tensor
+
+    def describe(self) -> tuple[str, tuple[int, ...], str, str]:
+        """What must be equal on all ranks: name, global shape, dtype and layout."""
+        return self.name, self.shape, str(self.dtype), str(self.layout)
+
+
+def find_targets(model: nn.Module) -> list[Target]:
+    """Every parameter and buffer of the model, in registration order, ties joined.
+
+    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is what
+    the optimizer updates.
+
+    Raises:
+        LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found: dict[int, Target] = {}
+    for place, kind, frozen in _walk(model):
+        tensor = getattr(place.module, place.attribute)
+        known = found.get(id(tensor))
+        if known is not None:
+            known.places.append(place)
+            if known.kind == "derived" and kind != "derived":
+                known.kind = kind
+            continue
+        layout, coordinate = layout_of(tensor, place.names[0])
+        shape = tuple(tensor.shape)
+        adapter = _is_adapter(place)
+        target = Target(kind, [place], tensor, shape, layout, coordinate, adapter, frozen)
+        found[id(tensor)] = target
+    return list(found.values())
+
+
+def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
+    """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
+
+    Raises:
+        LoadError: a tensor subclass or placement whose bytes cannot be placed.
+    """
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None:
+        kind = type(tensor).__name__
+        if kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
+            raise LoadError(
+                f"{name}: is a {kind}, whose bytes are not the tensor's: load before it is wrapped "
+                "or quantised, or use fully_shard (FSDP2)"
+            )
+        return None, None
+    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    shape = tuple(int(size) for size in mesh.shape)
+    coordinate = mesh.get_coordinate()
+    layout = Layout(shape, tuple(_placement(one, name) for one in placements))
+    return layout, None if coordinate is None else tuple(coordinate)
+
+
+def _placement(placement: Any, name: str) -> Placement:
+    if placement.is_replicate():
+        return Placement("replicate")
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or dim is None:
+        raise LoadError(f"{name}: has placement {placement}, which holds no value to load into")
+    return Placement("shard", int(dim), int(getattr(placement, "split_factor", 1)))
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+    """Places by module, parameters before buffers, through the children that frozen parts hide."""
+    seen: set[int] = set()
+
+    def visit(
+        module: nn.Module,
+        raw: str,
+        clean: str,
+        path: tuple[nn.Module, ...],
+        frozen: nn.Module | None,
+    ) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+        if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
+            return
+        seen.add(id(module))
+        path = (*path, module)
+        frozen = frozen or (module if hasattr(module, "anyrank_frozen") else None)
+        hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        tables: tuple[tuple[Kind, dict[str, Any]], ...] = (
+            ("parameter", dict(module.named_parameters(recurse=False, remove_duplicate=False))),
+            ("buffer", dict(module.named_buffers(recurse=False, remove_duplicate=False))),
+        )
+        for kind, table in tables:
+            for name in table:
+                place = Place(_names(raw + name, clean + name, path), module, name, path)
+                yield place, "derived" if name in hidden else kind, frozen
+        for name, child in module._modules.items():
+            if child is not None:
+                step = "" if _is_wrapping(module, name) else f"{name}."
+                yield from visit(child, f"{raw}{name}.", clean + step, path, frozen)
+
+    yield from visit(model, "", "", (), None)
+
+
+def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]:
+    adapter = next((m for m in path if _is_peft(m) and hasattr(m, "active_adapters")), None)
+    names = [raw, clean]
+    if adapter is not None:
+        parts = clean.split(".")
+        known = set(getattr(adapter, "active_adapters", ()))
+        short = [p for p in parts if p not in known]
+        if len(known) == 1 and len(short) != len(parts):
+            names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
+    return tuple(dict.fromkeys(names))
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
+def _is_wrapping(module: nn.Module, child: str) -> bool:
+    """Whether a child's name is a wrapper's doing, and not the model's."""
+    if child in WRAPPERS:
+        return True
+    if child == "module" and isinstance(module, DistributedDataParallel):
+        return True
+    if _is_peft(module):
+        inner = child == "base_model" and hasattr(module, "peft_config")
+        return inner or child in PEFT_SEGMENTS or (child == "model" and _is_tuner(module))
+    return False
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    """PEFT's middle layer between PeftModel and the user's model."""
+    return hasattr(module, "targeted_module_names")
+
+
+def _is_adapter(place: Place) -> bool:
+    """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
+    parts = place.names[0].split(".")
+    for depth, module in enumerate(place.path):
+        below = parts[depth:]
+        layer = _is_peft(module) and not hasattr(module, "peft_config")
+        if layer and not _is_tuner(module) and hasattr(module, "active_adapters"):
+            return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
+    return False

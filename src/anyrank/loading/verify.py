@@ -1,0 +1,145 @@
+"""`verify=True`: the file against its checksums, replicas against one another, values for NaN."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import OpenFile, read_exactly, storage_for
+from anyrank.loading.targets import Target
+from anyrank.tensors.layout import Piece
+from anyrank.world.ranks import Ranks
+
+BLOCK_BYTES = 1 << 20
+
+
+def check_files(listing: Listing, number: int, count: int, check: Callable[[], None]) -> list[str]:
+    """Compare this rank's part of the files with the checksums that came with them.
+
+    Args:
+        listing: the source.
+        number: which of `count` equal parts of the work to do.
+        count: how many ranks share the work.
+        check: called between blocks; raises to stop early.
+
+    Returns:
+        What was compared, in words.
+
+    Raises:
+        LoadError: a checksum differs; names the file, and the record where the format knows it.
+    """
+    digests = [i for i, info in enumerate(listing.files) if info.sha256]
+    for index in digests[number::count]:
+        info = listing.files[index]
+        digest = hashlib.sha256()
+        _feed(info.path, 0, info.size, digest.update, check)
+        if digest.hexdigest() != info.sha256:
+            raise LoadError(
+                f"{info.path}: SHA-256 is {digest.hexdigest()}, its publisher's is {info.sha256}: "
+                "the file is corrupt; download it again"
+            )
+    for record in listing.checksums[number::count]:
+        path, crc = listing.files[record.file].path, 0
+
+        def add(block: memoryview) -> None:
+            nonlocal crc
+            crc = zlib.crc32(block, crc)
+
+        _feed(path, record.start, record.stop, add, check)
+        if crc != record.crc32:
+            raise LoadError(
+                f"{path}: {record.what}: CRC-32 is {crc:08x}, the file says {record.crc32:08x}: "
+                "the file is corrupt; copy it again"
+            )
+    said: list[str] = []
+    if digests:
+        said.append(f"SHA-256 of {len(digests)} files")
+    if listing.checksums:
+        said.append(f"CRC-32 of {len(listing.checksums)} records")
+    return said
+
+
+def _feed(
+    path: str,
+    start: int,
+    stop: int,
+    take: Callable[[memoryview], object],
+    check: Callable[[], None],
+) -> None:
+    file: OpenFile = storage_for(path).open(path)
+    block = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for low in range(start, stop, BLOCK_BYTES):
+            check()
+            part = block[: min(BLOCK_BYTES, stop - low)]
+            read_exactly(file, path, [part], low)
+            take(part)
+    finally:
+        file.close()
+
+
+def compare_replicas(targets: list[Target], ranks: Ranks) -> int:
+    """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
+
+    Raises:
+        LoadError: replicas differ; names the tensors and the ranks.
+    """
+
+    def hashes() -> dict[tuple[str, tuple[Piece, ...]], str]:
+        return {(t.name, t.pieces): content_hash(t.local()) for t in targets if t.pieces}
+
+    tables = ranks.together("hashing the replicas", hashes)
+    seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
+    for rank, table in zip(ranks.ranks, tables, strict=True):
+        for key, value in table.items():
+            seen.setdefault(key, {}).setdefault(value, []).append(rank)
+    different = {key[0]: groups for key, groups in seen.items() if len(groups) > 1}
+    if different:
+        shown = [
+            f"{name}: " + " differs from ".join(f"ranks {held}" for held in groups.values())
+            for name, groups in list(different.items())[:10]
+        ]
+        raise LoadError(
+            f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
+        )
+    return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
+
+
+def count_nonfinite(targets: list[Target], ranks: Ranks) -> dict[str, int]:
+    """NaN and infinite values by tensor, over all ranks (replicas count once a rank). All ranks."""
+
+    def count() -> dict[str, int]:
+        found: dict[str, int] = {}
+        for target in targets:
+            local = target.local()
+            if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
+                rows = local.reshape(-1).split(BLOCK_BYTES)
+                bad = sum(int((~row.isfinite()).sum()) for row in rows)
+                if bad:
+                    found[target.name] = bad
+        return found
+
+    total: dict[str, int] = {}
+    for table in ranks.together("looking for NaN", count):
+        for name, bad in table.items():
+            total[name] = max(total.get(name, 0), bad)
+    return total
+
+
+def content_hash(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's elements in row-major order, wherever it is, through a small buffer."""
+    import xxhash  # only verification needs it
+
+    from anyrank.files.reader import memory_of
+
+    digest = xxhash.xxh3_128()
+    flat = tensor.detach().reshape(-1)
+    step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
+    for part in flat.split(step) if flat.numel() else ():
+        digest.update(memory_of(part.cpu().contiguous()))
+    return digest.hexdigest()

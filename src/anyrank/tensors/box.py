@@ -1,0 +1,58 @@
+"""Boxes: axis-aligned pieces of a tensor, by offsets and sizes in the global tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d. A 0-d box has one element."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None when it has no elements."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(a + m, b + n) - o
+            for a, m, b, n, o in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True
+            )
+        )
+        return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same elements, counted from another origin."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, origin, strict=True))
+        return Box(offsets, self.sizes)
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The same sizes, moved by an amount in each dim."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index for the elements of this box in a tensor that starts at the global origin."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,175 @@
+"""From placements on a mesh to the pieces of a tensor that each rank holds.
+
+Only public attributes are read (shape, `device_mesh`, `placements`), and the arithmetic is our own,
+because torch's own helpers differ between versions and give one rectangle where there are several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from anyrank.tensors.box import Box
+
+Interval = tuple[int, int]  # start and length in the global dim
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one mesh axis treats the tensor.
+
+    Attributes:
+        kind: "replicate" or "shard".
+        dim: the tensor dim that is cut, for "shard".
+        split_factor: over how many later cuts of the same dim this cut reaches (`_StridedShard`); 1
+            for an ordinary cut.
+    """
+
+    kind: Literal["replicate", "shard"]
+    dim: int = 0
+    split_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of the global tensor and where it starts in the rank's local tensor."""
+
+    box: Box
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies on a mesh. Which ranks the mesh has does not matter, only where in it one is.
+
+    Attributes:
+        mesh_shape: sizes of the mesh axes.
+        placements: one for each mesh axis.
+    """
+
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+def local_pieces(
+    shape: Sequence[int], layout: Layout | None, coordinate: Sequence[int] | None
+) -> tuple[Piece, ...]:
+    """The boxes at a mesh coordinate, in the order in which they lie in the local tensor.
+
+    Without a layout the tensor is held whole; without a coordinate the rank is outside the mesh and
+    holds nothing.
+    """
+    if layout is None:
+        whole = Box.whole(shape)
+        return (Piece(whole, whole.offsets),) if whole.numel else ()
+    if coordinate is None:
+        return ()
+    per_dim = [_dim_intervals(d, size, layout, coordinate) for d, size in enumerate(shape)]
+    pieces: list[Piece] = []
+    for chosen in itertools.product(*(_with_local_start(intervals) for intervals in per_dim)):
+        box = Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen))
+        if box.numel:
+            pieces.append(Piece(box, tuple(c[2] for c in chosen)))
+    return tuple(pieces)
+
+
+def local_shape(
+    shape: Sequence[int], layout: Layout | None, coordinate: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Shape of the local tensor that the pieces fill."""
+    if layout is None:
+        return tuple(shape)
+    if coordinate is None:
+        return (0,)
+    return tuple(
+        _length(_dim_intervals(d, size, layout, coordinate)) for d, size in enumerate(shape)
+    )
+
+
+def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
+    starts = itertools.accumulate((length for _, length in intervals), initial=0)
+    return [
+        (start, length, local) for (start, length), local in zip(intervals, starts, strict=False)
+    ]
+
+
+def _dim_intervals(
+    dim: int, size: int, layout: Layout, coordinate: Sequence[int]
+) -> list[Interval]:
+    """Cut one dim once for each mesh axis that shards it, in the order in which they were applied."""
+    intervals: list[Interval] = [(0, size)]
+    for axis, split_factor in _cut_order(dim, layout):
+        number, index = layout.mesh_shape[axis], coordinate[axis]
+        if split_factor == 1:
+            intervals = _take(intervals, *_nth_chunk(_length(intervals), number, index))
+        else:
+            intervals = _strided(intervals, split_factor, number, index)
+    return intervals
+
+
+def _cut_order(dim: int, layout: Layout) -> list[tuple[int, int]]:
+    """Mesh axes that cut `dim`, with their split factor, in order of application.
+
+    A strided cut whose factor equals the product of the later cuts of this dim means that those
+    came first (FSDP over TP): then both are ordinary cuts, which is exact for uneven sizes as well,
+    where the strided formula sends rows to the wrong TP rank.
+    """
+    axes = [
+        (axis, p) for axis, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim
+    ]
+    order: list[tuple[int, int]] = []
+    late: list[int] = []
+    for i, (axis, placement) in enumerate(axes):
+        later = math.prod(layout.mesh_shape[a] for a, _ in axes[i + 1 :])
+        if placement.split_factor > 1 and placement.split_factor == later:
+            late.append(axis)
+        else:
+            order.append((axis, placement.split_factor))
+    return order + [(axis, 1) for axis in reversed(late)]
+
+
+def _nth_chunk(length: int, number: int, index: int) -> Interval:
+    """torch.chunk's piece: ceil(length / number) each, the last ones short or empty."""
+    each = -(-length // number) if length else 0
+    start = min(index * each, length)
+    return start, min(each, length - start)
+
+
+def _strided(intervals: list[Interval], factor: int, number: int, index: int) -> list[Interval]:
+    """Chunk `index` of each of `factor` equal parts, one after the other."""
+    length = _length(intervals)
+    taken: list[Interval] = []
+    for part in range(factor):
+        start, size = _nth_chunk(length, factor, part)
+        inner, inner_size = _nth_chunk(size, number, index)
+        taken += _take(intervals, start + inner, inner_size)
+    return _merged(taken)
+
+
+def _length(intervals: list[Interval]) -> int:
+    return sum(length for _, length in intervals)
+
+
+def _take(intervals: list[Interval], start: int, length: int) -> list[Interval]:
+    """Elements [start, start + length) of the sequence that the intervals spell."""
+    taken: list[Interval] = []
+    position = 0
+    for first, size in intervals:
+        low, high = max(start, position), min(start + length, position + size)
+        if low < high:
+            taken.append((first + low - position, high - low))
+        position += size
+    return taken
+
+
+def _merged(intervals: list[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, length in intervals:
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return merged

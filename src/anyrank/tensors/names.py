@@ -1,0 +1,158 @@
+"""Names: what wrappers add to them, how a file's keys find the model's tensors, and near misses."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from anyrank.errors import LoadError
+
+# Segments that only a wrapper puts into a name.
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+PEFT_PREFIX = "base_model.model."
+PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
+
+Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """One function for the three forms of `rename=`: a dict of keys or prefixes, pairs of regex and
+    replacement applied in order, or a callable.
+
+    Raises:
+        LoadError: a regex that does not compile, or another type.
+    """
+    if rename is None:
+        return lambda key: key
+    if callable(rename):
+        return rename
+    if isinstance(rename, Mapping):
+        table = dict(rename)
+        return lambda key: _by_table(key, table)
+    try:
+        pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+    except (re.error, TypeError, ValueError) as error:
+        raise LoadError(
+            f"rename= takes a dict, pairs of (regex, replacement) or a callable: {error}"
+        ) from error
+
+    def by_pairs(key: str) -> str:
+        for pattern, replacement in pairs:
+            key = pattern.sub(replacement, key)
+        return key
+
+    return by_pairs
+
+
+def _by_table(key: str, table: dict[str, str]) -> str:
+    if key in table:
+        return table[key]
+    prefixes = [old for old in table if key.startswith(old if old.endswith(".") else f"{old}.")]
+    if not prefixes:
+        return key
+    old = max(prefixes, key=len)
+    return (table[old] + key[len(old) :]).lstrip(".")
+
+
+def candidates(key: str) -> Iterator[str]:
+    """Names that a file's key may mean, the literal one first."""
+    yield key
+    parts = key.split(".")
+    plain = [part for part in parts if part not in WRAPPERS]
+    if plain[:1] == ["module"]:
+        yield ".".join(plain)
+        plain = plain[1:]
+    yield ".".join(plain)
+    base = ".".join(plain).removeprefix(PEFT_PREFIX)
+    yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the model as the matcher sees it.
+
+    Attributes:
+        names: for each place where the tensor hangs (several when tied), the names that mean it, the
+            best first.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class Match:
+    """Which key fills which tensor.
+
+    Attributes:
+        keys: index of the wanted tensor -> key in the file.
+        missing: indices of wanted tensors without a key.
+        unexpected: keys that fill nothing.
+        doubled: keys that a tied tensor did not need, with the key that filled it.
+    """
+
+    keys: dict[int, str] = field(default_factory=dict[int, str])
+    missing: list[int] = field(default_factory=list[int])
+    unexpected: list[str] = field(default_factory=list[str])
+    doubled: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str], str]) -> Match:
+    """Give each wanted tensor its key.
+
+    One key may fill several tensors that answer to the same name (a copy that an adapter keeps). A tied
+    tensor takes the key of its first place that has one.
+
+    Raises:
+        LoadError: two keys mean the same place.
+    """
+    places: dict[str, list[tuple[int, int]]] = {}
+    for index, want in enumerate(wanted):
+        for place, names in enumerate(want.names):
+            for name in names:
+                places.setdefault(name, []).append((index, place))
+    found: dict[tuple[int, int], str] = {}
+    result = Match()
+    for key in keys:
+        renamed = rename(key)
+        hits = next((places[name] for name in candidates(renamed) if name in places), None)
+        if hits is None:
+            result.unexpected.append(key)
+            continue
+        for hit in dict.fromkeys(hits):
+            if hit in found:
+                name = wanted[hit[0]].names[hit[1]][0]
+                raise LoadError(f"both {found[hit]} and {key} of the file mean {name}: rename one")
+            found[hit] = key
+    for (index, _), key in sorted(found.items()):
+        first = result.keys.setdefault(index, key)
+        if first != key:
+            result.doubled[key] = first
+    for index, want in enumerate(wanted):
+        if index not in result.keys:
+            key = _key_of_twin(index, want, places, found)
+            if key is None:
+                result.missing.append(index)
+            else:
+                result.keys[index] = key
+    return result
+
+
+def _key_of_twin(
+    index: int,
+    want: Wanted,
+    places: dict[str, list[tuple[int, int]]],
+    found: dict[tuple[int, int], str],
+) -> str | None:
+    """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy)."""
+    twins = {hit[0] for names in want.names for name in names for hit in places[name]} - {index}
+    return next((key for (other, _), key in sorted(found.items()) if other in twins), None)
+
+
+def near(name: str, others: Sequence[str]) -> str:
+    """A hint at the most similar name, or nothing."""
+    tail = name.rsplit(".", 2)[-2:]
+    likely = [other for other in others if other.rsplit(".", 2)[-2:] == tail] or others
+    close = difflib.get_close_matches(name, likely[:2000], n=1, cutoff=0.75)
+    return f" (near: {close[0]})" if close else ""

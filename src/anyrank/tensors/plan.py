@@ -1,0 +1,147 @@
+"""Boxes wanted x chunks stored -> reads -> blocks of bytes. Pure: no file, no process, no payload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from anyrank.errors import LoadError
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+SPARSE = 16  # read through the gaps of a strided block while at least 1 byte in 16 is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box that one chunk holds and one rank wants.
+
+    Attributes:
+        stored: the tensor at rest.
+        chunk: the chunk that holds the box.
+        box: in global coordinates, inside the chunk and inside the piece.
+        local: where the box starts in the rank's local tensor.
+    """
+
+    stored: StoredTensor
+    chunk: Chunk
+    box: Box
+    local: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.stored.dtype.itemsize
+
+    def local_slices(self) -> tuple[slice, ...]:
+        """Index of the box in the rank's local tensor."""
+        return Box(self.local, self.box.sizes).slices()
+
+    def part(self, box: Box) -> Read:
+        """The same read, limited to a smaller box."""
+        by = tuple(a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
+        local = tuple(a + b for a, b in zip(self.local, by, strict=True))
+        return Read(self.stored, self.chunk, box, local)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A read small enough to stage: its bytes lie in [start, stop) of the chunk's file.
+
+    Attributes:
+        read: what it is for.
+        start: byte offset of the first wanted element.
+        stop: byte offset behind the last wanted element.
+        strides: of the wanted elements inside the byte range, in elements.
+        dense: whether the range holds the wanted elements row-major and nothing else.
+    """
+
+    read: Read
+    start: int
+    stop: int
+    strides: tuple[int, ...]
+    dense: bool
+
+
+def plan_reads(stored: StoredTensor, pieces: Sequence[Piece]) -> list[Read]:
+    """Reads that fill the pieces, each wanted element exactly once.
+
+    Raises:
+        LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
+    """
+    reads: list[Read] = []
+    for piece in pieces:
+        for chunk in stored.chunks:
+            common = piece.box.intersect(chunk.box)
+            if common is None:
+                continue
+            inside = common.relative_to(piece.box.offsets).offsets
+            local = tuple(a + b for a, b in zip(piece.local, inside, strict=True))
+            reads.append(Read(stored, chunk, common, local))
+    wanted = sum(piece.box.numel for piece in pieces)
+    found = sum(read.box.numel for read in reads)
+    if wanted != found:
+        raise LoadError(
+            f"{stored.name}: the file's chunks hold {found} of the {wanted} elements wanted here, "
+            f"of shape {list(stored.shape)}: the checkpoint is incomplete or its index is wrong"
+        )
+    return reads
+
+
+def blocks(read: Read, most_bytes: int) -> Iterator[Block]:
+    """Cut a read into blocks whose byte range is at most `most_bytes` long, in file order.
+
+    A dense read of any length is one block, because it can go straight to its destination; the
+    reader cuts it where it must be staged.
+    """
+    itemsize = read.stored.dtype.itemsize
+    first = read.chunk.element_offset(read.box)
+    start = read.chunk.offset + first * itemsize
+    strides = read.chunk.strides
+    if _is_dense(read.box.sizes, strides):
+        yield Block(read, start, start + read.nbytes, strides, True)
+        return
+    extent = _extent(read.box.sizes, strides) * itemsize
+    if extent <= most_bytes and read.nbytes * SPARSE >= extent:
+        yield Block(read, start, start + extent, strides, False)
+        return
+    for part in _cut(read, most_bytes):
+        yield from blocks(part, most_bytes)
+
+
+def cut_dense(block: Block, most_bytes: int) -> Iterator[Block]:
+    """Cut a dense block into dense blocks of at most `most_bytes` (or one element)."""
+    if block.stop - block.start <= most_bytes:
+        yield block
+        return
+    for part in _cut(block.read, most_bytes):
+        for inner in blocks(part, most_bytes):
+            yield from cut_dense(inner, most_bytes)
+
+
+def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
+    """Slices along the dim with the longest stride, as many rows each as fit."""
+    sizes, strides = read.box.sizes, read.chunk.strides
+    dim = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
+    row = _extent(sizes[:dim] + (1,) + sizes[dim + 1 :], strides) * read.stored.dtype.itemsize
+    step = max(1, strides[dim] * read.stored.dtype.itemsize)
+    row_numel = read.box.numel // sizes[dim]
+    sparse = row_numel * read.stored.dtype.itemsize * SPARSE < step
+    rows = 1 if sparse else max(1, (most_bytes - row) // step + 1)
+    rows = min(rows, -(-sizes[dim] // 2))  # always make progress
+    for low in range(0, sizes[dim], rows):
+        offsets, lengths = list(read.box.offsets), list(sizes)
+        offsets[dim] += low
+        lengths[dim] = min(rows, sizes[dim] - low)
+        yield read.part(Box(tuple(offsets), tuple(lengths)))
+
+
+def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements follow one another in row-major order; strides of size-1 dims do not matter."""
+    wanted = row_major(sizes)
+    return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))

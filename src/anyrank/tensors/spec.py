@@ -1,0 +1,75 @@
+"""What a tensor is, without its values: name, shape, dtype, and where its bytes are at rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from anyrank.tensors.box import Box, row_major
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A strided view of bytes at rest that holds one box of a tensor.
+
+    Attributes:
+        box: the part of the global tensor that the chunk holds.
+        file: index of the file in its listing.
+        offset: byte offset in the file of the box's first element.
+        strides: in elements, one a dim; row-major for most files, anything for a saved view.
+    """
+
+    box: Box
+    file: int
+    offset: int
+    strides: tuple[int, ...]
+
+    def element_offset(self, box: Box) -> int:
+        """Elements between the chunk's first element and that of `box`, which lies inside it."""
+        return sum(
+            (a - b) * s for a, b, s in zip(box.offsets, self.box.offsets, self.strides, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor at rest: disjoint chunks that together cover its shape.
+
+    Attributes:
+        name: the key in the file, before any renaming.
+        shape: global shape.
+        dtype: dtype of the bytes at rest.
+        chunks: where the bytes are. Most formats have one chunk, DCP has one a writer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def contiguous(
+        name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, offset: int
+    ) -> StoredTensor:
+        """A tensor whose bytes lie row-major in one file."""
+        chunk = Chunk(Box.whole(shape), file, offset, row_major(shape))
+        return StoredTensor(name, shape, dtype, (chunk,))
+
+    def renamed(self, name: str) -> StoredTensor:
+        """The same bytes under another name."""
+        return replace(self, name=name)
+
+    def in_file(self, base: int) -> StoredTensor:
+        """The same tensor in a listing whose files start `base` later."""
+        chunks = tuple(replace(chunk, file=chunk.file + base) for chunk in self.chunks)
+        return replace(self, chunks=chunks)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize

@@ -1,0 +1,26 @@
+"""Tests on several ranks: reused rank processes, named faults, memory of a process. Linux only.
+
+`run_ranks(4, job, ...)` runs a function on four ranks and returns what each returned, in some ten
+milliseconds once the ranks are there. Nothing else in anyrank imports this package.
+"""
+
+from __future__ import annotations
+
+from anyrank.testing.fault import Fault, InjectedFault
+from anyrank.testing.memory import PeakMemory, pss_anon, rss_anon
+from anyrank.testing.pool import RankPool, close_pool, run_ranks
+from anyrank.testing.report import Died, FaultNotReached, RanksFailed
+
+__all__ = [
+    "Died",
+    "Fault",
+    "FaultNotReached",
+    "InjectedFault",
+    "PeakMemory",
+    "RankPool",
+    "RanksFailed",
+    "close_pool",
+    "pss_anon",
+    "rss_anon",
+    "run_ranks",
+]

@@ -1,0 +1,213 @@
+"""One call, as its owner follows it: answers, deaths and the deadline, whichever comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from anyrank.testing import report
+from anyrank.testing.fault import Fault
+from anyrank.testing.report import Died, FaultNotReached
+from anyrank.testing.server import ForkServer
+from anyrank.testing.transport import END, READY, Raised, Reached, Returned, Task
+
+STACK_SECONDS = 1.0
+CLEAN_SECONDS = 5.0
+KILL_SECONDS = 5.0
+GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+
+
+@dataclass
+class Rank:
+    """One rank process. `open` is False once its end of the pipe is seen closed."""
+
+    pid: int
+    conn: Connection[Any, Any]
+    stack_file: Path
+    open: bool = True
+
+
+class Call:
+    """One job on these ranks, and what became of each.
+
+    Attributes:
+        answers: rank -> its answer, or the harness's error in place of one, in order of arrival.
+        reached: the faults that struck.
+        stacks: rank -> where it stood, for those that had to be stopped or crashed.
+        over: the ranks that need no more waiting: ready for the next call, or dead.
+    """
+
+    def __init__(self, server: ForkServer, ranks: Sequence[Rank]) -> None:
+        self.server = server
+        self.ranks = ranks
+        self.answers: dict[int, Returned | Raised | Died | OSError] = {}
+        self.reached: list[Fault] = []
+        self.stacks: dict[int, str] = {}
+        self.over: set[int] = set()
+
+    def run(self, tasks: Sequence[Task], timeout: float, grace: float) -> None:
+        """Send the tasks, collect the answers, then let every rank clean up. Ends by itself.
+
+        After the first rank that fails unasked the others have `grace` seconds, and all of them
+        `timeout` in all. What has not answered then has its stacks taken and is killed.
+        """
+        for rank, task in zip(self.ranks, tasks, strict=True):
+            send(rank, task)
+        deadline, why = time.monotonic() + timeout, f"the {timeout:g} s of the call"
+        first: int | None = None
+        while (stuck := self.unanswered()) and time.monotonic() < deadline:
+            self.wait(stuck, deadline)
+            if first is None and (first := self.first_failure()) is not None:
+                end = time.monotonic() + grace
+                deadline, why = min(
+                    (deadline, why), (end, f"{grace:g} s after rank {first} failed")
+                )
+        self.stop(stuck, f"not finished within {why}")
+        self.kill([i for i, answer in self.answers.items() if isinstance(answer, Died)])
+        for rank in self.ranks:
+            send(rank, END)
+        deadline = time.monotonic() + CLEAN_SECONDS
+        while (stuck := self.living()) and time.monotonic() < deadline:
+            self.wait(stuck, deadline)
+        self.stop(stuck, f"the job is over, but its clean-up not within {CLEAN_SECONDS:g} s")
+
+    def unanswered(self) -> list[int]:
+        """The ranks that have not answered yet."""
+        return [index for index in range(len(self.ranks)) if index not in self.answers]
+
+    def living(self) -> list[int]:
+        """The ranks that are neither dead nor ready for the next call."""
+        return [index for index in range(len(self.ranks)) if index not in self.over]
+
+    def first_failure(self) -> int | None:
+        """The first rank that raised or died unasked."""
+        failed = (i for i, answer in self.answers.items() if isinstance(answer, Raised | OSError))
+        return next(failed, None)
+
+    def wait(self, awaited: Sequence[int], deadline: float) -> None:
+        """Wait for news of these ranks until the deadline, and record all there is."""
+        pipes = [self.ranks[index].conn for index in awaited if self.ranks[index].open]
+        wait([self.server.control, *pipes], max(0.0, deadline - time.monotonic()))
+        # Deaths first: whatever a rank sent before its death is in the pipe once that is known.
+        self.server.watch()
+        for index in awaited:
+            self.drain(index)
+            if self.ranks[index].pid in self.server.died:
+                self.bury(index)
+
+    def drain(self, index: int) -> None:
+        """Record everything that a rank has sent."""
+        rank = self.ranks[index]
+        while rank.open and rank.conn.poll():
+            try:
+                message = rank.conn.recv()
+            except GONE:
+                rank.open = False
+                self.server.signal(rank.pid, signal.SIGKILL)  # it is exiting, or can answer no more
+                return
+            if isinstance(message, Reached):
+                self.reached.append(message.fault)
+                if message.fault.how == "stop":
+                    self.answers[index] = Died("SIGSTOP", message.fault.point)
+            elif message == READY:
+                self.over.add(index)
+            else:
+                self.answers[index] = message
+
+    def bury(self, index: int) -> None:
+        """Record a death; it is no news of a rank that has failed already."""
+        self.over.add(index)
+        if not isinstance(self.answers.get(index), Returned | None):
+            return
+        fatal = [fault for fault in self.reached if fault.how == "kill" and fault.rank == index]
+        if fatal:
+            self.answers[index] = Died("SIGKILL", fatal[0].point)
+        else:
+            code = self.server.died[self.ranks[index].pid]
+            self.answers[index] = ChildProcessError(report.name_exit(code))
+            if stack := self.read_stack(index):
+                self.stacks[index] = stack
+
+    def stop(self, stuck: Sequence[int], why: str) -> None:
+        """Note where these ranks stand, and kill them."""
+        for index in stuck:
+            self.server.signal(self.ranks[index].pid, signal.SIGUSR1)
+            self.server.signal(self.ranks[index].pid, signal.SIGCONT)
+        deadline = time.monotonic() + STACK_SECONDS
+        seen: dict[int, str] = {}
+        while stuck and time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, seen = seen, {index: self.read_stack(index) for index in stuck}
+            if all(seen.values()) and seen == before:  # a dump is written bit by bit
+                break
+        self.stacks |= seen
+        self.kill(stuck)
+        for index in stuck:
+            self.answers[index] = TimeoutError(f"{why}; killed")
+
+    def kill(self, doomed: Sequence[int]) -> None:
+        """Kill these ranks, and see them dead."""
+        pids = {self.ranks[index].pid for index in doomed}
+        for pid in pids:
+            self.server.signal(pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_SECONDS
+        while not pids <= self.server.died.keys() and time.monotonic() < deadline:
+            self.server.watch(0.1)
+        self.over.update(doomed)
+
+    def read_stack(self, index: int) -> str:
+        """What the rank's fault handler has written so far; "" also before it has begun."""
+        try:
+            return report.trim_stack(self.ranks[index].stack_file.read_text())
+        except FileNotFoundError:
+            return ""
+
+    def conclude(self, name: str, faults: Sequence[Fault]) -> list[Any]:
+        """The results by rank, Died in the place of a rank that a fault ended.
+
+        Raises RanksFailed when a rank failed, FaultNotReached when a fault was never passed.
+        """
+        results: list[Any] = [None] * len(self.ranks)
+        errors: dict[int, BaseException] = {}
+        texts: dict[int, str] = {}
+        for index, answer in self.answers.items():
+            if isinstance(answer, Died):
+                results[index] = answer
+            elif isinstance(answer, OSError):
+                errors[index] = answer
+            elif isinstance(answer, Raised):
+                errors[index] = original(answer)
+                texts[index] = answer.text
+            else:
+                try:
+                    results[index] = pickle.loads(answer.value)  # noqa: S301 - from our own rank
+                except Exception as error:
+                    errors[index] = error
+                    texts[index] = f"its result does not unpickle: {type(error).__name__}: {error}"
+        if errors:
+            raise report.failure(name, len(self.ranks), errors, texts, self.stacks)
+        missed = [fault for fault in faults if fault not in self.reached]
+        if missed:
+            raise FaultNotReached(f"never passed in {name}: {missed}", results)
+        return results
+
+
+def send(rank: Rank, message: Task | str) -> None:
+    """Send to a rank. One that is dead or dying gets nothing: its death is reported anyway."""
+    with contextlib.suppress(*GONE):
+        rank.conn.send(message)
+
+
+def original(raised: Raised) -> BaseException:
+    """The exception of a rank, or its text as RuntimeError when it cannot be had."""
+    if raised.error is not None:
+        with contextlib.suppress(Exception):
+            return pickle.loads(raised.error)  # noqa: S301 - from our own rank
+    return RuntimeError(raised.text.strip().splitlines()[-1])

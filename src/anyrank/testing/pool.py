@@ -1,0 +1,211 @@
+"""The rank pool: processes that are ranks of one call after another."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anyrank.testing import fault, transport
+from anyrank.testing.call import Call, Rank
+from anyrank.testing.fault import Fault
+from anyrank.testing.server import ForkServer
+from anyrank.testing.transport import Task
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only the place; the folder in it is made by mkdtemp
+CLOSE_SECONDS = 1.0
+
+
+class RankPool:
+    """Up to `max_ranks` processes, started when first needed and reused by every call.
+
+    A world of size W is the first W of them. Every call has a fresh default process group (gloo)
+    and a fresh state; a rank that dies or hangs is replaced, the others are kept. Use it as a
+    context manager, or through `run_ranks`, which owns one pool per process.
+
+    Args:
+        max_ranks: the largest world size.
+    """
+
+    def __init__(self, max_ranks: int = 8) -> None:
+        self.max_ranks = max_ranks
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
+        self.ranks: list[Rank] = []
+        self.server: ForkServer | None = None
+        self.folder = Path()
+        self.num_calls = 0
+
+    def run(
+        self,
+        world_size: int,
+        job: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float = 20.0,
+        grace: float = 2.0,
+        faults: Sequence[Fault] = (),
+        env: Mapping[str, str] | None = None,
+        init: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `job(*args, **kwargs)` on every rank of a world, and wait.
+
+        Each rank starts with the caller's environment, working directory and sys.path, with RANK,
+        WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them,
+        and with torch's defaults and seed 0. Arguments and results are copied by pickle.
+
+        Args:
+            world_size: number of ranks, 1 to `max_ranks`.
+            job: a function at the top level of a file; `__main__` of a script will do.
+            *args: its arguments, the same on all ranks.
+            timeout: seconds for the whole call; starting processes does not count.
+            grace: seconds that the other ranks have to end once one has failed.
+            faults: the failures wanted, all of which must happen.
+            env: environment variables on top.
+            init: whether to initialise torch.distributed.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What each rank returned, by rank; Died for a rank ended by a fault.
+
+        Raises:
+            RanksFailed: a rank raised, died unasked or did not end in time.
+            FaultNotReached: no rank failed, and a fault's point was never passed.
+            ValueError: wrong arguments, or a job that the ranks cannot import.
+        """
+        __tracebackhide__ = True
+        if not 1 <= world_size <= self.max_ranks:
+            raise ValueError(f"world_size is {world_size}: this pool has 1 to {self.max_ranks}")
+        fault.check(faults, world_size)
+        pickled, modules = transport.pack((job, args, kwargs))
+        with self.lock:
+            server, ranks = self.ready(world_size)
+            self.num_calls += 1
+            store = self.folder / f"store{self.num_calls}"
+            common = {**os.environ, **fixed_environ(world_size)}
+            tasks = [
+                Task(
+                    rank=rank,
+                    world_size=world_size,
+                    store=str(store) if init else None,
+                    environ={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+                    cwd=os.getcwd(),
+                    path=list(sys.path),
+                    modules=modules,
+                    job=pickled,
+                    faults=[each for each in faults if each.rank == rank],
+                )
+                for rank in range(world_size)
+            ]
+            call = Call(server, ranks)
+            try:
+                call.run(tasks, timeout, grace)
+            except BaseException:  # Ctrl-C, or the server is gone: what runs now must not linger
+                self.abandon()
+                raise
+            finally:
+                store.unlink(missing_ok=True)
+        return call.conclude(transport.name_of(job), faults)
+
+    def ready(self, world_size: int) -> tuple[ForkServer, list[Rank]]:
+        """The server and the first ranks of the pool, all alive and idle."""
+        if self.owner != os.getpid():
+            raise RuntimeError("this RankPool belongs to the parent process: make one here")
+        if self.server is None:
+            parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+            self.folder = Path(tempfile.mkdtemp(prefix="anyrank-", dir=parent))
+            self.server = ForkServer(str(self.folder))
+        try:
+            self.server.watch()
+            for index in range(world_size):
+                if index == len(self.ranks):
+                    self.ranks.append(self.start(self.server))
+                elif self.ranks[index].pid in self.server.died:
+                    self.ranks[index].conn.close()
+                    self.ranks[index] = self.start(self.server)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.server, self.ranks[:world_size]
+
+    def start(self, server: ForkServer) -> Rank:
+        """Fork one rank."""
+        pid, conn = server.fork()
+        return Rank(pid, conn, self.folder / str(pid))
+
+    def abandon(self) -> None:
+        """Kill everything now; the next call starts anew."""
+        server, self.server = self.server, None
+        for rank in self.ranks:
+            rank.conn.close()
+        self.ranks = []
+        if server is not None:
+            server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all ranks. The next call would start new ones."""
+        if self.server is None or self.owner != os.getpid():
+            return
+        for rank in self.ranks:
+            rank.conn.close()  # an idle rank ends by itself, as coverage tools need
+        deadline = time.monotonic() + CLOSE_SECONDS
+        pids = {rank.pid for rank in self.ranks}
+        with contextlib.suppress(RuntimeError, OSError):
+            while not pids <= self.server.died.keys() and time.monotonic() < deadline:
+                self.server.watch(0.05)
+        self.abandon()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def fixed_environ(world_size: int) -> dict[str, str]:
+    """The variables equal on all ranks: torchrun's, and one thread per rank, on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+pools: dict[int, RankPool] = {}
+
+
+def run_ranks(world_size: int, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    """`RankPool.run` on the one pool of this process, made at the first call, closed at exit.
+
+    Takes the arguments of `RankPool.run`: timeout, grace, faults, env and init are for the pool,
+    all others for the job.
+    """
+    __tracebackhide__ = True
+    if os.getpid() not in pools:
+        pools[os.getpid()] = RankPool()
+        atexit.register(close_pool)
+    return pools[os.getpid()].run(world_size, job, *args, **kwargs)
+
+
+def close_pool() -> None:
+    """Close the pool of `run_ranks`; the next call makes a new one. Without one, do nothing."""
+    pool = pools.pop(os.getpid(), None)
+    if pool is not None:
+        pool.close()

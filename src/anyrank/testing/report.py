@@ -1,0 +1,95 @@
+"""What a call tells about ranks that failed, died or stood still."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+HARNESS = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True)
+class Died:
+    """In the place of a rank's result: a fault ended this rank, as asked.
+
+    Attributes:
+        signal: "SIGKILL" or "SIGSTOP".
+        point: the fault point where it ended.
+    """
+
+    signal: str
+    point: str
+
+
+class RanksFailed(Exception):
+    """At least one rank raised, died unasked, or did not finish.
+
+    Attributes:
+        errors: rank -> its exception, the first to arrive first. RuntimeError with the traceback
+            when the original does not pickle, ChildProcessError for a death, TimeoutError for a
+            rank that had to be stopped.
+        stacks: rank -> where it stood, for those that had to be stopped or crashed.
+    """
+
+    def __init__(
+        self, message: str, errors: dict[int, BaseException], stacks: dict[int, str]
+    ) -> None:
+        super().__init__(message)
+        self.errors = errors
+        self.stacks = stacks
+
+
+class FaultNotReached(AssertionError):
+    """No rank failed, yet a fault that was asked for never struck.
+
+    Attributes:
+        results: by rank, what the call would have returned.
+    """
+
+    def __init__(self, message: str, results: list[Any]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+def name_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def trim_stack(dump: str) -> str:
+    """A faulthandler dump without this package's own frames."""
+    own = (f'File "{HARNESS}', 'File "<string>"')
+    lines = [line for line in dump.splitlines() if not line.lstrip().startswith(own)]
+    return "\n".join(lines).strip()
+
+
+def failure(
+    job: str,
+    world_size: int,
+    errors: dict[int, BaseException],
+    texts: dict[int, str],
+    stacks: dict[int, str],
+) -> RanksFailed:
+    """The exception for one call, every line of every rank marked with its rank.
+
+    Args:
+        job: the job's name.
+        world_size: the number of ranks.
+        errors: as in RanksFailed.
+        texts: rank -> the traceback, where there is one.
+        stacks: as in RanksFailed.
+    """
+    lines = [f"{len(errors)} of {world_size} ranks failed in {job}"]
+    for rank, error in errors.items():
+        text = texts.get(rank) or f"{type(error).__name__}: {error}"
+        if stacks.get(rank):
+            text += f"\nIt stood at:\n{stacks[rank]}"
+        lines += [f"[rank{rank}] {line}".rstrip() for line in text.splitlines()]
+    return RanksFailed("\n".join(lines), errors, stacks)

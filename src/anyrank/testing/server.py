@@ -1,0 +1,210 @@
+"""The fork server: one process that has imported torch and forks a rank in some ten milliseconds.
+
+It only imports and forks: it runs no tensor operation and starts no thread, which is what makes the
+fork sound. It also watches the ranks: it reports each death, and takes all ranks with it when the
+process that owns it is gone, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+# torch._dynamo: the first fully_shard of a process imports it, which takes longer than most tests.
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+)
+START_SECONDS = 120.0
+COMMAND = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from anyrank.testing.server import serve; serve(int(sys.argv[2]), sys.argv[3], sys.argv[4:])"
+)
+FRAME = struct.Struct("=cii")
+FORK, SIGNAL, BORN, DIED = b"F", b"S", b"B", b"D"
+
+
+def serve(control_fd: int, folder: str, preload: list[str]) -> None:
+    """The server's life: import, then fork and signal on request until the owner is gone.
+
+    Args:
+        control_fd: the server's end of the socket to its owner.
+        folder: where each rank keeps its stack dumps.
+        preload: modules to import; one that cannot be imported is left to the ranks.
+    """
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported never dies: no rank's collection walks it (0.2 s each)
+    control = socket.socket(fileno=control_fd)
+    wake_read, wake_write = socket.socketpair()
+    wake_read.setblocking(False)
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+    children: set[int] = set()
+    while True:
+        ready = select.select([control, wake_read], [], [])[0]
+        if wake_read in ready:
+            wake_read.recv(4096)
+            report_deaths(control, children)
+        if control in ready and not answer(control, children, folder):
+            break
+    for pid in children:
+        send_signal(pid, signal.SIGKILL)
+
+
+def answer(control: socket.socket, children: set[int], folder: str) -> bool:
+    """Do one request of the owner. False when the owner is gone."""
+    data, fds, _, _ = socket.recv_fds(control, FRAME.size, 1)
+    if not data:
+        return False
+    kind, pid, signum = FRAME.unpack(data)
+    if kind == SIGNAL:
+        if pid in children:  # not yet reaped, so the number is still that rank's
+            send_signal(pid, signum)
+        return True
+    child = os.fork()
+    if child == 0:
+        run_child(control, fds[0], folder)
+    os.close(fds[0])
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)
+    children.add(child)
+    control.sendall(FRAME.pack(BORN, child, 0))
+    return True
+
+
+def run_child(control: socket.socket, fd: int, folder: str) -> None:
+    """Become a rank. Never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control.close()
+        os.setpgid(0, 0)  # its own group, so that what it starts dies with it
+        from anyrank.testing import worker
+
+        worker.work(Connection(fd), os.path.join(folder, str(os.getpid())))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no exit handlers: they are the server's
+
+
+def report_deaths(control: socket.socket, children: set[int]) -> None:
+    """Reap the dead, kill what they started, and tell the owner."""
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            send_signal(pid, signal.SIGKILL)  # its group outlives it while it has members
+            children.discard(pid)
+            control.sendall(FRAME.pack(DIED, pid, os.waitstatus_to_exitcode(status)))
+
+
+def send_signal(pid: int, signum: int) -> None:
+    """Signal a rank; SIGKILL goes to all that it started as well."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if signum == signal.SIGKILL:
+            os.killpg(pid, signum)
+        else:
+            os.kill(pid, signum)
+
+
+class ForkServer:
+    """The owner's end. Every wait has a deadline.
+
+    Attributes:
+        died: process id -> exit code (negative: the signal) of the ranks known to be dead.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.died: dict[int, int] = {}
+        self.control, theirs = socket.socketpair()
+        # Where tests use pytest, their modules import it: once here instead of once per rank.
+        pytest = [name for name in ("pytest",) if name in sys.modules]
+        preload = [*PRELOAD, *pytest, "anyrank.testing.worker"]
+        fd = str(theirs.fileno())
+        environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - this Python, on our own code
+            [
+                sys.executable,
+                "-c",
+                COMMAND,
+                json.dumps([*map(str, sys.path)]),
+                fd,
+                folder,
+                *preload,
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environ,
+            start_new_session=True,  # Ctrl-C is the owner's to handle
+        )
+        theirs.close()
+
+    def fork(self) -> tuple[int, Connection[Any, Any]]:
+        """Start one rank. Returns its process id and the pipe to it."""
+        ours, theirs = Pipe()
+        with theirs:
+            socket.send_fds(self.control, [FRAME.pack(FORK, 0, 0)], [theirs.fileno()])
+        deadline = time.monotonic() + START_SECONDS
+        while (pid := self.read(deadline)) is None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the fork server gave no rank within {START_SECONDS:.0f} s")
+        self.died.pop(pid, None)
+        return pid, ours
+
+    def signal(self, pid: int, signum: int) -> None:
+        """Signal a rank; nothing happens when it is dead."""
+        self.control.sendall(FRAME.pack(SIGNAL, pid, signum))
+
+    def watch(self, seconds: float = 0.0) -> None:
+        """Wait for a death, this long at most, and record all that are reported by then."""
+        deadline = time.monotonic() + seconds
+        while select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            self.read(deadline)
+            deadline = 0.0
+
+    def read(self, deadline: float) -> int | None:
+        """Take one message: the id of a new rank, or None after a death or at the deadline."""
+        seconds = max(0.0, deadline - time.monotonic())
+        if not select.select([self.control], [], [], seconds)[0]:
+            return None
+        data = self.control.recv(FRAME.size, socket.MSG_WAITALL)
+        if len(data) < FRAME.size:
+            raise RuntimeError(f"the fork server ended with code {self.process.wait(5)}")
+        kind, pid, code = FRAME.unpack(data)
+        if kind == BORN:
+            return pid
+        self.died[pid] = code
+        return None
+
+    def close(self) -> None:
+        """End the server, and with it all ranks."""
+        self.control.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5)

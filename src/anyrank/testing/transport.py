@@ -1,0 +1,191 @@
+"""What crosses the pipe: jobs and values as pickles by value, and where to find what they name.
+
+A pickle names functions and classes by module. A rank finds such a module as the caller did: under
+its name when that import leads to the same file, else by running the file under that name. So jobs
+work from test modules that no import reaches, and from a script's `__main__`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import itertools
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from anyrank.testing.fault import Fault
+
+# The name a script gets when it is imported instead of run, as in multiprocessing, which also makes
+# it an alias of the caller's own __main__.
+MAIN = "__mp_main__"
+END = "end"  # to a rank: all ranks of the call have answered
+READY = "ready"  # from a rank: cleaned up
+loaded: dict[str, ModuleRef] = {}
+
+
+class ModuleRef(NamedTuple):
+    """A module of the caller: its name, file, the file's mtime in ns, and the package it is in."""
+
+    name: str
+    file: str
+    mtime_ns: int
+    package: str | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call, as one rank gets it. `store` is the file to meet in, None for no process group."""
+
+    rank: int
+    world_size: int
+    store: str | None
+    environ: dict[str, str]
+    cwd: str
+    path: list[str]
+    modules: list[ModuleRef]
+    job: bytes
+    faults: Sequence[Fault]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A rank is at a fault, and about to fail there."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's job returned this value, pickled."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank's job raised: the formatted traceback, and the exception pickled where that works."""
+
+    text: str
+    error: bytes | None
+
+
+class Recorder(pickle.Pickler):
+    """A pickler that notes the modules of all functions and classes it names."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Note, and leave the pickling as it is."""
+        if isinstance(obj, type | FunctionType):
+            self.modules.add(obj.__module__)
+        return NotImplemented
+
+
+def pack(job: Any) -> tuple[bytes, list[ModuleRef]]:
+    """Pickle a job with its arguments. Returns the pickle, and the modules that it names.
+
+    Raises ValueError when something in it can only exist in this process.
+    """
+    buffer = io.BytesIO()
+    recorder = Recorder(buffer)
+    try:
+        recorder.dump(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{job[0]!r} or one of its arguments cannot be sent to the ranks: {error}. A job is a "
+            "function at the top level of a file; its arguments are values that pickle takes."
+        ) from error
+    refs = [refer(sys.modules[name]) for name in sorted(recorder.modules) if name in sys.modules]
+    return buffer.getvalue(), [ref for ref in refs if ref is not None]
+
+
+def refer(module: ModuleType) -> ModuleRef | None:
+    """Where a rank finds this module; None for one that is not made from a Python file."""
+    file = getattr(module, "__file__", None)
+    if file is not None and file.endswith(".py"):
+        file = os.path.abspath(file)
+        return ModuleRef(module.__name__, file, os.stat(file).st_mtime_ns, module.__package__)
+    if module.__name__ == "__main__":
+        raise ValueError(
+            "a job from a prompt, notebook or -c has no file that the ranks could read: "
+            "put the job into a module and import it"
+        )
+    return None
+
+
+def fetch(ref: ModuleRef) -> None:
+    """Make this module of the caller importable here under its name, in the caller's version."""
+    module = sys.modules.get(ref.name)
+    known = loaded.get(ref.name)
+    if ref == known:
+        return
+    if known is not None or getattr(module, "__file__", None) != ref.file:
+        sys.modules.pop(ref.name, None)
+        if leads_to_file(ref):
+            importlib.import_module(ref.name)
+        else:
+            run_file(ref)
+    loaded[ref.name] = ref
+
+
+def leads_to_file(ref: ModuleRef) -> bool:
+    """Whether a plain import of the name finds the very file."""
+    if ref.name == "__main__":
+        return False
+    importlib.invalidate_caches()
+    try:
+        spec = importlib.util.find_spec(ref.name)
+    except ImportError:  # a parent package that is not there
+        return False
+    return spec is not None and spec.origin == ref.file
+
+
+def run_file(ref: ModuleRef) -> None:
+    """Run a file as the module of this name."""
+    name = MAIN if ref.name == "__main__" else ref.name
+    spec = importlib.util.spec_from_file_location(name, ref.file)
+    assert spec is not None  # it is a .py file
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if name == MAIN:
+        # `python -m package.module`: relative imports need the package, which the name lacks.
+        module.__spec__, module.__package__ = None, ref.package
+        sys.modules["__main__"] = module
+    parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+    for parent in parents:  # without them, pickle does not find the module although it is there
+        sys.modules.setdefault(parent, ModuleType(parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def describe(error: BaseException, skip: int) -> Raised:
+    """An exception as it crosses the pipe, without its first `skip` frames."""
+    tb = error.__traceback__
+    for _ in range(skip):
+        tb = tb.tb_next if tb is not None else None
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # noqa: S301 - our own bytes; many exceptions pickle but do not unpickle
+    except Exception:
+        pickled = None
+    return Raised(text, pickled)
+
+
+def name_of(job: Any) -> str:
+    """A job's name for people."""
+    name = getattr(job, "__qualname__", None)
+    return f"{job.__module__}.{name}" if name else repr(job)

@@ -1,0 +1,149 @@
+"""The life of one rank: take a call, run its job in a fresh state, answer, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anyrank.testing import fault, transport
+from anyrank.testing.transport import END, READY, Raised, Reached, Returned, Task
+
+THREAD_SECONDS = 1.0
+
+
+def work(conn: Connection[Any, Any], stack_file: str) -> None:
+    """Run calls until the owner closes the pipe.
+
+    Each call is: a Task in; any number of Reached, then Returned or Raised out; END in, once every
+    rank of the call has answered; READY out.
+
+    Args:
+        conn: the pipe to the owner.
+        stack_file: where SIGUSR1, and a crash, write the stacks of all threads.
+    """
+    stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it as long as we live
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            threads = set(threading.enumerate())
+            answer = run(conn.recv(), conn)
+            leaked = [thread for thread in threading.enumerate() if thread not in threads]
+            if names := outlive(leaked):
+                answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
+            conn.send(answer)
+            if isinstance(answer, Raised):
+                clean_up()  # the others learn by their closed connections
+            # Closing them any earlier than this could cut off a rank that still receives.
+            assert conn.recv() == END
+            if names:
+                return
+            clean_up()
+            conn.send(READY)
+
+
+def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised:
+    """Run one job. Whatever it raises, SystemExit included, is an answer."""
+    lock = threading.Lock()
+
+    def tell(reached: fault.Fault) -> None:
+        with lock:  # points may be passed by several threads
+            conn.send(Reached(reached))
+
+    try:
+        with warnings.catch_warnings():
+            reset(task)
+            for ref in task.modules:
+                transport.fetch(ref)
+            job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
+            if task.store is not None:
+                store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+                    task.store, task.world_size
+                )
+                dist.init_process_group(
+                    "gloo", store=store, rank=task.rank, world_size=task.world_size
+                )
+            fault.arm(task.faults, tell)
+            value = job(*args, **kwargs)
+            fault.disarm()
+            return Returned(pickle.dumps(value))
+    except BaseException as error:
+        return transport.describe(error, skip=1)
+
+
+def reset(task: Task) -> None:
+    """Put everything that an earlier job may have changed where a fresh process has it."""
+    os.environ.clear()
+    os.environ.update(task.environ)
+    os.chdir(task.cwd)
+    sys.path[:] = task.path
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.benchmark = False
+
+
+def clean_up() -> None:
+    """Let go of what the job left. Its process groups first: objects in cycles may hold them."""
+    fault.disarm()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_meshes()
+    gc.collect()
+
+
+def find_caches() -> list[Any]:
+    """The function caches of torch.distributed that gc still sees."""
+    kind = type(functools.lru_cache(len))
+    # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
+    caches = [item for item in gc.get_objects() if type(item) is kind]
+    return [item for item in caches if str(item.__module__).startswith("torch.distributed")]
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches.
+
+    A mesh equals any other of the same shape, so they would hand out the meshes of an earlier call,
+    whose process groups are gone.
+    """
+    for cache in [*PRELOADED_CACHES, *find_caches()]:
+        cache.cache_clear()
+    # Not every version of torch has this one.
+    native = getattr(torch, "_C")  # noqa: B009 - private
+    getattr(native, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+# Now, because the fork server hides from gc what it has loaded; it loads this module last.
+PRELOADED_CACHES = find_caches()
+
+
+def outlive(threads: list[threading.Thread]) -> list[str]:
+    """The names of those threads that would keep a process from ending."""
+    kept = [thread for thread in threads if not thread.daemon]
+    for thread in kept:
+        thread.join(THREAD_SECONDS)
+    return [thread.name for thread in kept if thread.is_alive()]

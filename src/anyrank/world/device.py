@@ -1,0 +1,40 @@
+"""Which device belongs to this rank (promise 3)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from anyrank.settings import READ_THREADS
+
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def rank_device() -> torch.device:
+    """This rank's accelerator by its local rank, or the CPU where there is none.
+
+    Does not initialise the accelerator. A process that sees a single device, because the launcher
+    hides the others, owns that one.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = local_rank()
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    return torch.device(accelerator.type, index if index < torch.accelerator.device_count() else 0)
+
+
+def local_rank() -> int | None:
+    """This process's number on its machine, as its launcher says, or None."""
+    for name in LOCAL_RANK_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
+def read_threads(ranks_on_node: int) -> int:
+    """How many threads one rank reads with: its part of the machine's cores, within the knob."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(READ_THREADS.get(), (cores or 1) // ranks_on_node))

@@ -1,0 +1,235 @@
+"""The processes of one call: the same code with no process group, with one rank and with many.
+
+All traffic runs on a gloo group of our own, so it neither mixes with the user's collectives nor needs
+an accelerator; a flag in the store lets a rank learn of another's failure while it is busy reading.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from anyrank.errors import AnyrankError, RankError
+from anyrank.settings import TIMEOUT_SEC
+
+T = TypeVar("T")
+
+CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
+ROLL_CALL_SEC = 3.0  # how long survivors wait for one another before they name the dead
+
+
+class Interrupted(Exception):
+    """Another rank has failed; this one stops what it is doing and joins the agreement."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for others."""
+
+    kind: type[AnyrankError] | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank brings to an agreement."""
+
+    value: Any
+    failure: Failure | None
+
+
+class Ranks:
+    """The ranks that take part in a call. Every method with "all ranks" must be called by each.
+
+    Attributes:
+        ranks: their global ranks, in the group's order.
+        rank: this process's global rank.
+        nodes: for each of `ranks`, which machine it is on; machines count from 0.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: Any, store: Any) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.group = group
+        self.store = store
+        self.last_check = time.monotonic()
+        names = self.gather(_machine())
+        self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """Position of this rank in `ranks`."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def node(self) -> int:
+        """Which machine this rank is on."""
+        return self.nodes[self.index]
+
+    @property
+    def ranks_on_node(self) -> int:
+        """How many of the ranks share this machine."""
+        return self.nodes.count(self.node)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the group's order. All ranks.
+
+        Raises:
+            RankError: a rank has died or did not come, named where that can be told.
+        """
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise self.roll_call(error) from error
+        return cast("list[T]", values)
+
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
+
+        `work` must not wait for other ranks, unless it goes on serving them after its own failure.
+
+        Raises:
+            AnyrankError: of the class that the first failing rank raised, with every cause; RankError
+                for an exception that is not anyrank's own, and for a rank that died.
+        """
+        value, cause = None, None
+        try:
+            value = work()
+        except Exception as error:
+            if self.group is None:
+                raise
+            cause = error
+            self._raise_flag()
+        failure = None if cause is None else _failure(cause)
+        answers = self.gather(Answer(value, failure))
+        failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
+        if failures:
+            raise _joined(what, failures, self.size) from cause
+        return [answer.value for answer in answers]
+
+    def check(self) -> None:
+        """Stop early when another rank has failed; cheap enough for inner loops.
+
+        Raises:
+            Interrupted: to be passed through to `together`.
+        """
+        if self.store is None or time.monotonic() - self.last_check < CHECK_SEC:
+            return
+        self.last_check = time.monotonic()
+        if self.store.check(["failed"]):
+            raise Interrupted
+
+    def roll_call(self, error: Exception) -> RankError:
+        """The error that names the ranks which no longer answer. For survivors of a broken group."""
+        missing: list[int] | None = None
+        try:
+            self.store.set("failed", "1")
+            self.store.set(f"alive/{self.rank}", "1")
+            deadline = time.monotonic() + ROLL_CALL_SEC
+            missing = list(self.ranks)
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not self.store.check([f"alive/{r}"])]
+                time.sleep(0.05)
+        except Exception:  # the store went with the process that hosted it
+            missing = None
+        if missing:
+            named = ", ".join(f"rank {rank}" for rank in missing)
+            text = f"{named} died or does not answer: look at its log for the cause"
+        elif missing is None:
+            text = "the connection to the ranks' store is gone: the process that hosts it died"
+        else:
+            text = "the connection between the ranks broke although all of them are alive"
+        causes = {rank: "no answer" for rank in missing or ()}
+        return RankError(f"{text} ({str(error).splitlines()[0][:200]})", causes=causes)
+
+    def _raise_flag(self) -> None:
+        try:
+            self.store.set("failed", "1")
+        except Exception:  # noqa: S110 - the gather that follows reports what is wrong
+            pass
+
+
+@contextmanager
+def open_ranks(process_group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
+    """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
+
+    Raises:
+        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        yield Ranks((0,), 0, None, None)
+        return
+    timeout = timedelta(seconds=TIMEOUT_SEC.get())
+    rank = dist.get_rank()
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    if rank not in ranks:
+        raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
+    if len(ranks) == 1:
+        yield Ranks(ranks, rank, None, None)
+        return
+    try:
+        group = dist.new_group(
+            ranks if process_group is not None else None,
+            timeout=timeout,
+            backend="gloo",
+            use_local_synchronization=process_group is not None,
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank}: not all of ranks {ranks} came here within {timeout.seconds} s: call from "
+            f"all of them, or pass process_group= ({str(error).splitlines()[0][:200]})"
+        ) from error
+    try:
+        store = dist.PrefixStore(f"anyrank/{group.group_name}", _default_store())
+        yield Ranks(ranks, rank, group, store)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _default_store() -> Any:
+    # No public name; the same private one has been there in every release since 1.8.
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _machine() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _failure(error: Exception) -> Failure:
+    if isinstance(error, Interrupted):
+        return Failure(None, "stopped, because another rank failed")
+    if isinstance(error, AnyrankError):
+        return Failure(type(error), str(error))
+    return Failure(RankError, f"{type(error).__name__}: {error}")
+
+
+def _joined(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
+    """One error for all ranks, equal on all of them."""
+    own = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
+    first = next(iter(own.values()), Failure(RankError, "all ranks stopped for one another"))
+    causes = {rank: failure.text for rank, failure in own.items()}
+    texts = set(causes.values())
+    if len(own) == size and len(texts) == 1:
+        message = first.text
+    else:
+        message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
+        message = f"{what} failed on {len(own)} of {size} ranks, so on all:\n{message}"
+    return (first.kind or RankError)(message, causes=causes)

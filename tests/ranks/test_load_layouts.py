@@ -1,0 +1,105 @@
+"""`load` into every layout, compared with torch's own sharding of the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.models import LAYOUTS, Net, assert_same, reference
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+SIZES = {"even": {"width": 8, "hidden": 12}, "uneven": {"width": 7, "hidden": 9}}
+
+
+def job_layout(path: str, layout: str, sizes: dict[str, int], start: str, strategy: str) -> Any:
+    expected = LAYOUTS[layout](reference(**sizes))
+    if start == "meta":
+        with anyrank.meta():
+            net = Net(**sizes)
+    else:
+        torch.manual_seed(torch.distributed.get_rank() + 5)
+        net = Net(**sizes)
+    net = LAYOUTS[layout](net)
+    parameters = list(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    report = anyrank.load(net, path, strategy=strategy, verify=True)
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert net.head.weight is net.embed.weight
+    assert_same(net, expected)
+    tokens = torch.arange(6).reshape(2, 3)
+    if layout not in (
+        "tp",
+        "fsdp_tp",
+    ):  # their activations need input layouts that do not matter here
+        torch.testing.assert_close(net(tokens), expected(tokens), rtol=0, atol=0)
+        net(tokens).sum().backward()
+        optimizer.step()
+    return report
+
+
+def save(path: Any, **sizes: int) -> str:
+    tensors = {k: v.contiguous() for k, v in reference(**sizes).state_dict().items()}
+    del tensors["head.weight"]  # tied: only one end is in the file
+    save_file(tensors, path / "model.safetensors")
+    return str(path)
+
+
+CASES = [
+    (1, "plain"), (1, "fsdp"), (2, "plain"), (2, "fsdp"), (2, "fsdp_offload"), (2, "fsdp_mixed"),
+    (2, "fsdp_ignored"), (2, "tp"), (2, "hsdp"), (3, "fsdp"), (3, "tp"), (4, "fsdp"), (4, "hsdp"),
+    (4, "fsdp_tp"), (4, "tp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("world", "layout"), CASES)
+def test_load_equals_torchs_own_sharding(
+    tmp_path: Any, world: int, layout: str, sizes: str
+) -> None:
+    path = save(tmp_path, **SIZES[sizes])
+    for start, strategy in (
+        ("meta", "auto"),
+        ("real", "auto"),
+        ("meta", "stripe"),
+        ("real", "scatter"),
+    ):
+        reports = run_ranks(world, job_layout, path, layout, SIZES[sizes], start, strategy)
+        assert all(report == reports[0] for report in reports)
+        assert reports[0].missing == reports[0].unexpected == []
+        assert reports[0].tied == {"embed.weight": ["head.weight"]}
+
+
+def test_eight_ranks_of_uneven_fsdp_over_tensor_parallel(tmp_path: Any) -> None:
+    path = save(tmp_path, **SIZES["uneven"])
+    run_ranks(8, job_layout, path, "fsdp_tp", SIZES["uneven"], "meta", "auto", timeout=40)
+
+
+def job_ddp(path: str, order: str) -> tuple[dict[str, torch.Tensor], Any]:
+    torch.manual_seed(torch.distributed.get_rank())
+    net: nn.Module = Net()
+    report = anyrank.load(net, path) if order == "before" else None
+    ddp = DistributedDataParallel(net)
+    if order == "after":
+        report = anyrank.load(ddp, path)
+    elif order == "inside":
+        report = anyrank.load(ddp.module, path)
+    elif order == "compiled":
+        report = anyrank.load(torch.compile(ddp), path)
+    assert report is not None
+    assert_same(ddp.module, reference())
+    return {k: v.clone() for k, v in net.state_dict().items()}, report
+
+
+@pytest.mark.parametrize("order", ["before", "after", "inside", "compiled"])
+def test_load_before_and_after_wrapping_in_ddp(tmp_path: Any, order: str) -> None:
+    path = save(tmp_path)
+    for weights, report in run_ranks(2, job_ddp, path, order):
+        for name, value in reference().state_dict().items():
+            assert torch.equal(weights[name], value), name
+        assert report.tensors == len(reference().state_dict()) - 1

@@ -1,0 +1,542 @@
+"""The rank pool: everything multi-process here stands on it, so it must neither hang nor lie."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from anyrank import faults
+from anyrank.testing import (
+    Died,
+    Fault,
+    FaultNotReached,
+    InjectedFault,
+    PeakMemory,
+    RankPool,
+    RanksFailed,
+    pss_anon,
+    rss_anon,
+    run_ranks,
+)
+
+POINT = "test.point"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """A pool that no other module uses, for tests that look at its processes."""
+    with RankPool(max_ranks=4) as made:
+        yield made
+
+
+class Answer(NamedTuple):
+    """A type of this module, to cross the pipe both ways."""
+
+    rank: int
+    total: torch.Tensor
+
+
+# -- jobs -----------------------------------------------------------------------------------------
+
+
+def add_ranks(extra: torch.Tensor, *, factor: int = 1) -> Answer:
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return Answer(dist.get_rank(), total * factor + extra)
+
+
+def get_pid() -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int, seconds: float = 0.0) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+        raise KeyError(f"no luck on {rank}")
+    dist.barrier()
+
+
+def fail_while_others_sleep() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("no luck")
+    sleep_long()
+
+
+def sleep_long() -> None:
+    time.sleep(100)
+
+
+def hang_in_two_places() -> None:
+    if dist.get_rank() == 1:
+        sleep_long()
+    dist.barrier()
+
+
+def kill_self(rank: int, signum: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signum)
+    dist.barrier()
+
+
+def pass_point(times: int = 1) -> str:
+    """What a rank sees when another fails at the point."""
+    for _ in range(times):
+        faults.point(POINT)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "all there"
+
+
+def pass_point_alone() -> str:
+    faults.point(POINT)
+    return "passed"
+
+
+def change_everything(folder: str) -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+    os.environ.pop("PATH")
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    warnings.simplefilter("error")
+    dist.new_group([0])
+    faults.armed["other"] = sleep_long
+
+
+def read_everything() -> dict[str, Any]:
+    return {
+        "environment": os.environ.get("LEFT_BEHIND", "PATH" in os.environ),
+        "cwd": os.getcwd(),
+        "path": sys.path,
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filters": [kept for kept in warnings.filters if kept[:3] == ("error", None, Warning)],
+        "group": dist.is_initialized(),
+        "armed": dict(faults.armed),
+        "random": (random.random(), torch.rand(()).item()),
+    }
+
+
+def shard_and_gather(num_groups: int) -> float:
+    """DTensor and FSDP2 on a mesh whose groups get other names in each call."""
+    for _ in range(num_groups):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.ones_(model.weight)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    gradient = model.weight.grad
+    assert isinstance(gradient, DTensor)
+    table = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Shard(0)])
+    return float((gradient.full_tensor().sum() + (table * 2).sum().full_tensor()).item())
+
+
+def leave_thread() -> None:
+    threading.Thread(target=sleep_long, name="forgotten").start()
+
+
+def start_child() -> int:
+    """A process that outlives the job, and a death that it has to share."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
+
+
+class Unreadable(Exception):
+    """An exception that pickles, and fails to unpickle."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def raise_unreadable() -> NoReturn:
+    raise Unreadable(1, 2)
+
+
+def return_lambda() -> Any:
+    return lambda: 1
+
+
+def measure_memory() -> tuple[int, int, int]:
+    """Growth of RssAnon and of PSS over 64 MiB that are still there; peak over 64 that are not."""
+    rss, pss = rss_anon(), pss_anon(os.getpid())
+    kept = torch.ones(16 << 20)
+    rss, pss = rss_anon() - rss, pss_anon() - pss
+    del kept
+    with PeakMemory() as peak:
+        torch.ones(16 << 20)
+    return rss, pss, peak.peak_bytes
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_by_rank(world_size: int) -> None:
+    results = run_ranks(world_size, add_ranks, torch.ones(1), factor=10)
+    assert [type(result) for result in results] == [Answer] * world_size
+    assert [result.rank for result in results] == list(range(world_size))
+    expected = torch.tensor([10.0 * sum(range(world_size)) + 1])
+    assert all(torch.equal(result.total, expected) for result in results)
+
+
+def test_eight_ranks() -> None:
+    assert run_ranks(8, add_ranks, torch.zeros(1))[7].total.item() == 28.0
+
+
+def test_large_arguments_and_results_are_copied() -> None:
+    sent = torch.arange(1 << 20, dtype=torch.float32)
+    results = run_ranks(2, add_ranks, sent)
+    assert torch.equal(results[1].total, sent + 1)
+    results[0].total.zero_()
+    assert sent[-1] == (1 << 20) - 1
+    assert results[1].total[-1] == 1 << 20
+
+
+def test_ranks_are_reused(pool: RankPool) -> None:
+    two = pool.run(2, get_pid)
+    four = pool.run(4, get_pid, init=False)
+    assert four[:2] == two
+    assert len(set(four)) == 4
+    assert pool.run(1, get_pid) == two[:1]
+
+
+def test_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_CALLER", "yes")
+    results = run_ranks(
+        3, read_environment, init=False, env={"EXTRA": "1", "LOCAL_WORLD_SIZE": "9"}
+    )
+    assert [result["RANK"] for result in results] == ["0", "1", "2"]
+    assert [result["LOCAL_RANK"] for result in results] == ["0", "1", "2"]
+    names = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FROM_CALLER", "EXTRA"]
+    assert [results[2][name] for name in names] == ["3", "9", "127.0.0.1", "yes", "1"]
+    assert len({result["MASTER_PORT"] for result in results}) == 1
+
+
+def read_environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def init_by_environment() -> int:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return dist.get_world_size()
+
+
+def test_a_job_can_initialise_by_itself() -> None:
+    assert run_ranks(2, dist.is_initialized, init=False) == [False, False]
+    assert run_ranks(2, init_by_environment, init=False) == [2, 2]
+    assert run_ranks(2, dist.is_initialized) == [True, True]
+
+
+# -- state between calls --------------------------------------------------------------------------
+
+
+def test_state_is_restored_between_calls(tmp_path: Path) -> None:
+    before = run_ranks(2, read_everything, init=False)
+    assert before[0] == before[1]
+    assert before[0]["environment"] is True
+    assert (before[0]["cwd"], before[0]["path"]) == (os.getcwd(), sys.path)
+    run_ranks(2, change_everything, str(tmp_path))
+    assert run_ranks(2, read_everything, init=False) == before
+
+
+def test_meshes_of_earlier_calls_are_forgotten() -> None:
+    # With names of groups that differ per call, a cached mesh would lead to a group that is gone.
+    for num_groups, world_size in [(2, 2), (0, 2), (3, 4), (1, 4), (0, 1)]:
+        results = run_ranks(world_size, shard_and_gather, num_groups)
+        assert results == [8 * 8 * 2 + 240.0] * world_size
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def test_an_exception_ends_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"\[rank1\] KeyError: 'no luck on 1'") as caught:
+        run_ranks(3, fail_on, 1)
+    assert time.monotonic() - start < 5
+    assert next(iter(caught.value.errors)) == 1
+    assert isinstance(caught.value.errors[1], KeyError)
+    assert '[rank1]     raise KeyError(f"no luck on {rank}")' in str(caught.value)
+    assert "worker.py" not in str(caught.value)
+
+
+def test_ranks_that_hang_after_an_exception_are_killed(pool: RankPool) -> None:
+    before = pool.run(3, get_pid)
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(3, fail_while_others_sleep, grace=0.5)
+    assert time.monotonic() - start < 4
+    assert list(caught.value.errors) == [1, 0, 2]
+    assert isinstance(caught.value.errors[2], TimeoutError)
+    assert "0.5 s after rank 1 failed" in str(caught.value.errors[2])
+    assert set(caught.value.stacks) == {0, 2}
+    assert all("in sleep_long" in stack for stack in caught.value.stacks.values())
+    after = pool.run(3, get_pid)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True, False]
+
+
+def test_a_hang_ends_by_timeout_and_tells_where() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"TimeoutError: not finished within the 1 s") as caught:
+        run_ranks(2, hang_in_two_places, timeout=1)
+    assert time.monotonic() - start < 3
+    assert "in barrier" in caught.value.stacks[0]
+    assert "in sleep_long" in caught.value.stacks[1]
+    assert 'test_pool.py", line' in str(caught.value)
+    assert run_ranks(2, pass_point) == ["all there"] * 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_death_is_reported_by_name_and_only_the_dead_are_replaced(
+    pool: RankPool, signum: signal.Signals
+) -> None:
+    before = pool.run(3, get_pid)
+    with pytest.raises(RanksFailed, match=f"killed by {signum.name}") as caught:
+        pool.run(3, kill_self, 1, signum)
+    assert isinstance(caught.value.errors[1], ChildProcessError)
+    assert ("in kill_self" in caught.value.stacks.get(1, "")) == (signum == signal.SIGSEGV)
+    after = pool.run(3, get_pid)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_an_exit_is_a_failure() -> None:
+    with pytest.raises(RanksFailed, match="SystemExit: 3"):
+        run_ranks(1, sys.exit, 3)
+    with pytest.raises(RanksFailed, match="exited with code 3"):
+        run_ranks(1, functools.partial(getattr(os, "_exit"), 3))  # noqa: B009
+
+
+def test_a_death_between_calls_is_healed(pool: RankPool) -> None:
+    pids = pool.run(2, get_pid)
+    os.kill(pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pids[0]}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    again = pool.run(2, get_pid)
+    assert again[0] != pids[0]
+    assert again[1] == pids[1]
+
+
+def test_the_end_of_the_server_is_an_error_and_the_next_call_works(pool: RankPool) -> None:
+    pool.run(1, get_pid)
+    assert pool.server is not None
+    pool.server.process.kill()
+    pool.server.process.wait(10)
+    with pytest.raises(RuntimeError, match="fork server ended with code -9"):
+        pool.run(1, get_pid)
+    assert len(pool.run(1, get_pid)) == 1
+
+
+def test_exceptions_and_results_that_do_not_pickle_are_reported() -> None:
+    with pytest.raises(RanksFailed, match="Unreadable: 1 and 2") as caught:
+        run_ranks(1, raise_unreadable)
+    assert isinstance(caught.value.errors[0], RuntimeError)
+    with pytest.raises(RanksFailed, match=r"[Cc]an't (pickle|get) .*lambda"):
+        run_ranks(1, return_lambda)
+
+
+def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"left threads running: \['forgotten'\]"):
+        pool.run(1, leave_thread)
+    assert pool.run(1, threading.active_count) == [1]
+
+
+def test_closing_ends_all_that_ranks_started() -> None:
+    with RankPool(2) as pool:
+        pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
+        folder = pool.folder
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not folder.exists()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; nobody may collect an orphan's end."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_wrong_calls_are_refused(pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="world_size is 5: this pool has 1 to 4"):
+        pool.run(5, get_pid)
+    with pytest.raises(ValueError, match="function at the top level of a file"):
+        pool.run(1, lambda: 1)
+    with pytest.raises(ValueError, match="only 1 ranks"):
+        pool.run(1, get_pid, faults=[Fault(1, POINT, "kill")])
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def test_survivors_of_a_kill_tell_what_they_saw(pool: RankPool) -> None:
+    before = pool.run(3, get_pid)
+    results = pool.run(3, pass_point, 2, faults=[Fault(1, POINT, "kill", nth=2)])
+    assert results == ["RuntimeError", Died("SIGKILL", POINT), "RuntimeError"]
+    after = pool.run(3, get_pid)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_a_stopped_rank_waits_until_the_others_are_done() -> None:
+    start = time.monotonic()
+    results = run_ranks(2, pass_point_alone, faults=[Fault(0, POINT, "stop")])
+    assert results == [Died("SIGSTOP", POINT), "passed"]
+    assert time.monotonic() - start < 5
+    assert run_ranks(2, pass_point) == ["all there"] * 2
+
+
+def test_survivors_that_hang_after_a_kill_are_a_failure() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, pass_point, timeout=1, faults=[Fault(0, POINT, "stop")])
+    assert list(caught.value.errors) == [1]
+    assert "in pass_point" in caught.value.stacks[1]
+
+
+def test_a_raised_fault_is_an_ordinary_exception() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, pass_point_alone, faults=[Fault(1, POINT, "raise")])
+    assert list(caught.value.errors) == [1]
+    assert isinstance(caught.value.errors[1], InjectedFault)
+
+
+def test_a_slow_rank_is_slow() -> None:
+    start = time.monotonic()
+    fault = Fault(1, POINT, "slow", seconds=0.7)
+    assert run_ranks(2, pass_point, faults=[fault]) == ["all there"] * 2
+    assert time.monotonic() - start > 0.7
+
+
+def test_a_fault_that_is_never_reached_is_a_failure() -> None:
+    with pytest.raises(FaultNotReached, match="nth=2") as caught:
+        run_ranks(2, pass_point_alone, faults=[Fault(0, POINT, "kill", nth=2)])
+    assert caught.value.results == ["passed", "passed"]
+
+
+# -- where jobs come from -------------------------------------------------------------------------
+
+SCRIPT = """
+    import torch.distributed as dist
+    from anyrank.testing import run_ranks
+
+    class Value:
+        def __init__(self, rank): self.rank = rank
+
+    def job(value):
+        return Value(value.rank + dist.get_rank())
+
+    if __name__ == "__main__":
+        results = run_ranks(2, job, Value(5))
+        assert all(type(result) is Value for result in results)
+        print([result.rank for result in results])
+"""
+
+
+def run_python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, timeout=50, check=False, capture_output=True, text=True
+    )
+
+
+def test_a_job_in_a_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    done = run_python("script.py", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[5, 6]\n", "")
+
+
+def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("offset = 0\n")
+    script = textwrap.dedent(SCRIPT).replace(
+        "import torch", "from .helper import offset\nimport torch", 1
+    )
+    (package / "run.py").write_text(script)
+    done = run_python("-m", "some_package.run", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[5, 6]\n", "")
+
+
+def test_a_job_from_a_prompt_is_refused(tmp_path: Path) -> None:
+    code = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(1, job)"
+    done = run_python("-c", code, cwd=tmp_path)
+    assert "put the job into a module and import it" in done.stderr
+
+
+def test_a_module_outside_the_path_is_found_and_its_changes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As pytest's importlib mode does it: in sys.modules under a dotted name that no import finds.
+    monkeypatch.setitem(sys.modules, "no_such_package", types.ModuleType("no_such_package"))
+    file = tmp_path / "jobs.py"
+    for round_number in range(2):
+        file.write_text(f"def job():\n    return {round_number}\n")
+        os.utime(file, ns=(round_number, round_number))
+        spec = importlib.util.spec_from_file_location("no_such_package.jobs", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "no_such_package.jobs", module)
+        spec.loader.exec_module(module)
+        assert run_ranks(2, module.job, init=False) == [round_number] * 2
+
+
+def test_ranks_end_with_their_owner(tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        from anyrank.testing import run_ranks
+        if __name__ == "__main__":
+            print(*run_ranks(2, os.getpid), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    done = run_python("script.py", cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_measured(pool: RankPool) -> None:
+    size = 64 << 20
+    for measured in pool.run(1, measure_memory, init=False)[0]:
+        assert 0.9 * size < measured < 1.2 * size

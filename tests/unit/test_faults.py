@@ -1,0 +1,95 @@
+"""Fault points: no-ops until armed, then exactly the failure asked for, at exactly that passage."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from anyrank import faults
+from anyrank.testing import Fault, InjectedFault
+from anyrank.testing.fault import arm, check, disarm
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    disarm()
+
+
+def ignore(fault: Fault) -> None:
+    """Nobody to tell."""
+
+
+def test_a_point_is_a_no_op_unless_armed() -> None:
+    faults.point("here")
+    arm([Fault(0, "there", "raise")], ignore)
+    faults.point("here")
+    with pytest.raises(InjectedFault, match="'there', passage 1"):
+        faults.point("there")
+    disarm()
+    faults.point("there")
+
+
+def test_a_fault_strikes_at_its_passage_only() -> None:
+    told: list[Fault] = []
+    wanted = [Fault(0, "here", "raise", nth=2), Fault(0, "here", "enospc", nth=4)]
+    arm(wanted, told.append)
+    faults.point("here")
+    with pytest.raises(InjectedFault):
+        faults.point("here")
+    faults.point("here")
+    assert told == wanted[:1]
+    with pytest.raises(OSError, match="No space left") as caught:
+        faults.point("here")
+    assert caught.value.errno == errno.ENOSPC
+    faults.point("here")
+    assert told == wanted
+
+
+def test_arming_anew_forgets_the_old() -> None:
+    arm([Fault(0, "here", "raise")], ignore)
+    arm([], ignore)
+    faults.point("here")
+    assert faults.armed == {}
+
+
+def test_passages_of_all_threads_are_counted_once() -> None:
+    told: list[Fault] = []
+    arm([Fault(0, "here", "slow", nth=500, seconds=0.0)], told.append)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(faults.point, ["here"] * 499))
+    assert told == []
+    faults.point("here")
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "nth", "message"),
+    [
+        (0, "explode", 1, "Fault.how is 'explode'"),
+        (0, "kill", 0, "nth counts from 1"),
+        (-1, "kill", 1, "rank from 0"),
+    ],
+)
+def test_a_wrong_fault_is_refused(rank: int, how: str, nth: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Fault(rank, "here", how, nth)  # type: ignore[arg-type]
+
+
+def test_faults_that_cannot_all_strike_are_refused() -> None:
+    check([Fault(1, "a", "kill"), Fault(1, "a", "kill", nth=2), Fault(0, "a", "kill")], 2)
+    with pytest.raises(ValueError, match="only 2 ranks"):
+        check([Fault(2, "a", "kill")], 2)
+    with pytest.raises(ValueError, match="same passage"):
+        check([Fault(1, "a", "kill"), Fault(1, "a", "raise")], 2)
+
+
+@pytest.mark.parametrize("module", ["anyrank.testing", "torch"])
+def test_production_code_does_not_load_the_harness(module: str) -> None:
+    code = f"import sys, anyrank, anyrank.faults; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -1,0 +1,316 @@
+"""The rules of CONTRIBUTING.md that a program can hold.
+
+Each rule is a function that returns what breaks it, so that one test applies it to the repository
+and another proves, on something that breaks it, that it can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import anyrank
+from anyrank import settings
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+# -- imports point one way ------------------------------------------------------------------------
+
+BASE = {"errors", "settings", "faults"}
+CORE = BASE | {"tensors", "files", "world"}
+AREAS = {"loading", "memory", "resume", "inspection", "doctor"}
+# Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
+MAY_IMPORT = {
+    "errors": set[str](),
+    "faults": set[str](),
+    "settings": {"errors"},
+    "tensors": BASE,
+    "files": BASE | {"tensors"},
+    "world": BASE,
+    "loading": CORE,
+    "memory": BASE | {"tensors", "world"},
+    "resume": CORE,
+    "inspection": CORE - {"world"},
+    "doctor": CORE,
+    "integrations": {"anyrank"},
+    "cli": CORE | AREAS | {"anyrank"},
+    "testing": CORE | AREAS | {"anyrank"},
+}
+
+
+def read_sources(root: Path) -> dict[str, str]:
+    """Module name -> text, for every module of anyrank."""
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text(encoding="utf-8")
+        )
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def find_imports(module: str, sources: dict[str, str]) -> set[str]:
+    """What a module imports of anyrank, anywhere in its text; relative imports start with a dot."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(sources[module])):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in sources else base for name in names}
+    return {name for name in found if name.split(".")[0] in ("anyrank", "")}
+
+
+def find_wrong_directions(sources: dict[str, str]) -> list[str]:
+    """Imports against the direction, relative imports, and parts that the table does not know."""
+    wrong: list[str] = []
+    for module in sources.keys() - {"anyrank"}:
+        part = module.split(".")[1]
+        allowed = MAY_IMPORT[part] | {part} if part in MAY_IMPORT else set[str]()
+        for target in find_imports(module, sources):
+            into = target.removeprefix("anyrank.").split(".")[0]
+            if into not in allowed:
+                wrong.append(f"{module} imports {target}")
+    return sorted(wrong)
+
+
+def find_cycle(sources: dict[str, str]) -> list[str]:
+    """Modules that import one another in a circle."""
+    graph = {
+        module: {
+            target
+            for target in find_imports(module, sources) & sources.keys()
+            # `from anyrank.files import dcp`, inside files, needs nothing of the package itself.
+            if not module.startswith(f"{target}.")
+        }
+        for module in sources.keys() - {"anyrank"}  # its imports are for type checkers only
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_imports_point_one_way() -> None:
+    assert find_wrong_directions(read_sources(SRC)) == []
+
+
+def test_modules_do_not_import_in_a_circle() -> None:
+    assert find_cycle(read_sources(SRC)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("anyrank.tensors.plan", "from anyrank.files.spans import read"),
+        ("anyrank.tensors.plan", "from anyrank import files"),
+        ("anyrank.files.spans", "import anyrank.world.ranks"),
+        ("anyrank.files.spans", "def f():\n    from anyrank.loading import load"),
+        ("anyrank.inspection.diff", "from anyrank.world import ranks"),
+        ("anyrank.world.ranks", "from anyrank.tensors.box import Box"),
+        ("anyrank.loading.load", "import anyrank"),
+        ("anyrank.loading.load", "from anyrank.testing.fault import Fault"),
+        ("anyrank.integrations.peft", "from anyrank.loading.load import load"),
+        ("anyrank.errors", "from anyrank import settings"),
+        ("anyrank.tensors.plan", "from .box import Box"),
+        ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, line: str) -> None:
+    others = ["files", "settings", "world.ranks", "loading.load", "testing.fault", "tensors.box"]
+    sources = {"anyrank": ""} | {f"anyrank.{name}": "" for name in others} | {module: line}
+    assert [found.split(" imports ")[0] for found in find_wrong_directions(sources)] == [module]
+
+
+def test_a_circle_is_found() -> None:
+    sources = {"anyrank.files.a": "import anyrank.files.b", "anyrank.files.b": ""}
+    assert find_cycle(sources) == []
+    sources["anyrank.files.b"] = "def f():\n    from anyrank.files.a import x"
+    assert set(find_cycle(sources)) == {"anyrank.files.a", "anyrank.files.b"}
+
+
+# -- what an import loads -------------------------------------------------------------------------
+
+# Third-party modules that a user of one function must not pay for, by their import names.
+HEAVY = ["accelerate", "click", "fsspec", "lightning", "peft", "plotly", "pytorch_lightning"]
+HEAVY += ["rich", "s3fs", "safetensors", "transformers", "xxhash"]
+
+
+def loaded_by(code: str, watched: Iterable[str]) -> set[str]:
+    """Which of the watched modules a fresh Python has loaded after running the code."""
+    tail = f"\nimport sys; print(*[name for name in {list(watched)} if name in sys.modules])"
+    command = [sys.executable, "-c", code + tail]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def test_import_anyrank_loads_nothing_else() -> None:
+    assert loaded_by("import anyrank", [*HEAVY, "torch"]) == set()
+
+
+def test_public_names_load_torch_and_no_other_package() -> None:
+    code = "import anyrank\nfor name in anyrank.__all__: getattr(anyrank, name)"
+    assert loaded_by(code, [*HEAVY, "torch"]) == {"torch"}
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "from anyrank.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    assert loaded_by(code, ["torch", "numpy", "safetensors", "fsspec"]) == set()
+
+
+def test_a_loaded_package_is_found() -> None:
+    assert loaded_by("import rich, click", HEAVY) == {"rich", "click"}
+
+
+# -- public names ---------------------------------------------------------------------------------
+
+
+def find_typed_names(text: str) -> dict[str, str]:
+    """Name -> module, as the TYPE_CHECKING block of the package imports them."""
+    block = next(node for node in ast.parse(text).body if isinstance(node, ast.If))
+    assert isinstance(block.test, ast.Name)
+    assert block.test.id == "TYPE_CHECKING"
+    return {
+        alias.asname or alias.name: str(node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_public_names_are_sorted_complete_and_typed() -> None:
+    assert anyrank.__all__ == sorted(set(anyrank.__all__))
+    assert set(anyrank.__all__) == {*anyrank.HOMES, "__version__"}
+    typed = find_typed_names((SRC / "anyrank/__init__.py").read_text(encoding="utf-8"))
+    assert typed == anyrank.HOMES
+    assert dir(anyrank) == anyrank.__all__
+
+
+@pytest.mark.parametrize("name", anyrank.__all__)
+def test_public_name_can_be_imported(name: str) -> None:
+    assert getattr(anyrank, name).__doc__
+    assert name == "__version__" or getattr(anyrank, name).__name__ == name
+
+
+def test_no_module_hides_a_public_name() -> None:
+    taken = {path.stem for path in (SRC / "anyrank").iterdir()}
+    assert taken & set(anyrank.__all__) == set()
+
+
+def test_a_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'anyrank' has no attribute 'laod'"):
+        _ = anyrank.laod
+
+
+# -- sizes, names and text ------------------------------------------------------------------------
+
+FOLDERS = ("src", "tests", "docs", "benchmarks", "examples", ".ci")
+TEXT = {
+    ".cfg",
+    ".json",
+    ".md",
+    ".py",
+    ".sh",
+    ".svg",
+    ".toml",
+    ".txt",
+    ".typed",
+    ".yaml",
+    ".yml",
+    "",
+}
+# Folders of one machine, and hosts of package registries: neither works for somebody else.
+FOREIGN = re.compile(
+    r"(?<![\w./~$}-])/(?:root|home|work|Users|opt)/\w"
+    r"|pypi[.]org|pythonhosted[.]org|npmjs[.]org|download[.]pytorch[.]org|deb[.]debian[.]org"
+)
+
+
+def list_texts() -> list[Path]:
+    """The text files of the repository, whether or not git knows them yet."""
+    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    files = [path for path in [*ROOT.iterdir(), *inside] if path.is_file()]
+    return [path for path in files if path.suffix in TEXT and path.name != ".git"]
+
+
+def test_nothing_points_at_one_machine_or_registry() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in list_texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if FOREIGN.search(line)
+    ]
+    assert lines == []
+
+
+@pytest.mark.parametrize("text", ["cd /{}home/me", '"/{}opt/x/y"', "https://pypi{}.org/simple"])
+def test_a_foreign_path_is_found(text: str) -> None:
+    assert FOREIGN.search(text.format(""))
+    assert not FOREIGN.search(text.format("-"))
+    assert not FOREIGN.search("https://example.com/home/me, runs/work/x and ~/work/y")
+
+
+def test_python_is_ascii() -> None:
+    files = [path for path in list_texts() if path.suffix == ".py"]
+    assert [str(path) for path in files if not path.read_bytes().isascii()] == []
+
+
+def test_modules_are_short_and_have_plain_names() -> None:
+    sizes = {path: len(path.read_bytes().splitlines()) for path in SRC.rglob("*.py")}
+    assert {str(path): size for path, size in sizes.items() if size > 400} == {}
+    public = ("__init__", "__main__")
+    parts = {part for path in sizes for part in path.relative_to(SRC).with_suffix("").parts}
+    assert [part for part in parts if part.startswith("_") and part not in public] == []
+
+
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("CONTRIBUTING.md", 130)])
+def test_front_pages_are_short(name: str, limit: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@pytest.mark.parametrize("knob", settings.KNOBS, ids=lambda knob: knob.name)
+def test_knob_is_named_with_its_unit_and_documented(knob: settings.Knob) -> None:
+    assert re.fullmatch(r"ANYRANK_[A-Z_]+_(BYTES|SEC|THREADS)", knob.name)
+    assert f"`{knob.name}`" in (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+
+
+def test_no_other_knob_is_read_or_documented() -> None:
+    pages = [path for path in list_texts() if path.is_relative_to(ROOT / "docs")]
+    texts = [page.read_text(encoding="utf-8") for page in [*pages, ROOT / "README.md"]]
+    named = re.findall(r"\bANYRANK_\w+", "\n".join([*read_sources(SRC).values(), *texts]))
+    assert set(named) == {knob.name for knob in settings.KNOBS}
+
+
+# -- dependencies ---------------------------------------------------------------------------------
+
+
+def canonical(name: str) -> str:
+    """A package's name as registries compare it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", name)[0]).lower()
+
+
+def test_every_dependency_has_an_exact_version_and_a_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = [name for group in groups for name in group]
+    pins = [
+        line
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+    ]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
+    assert {canonical(name) for name in wanted} - {canonical(pin) for pin in pins} == set()
+    bare = [name for name in wanted if not re.search(re.escape(f'"{name}"') + r",? +# \w", text)]
+    assert bare == []
