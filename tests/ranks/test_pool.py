@@ -69,9 +69,8 @@ def get_pid() -> int:
     return os.getpid()
 
 
-def fail_on(rank: int, seconds: float = 0.0) -> None:
+def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        time.sleep(seconds)
         raise KeyError(f"no luck on {rank}")
     dist.barrier()
 
@@ -150,7 +149,7 @@ def shard_and_gather(num_groups: int) -> float:
     """DTensor and FSDP2 on a mesh whose groups get other names in each call."""
     for _ in range(num_groups):
         dist.new_group()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))["a"]
     model = torch.nn.Linear(8, 8, bias=False)
     torch.nn.init.ones_(model.weight)
     fully_shard(model, mesh=mesh)
@@ -161,8 +160,10 @@ def shard_and_gather(num_groups: int) -> float:
     return float((gradient.full_tensor().sum() + (table * 2).sum().full_tensor()).item())
 
 
-def leave_thread() -> None:
+def leave_thread(then: str = "return") -> None:
     threading.Thread(target=sleep_long, name="forgotten").start()
+    if then == "raise":
+        raise KeyError("first cause")
 
 
 def start_child() -> int:
@@ -271,7 +272,7 @@ def test_state_is_restored_between_calls(tmp_path: Path) -> None:
 
 def test_meshes_of_earlier_calls_are_forgotten() -> None:
     # With names of groups that differ per call, a cached mesh would lead to a group that is gone.
-    for num_groups, world_size in [(2, 2), (0, 2), (3, 4), (1, 4), (0, 1)]:
+    for num_groups, world_size in [(2, 2), (0, 2), (3, 4), (1, 4)]:
         results = run_ranks(world_size, shard_and_gather, num_groups)
         assert results == [8 * 8 * 2 + 240.0] * world_size
 
@@ -282,9 +283,11 @@ def test_meshes_of_earlier_calls_are_forgotten() -> None:
 def test_an_exception_ends_the_others() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"\[rank1\] KeyError: 'no luck on 1'") as caught:
-        run_ranks(3, fail_on, 1)
+        run_ranks(3, fail_on, 1, grace=10)
     assert time.monotonic() - start < 5
     assert next(iter(caught.value.errors)) == 1
+    # The others waited in a collective: the connections closed, nobody had to be killed.
+    assert [type(caught.value.errors[rank]) for rank in (0, 2)] == [RuntimeError] * 2
     assert isinstance(caught.value.errors[1], KeyError)
     assert '[rank1]     raise KeyError(f"no luck on {rank}")' in str(caught.value)
     assert "worker.py" not in str(caught.value)
@@ -358,6 +361,17 @@ def test_the_end_of_the_server_is_an_error_and_the_next_call_works(pool: RankPoo
     assert len(pool.run(1, get_pid)) == 1
 
 
+def test_an_interrupted_call_leaves_nothing_behind(pool: RankPool) -> None:
+    pids = pool.run(2, get_pid)
+    start = time.monotonic()
+    threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(2, sleep_long)
+    assert time.monotonic() - start < 5
+    assert not any(is_running(pid) for pid in pids)
+    assert len(pool.run(2, get_pid)) == 2
+
+
 def test_exceptions_and_results_that_do_not_pickle_are_reported() -> None:
     with pytest.raises(RanksFailed, match="Unreadable: 1 and 2") as caught:
         run_ranks(1, raise_unreadable)
@@ -369,6 +383,9 @@ def test_exceptions_and_results_that_do_not_pickle_are_reported() -> None:
 def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match=r"left threads running: \['forgotten'\]"):
         pool.run(1, leave_thread)
+    assert pool.run(1, threading.active_count) == [1]
+    with pytest.raises(RanksFailed, match="first cause"):
+        pool.run(1, leave_thread, then="raise")
     assert pool.run(1, threading.active_count) == [1]
 
 
@@ -516,16 +533,23 @@ def test_a_module_outside_the_path_is_found_and_its_changes_too(
 
 def test_ranks_end_with_their_owner(tmp_path: Path) -> None:
     script = """
-        import os, signal
+        import os, pathlib, signal, time
+        import torch.distributed as dist
         from anyrank.testing import run_ranks
+
+        def kill_owner(owner):
+            pathlib.Path(f"pid{os.getpid()}").touch()
+            dist.barrier()
+            os.kill(owner, signal.SIGKILL)
+            time.sleep(100)
+
         if __name__ == "__main__":
-            print(*run_ranks(2, os.getpid), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            run_ranks(2, kill_owner, os.getpid())
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = run_python("script.py", cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in done.stdout.split()]
+    pids = [int(file.name.removeprefix("pid")) for file in tmp_path.glob("pid*")]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids):

@@ -6,8 +6,6 @@ swap keeps the identity of every Parameter object: optimizers and wrappers hold 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from typing import Any
 
 import torch
@@ -17,9 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from anyrank.errors import LoadError
 from anyrank.loading.targets import Target
 from anyrank.world.device import rank_device
-
-HUGE_PAGE_BYTES = 2 << 20
-MADV_HUGEPAGE = 14
 
 
 def device_for(target: Target, default: torch.device) -> torch.device:
@@ -57,22 +52,7 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
 
 def allocate(target: Target, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of this rank's share of a target; every element must be written."""
-    local = torch.empty(target.local_shape, dtype=target.dtype, device=device)
-    if local.is_cpu:
-        _prefer_huge_pages(local)
-    return local
-
-
-def _prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for 2 MiB pages: the first write to fresh memory is then a fault per 2 MiB, not per 4 KiB."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes < 2 * HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    page = mmap.PAGESIZE
-    start = -(-tensor.data_ptr() // page) * page
-    length = (tensor.data_ptr() + nbytes - start) // page * page
-    libc = ctypes.CDLL(None)
-    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
+    return torch.empty(target.local_shape, dtype=target.dtype, device=device)
 
 
 def put_in_place(target: Target, local: torch.Tensor) -> None:

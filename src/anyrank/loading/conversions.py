@@ -39,6 +39,8 @@ def converted(
     if inner is None:
         return listing, rename
     live = {name for t in targets if t.kind != "derived" for p in t.places for name in p.names}
+    if _fits_as_it_is(targets, listing, rename):
+        return listing, rename
     tensors: dict[str, StoredTensor] = {}
     pending: dict[str, StoredTensor] = {}
     for key, stored in listing.tensors.items():
@@ -51,6 +53,29 @@ def converted(
             pending[name.removeprefix("module.").removeprefix(PEFT_PREFIX)] = stored
     tensors.update(_Converter(inner, live).run(pending))
     return listing.with_tensors(tensors), lambda key: key
+
+
+def _fits_as_it_is(
+    targets: list[Target], listing: Listing, rename: Callable[[str], str]
+) -> bool:
+    """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
+
+    The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
+    would not change are therefore no proof.
+    """
+    shapes = {
+        name: t.shape for t in targets if t.kind != "derived" for p in t.places for name in p.names
+    }
+    for key, stored in listing.tensors.items():
+        shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
+        if shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
+            return False
+    filled = {name for key in listing.tensors for name in candidates(rename(key))}
+    return all(
+        any(name in filled for p in t.places for name in p.names)
+        for t in targets
+        if t.kind != "derived"
+    )
 
 
 def declared_ignorable(model: nn.Module, key: str) -> bool:

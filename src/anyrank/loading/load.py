@@ -226,8 +226,9 @@ class _Load:
                 put_in_place(self.prepared.targets[index], local)
 
         self.ranks.together("putting the weights in place", commit)
-        targets, seed = self.prepared.targets, self.prepared.seed
-        self.rebuilt = rebuild(targets, self.ranks, seed, self.device)
+        if self.prepared.rebuild:
+            targets, seed = self.prepared.targets, self.prepared.seed
+            self.rebuilt = rebuild(targets, self.ranks, seed, self.device)
         self._move_buffers()
 
     def _move_buffers(self) -> None:

@@ -55,6 +55,4 @@ class Meter:
 
 
 def _device_bytes() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.memory_allocated()
-    return 0
+    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0

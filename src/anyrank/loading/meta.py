@@ -1,19 +1,55 @@
-"""stub"""
+"""`anyrank.meta`: build a model without memory for its parameters."""
 
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @contextmanager
-def meta():
-    def hook(module, name, p):
-        if p is None or p.is_meta:
-            return None
-        return nn.Parameter(p.to("meta"), requires_grad=p.requires_grad)
+def meta() -> Generator[None]:
+    """Put every parameter that is registered inside on the meta device; buffers stay real.
 
-    h = register_module_parameter_registration_hook(hook)
+    A model built inside takes the memory of its largest parameter, for an instant. Shapes, dtypes,
+    requires_grad, attributes and ties of the parameters are those of the normal build, and buffers
+    have their values, since no file may hold them. `load` and `materialize` give the parameters
+    memory, before or after the model is wrapped or sharded.
+
+    Acts on the thread that entered it only, and nests. Each rank enters by itself. A buffer that is
+    computed from a parameter is on meta too: `load` rebuilds it, or names it.
+    """
+    thread = threading.get_ident()
+    # By identity and weakly: a parameter registered twice stays tied, and none lives longer than in
+    # a normal build. Not by id(), which a later parameter would inherit.
+    hollows = WeakTensorKeyDictionary()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        if threading.get_ident() != thread or parameter.is_meta or is_lazy(parameter):
+            return None  # as it is; a lazy parameter has no shape and no memory yet
+        if parameter not in hollows:
+            hollows[parameter] = hollow(parameter)
+        return hollows[parameter]
+
+    handle = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:
-        h.remove()
+        handle.remove()
+
+
+def hollow(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter on meta that is like this one in all but memory: type, layout and attributes."""
+    empty = parameter.detach().to("meta")
+    kind = type(parameter)
+    # isinstance would say yes to any tensor subclass that serves as a parameter, a DTensor say.
+    subclassed = kind is not nn.Parameter and nn.Parameter in kind.__mro__
+    made: Any = empty.as_subclass(kind) if subclassed else nn.Parameter(empty, requires_grad=False)
+    made.__dict__.update(parameter.__dict__)
+    return made.requires_grad_(parameter.requires_grad)

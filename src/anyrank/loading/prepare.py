@@ -78,6 +78,7 @@ class Prepared:
         frozen: frozen parts -> the source of their own that fills them.
         decision: who reads.
         coordinates: of every rank, by global rank.
+        rebuild: whether any rank has non-persistent buffers on meta.
     """
 
     targets: list[Target]
@@ -91,6 +92,7 @@ class Prepared:
     frozen: dict[str, str]
     decision: Decision = field(init=False)
     coordinates: dict[int, Coordinates] = field(init=False)
+    rebuild: bool = False
 
 
 def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:
@@ -101,22 +103,20 @@ def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Opti
     """
     sights = ranks.together("looking at the source", lambda: _look(source))
     first = _agreed_reader(sights, ranks)
-    listings = ranks.together(
-        "reading the headers",
-        lambda: list_source(_given(source)) if first == ranks.rank else None,
-    )
-    listing = listings[ranks.ranks.index(first)]
-    assert listing is not None
+    listing = ranks.from_one("reading the headers", first, lambda: list_source(_given(source)))
 
     plans: list[Prepared] = []
 
-    def plan_here() -> tuple[str, Coordinates]:
+    def plan_here() -> tuple[str, Coordinates, bool]:
         plans.append(_plan(model, listing, options, sights[0].seed))
-        return _digest(plans[0]), coordinates_of(plans[0].targets)
+        hollow = any(t.is_meta and t.kind == "derived" for t in plans[0].targets)
+        return _digest(plans[0]), coordinates_of(plans[0].targets), hollow
 
-    digests, coordinates = zip(*ranks.together("planning the load", plan_here), strict=True)
+    answers = ranks.together("planning the load", plan_here)
+    digests, coordinates, hollow = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         _explain_difference(plans[0], ranks)
+    plans[0].rebuild = any(hollow)
     return _decided(plans[0], options, ranks, coordinates, [sight.there for sight in sights])
 
 

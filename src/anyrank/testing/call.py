@@ -150,7 +150,8 @@ class Call:
         self.stacks |= seen
         self.kill(stuck)
         for index in stuck:
-            self.answers[index] = TimeoutError(f"{why}; killed")
+            if not isinstance(self.answers.get(index), Raised):  # the cause, not what came of it
+                self.answers[index] = TimeoutError(f"{why}; killed")
 
     def kill(self, doomed: Sequence[int]) -> None:
         """Kill these ranks, and see them dead."""

@@ -55,7 +55,7 @@ class Fault:
             time.sleep(self.seconds)
             return
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
-        # The pool continues a stopped rank to learn where it stands: it must not get any further.
+        # Another thread may take the signal first: this one must not get any further meanwhile.
         while True:
             time.sleep(60)
 

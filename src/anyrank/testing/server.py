@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -69,6 +70,7 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
             break
     for pid in children:
         send_signal(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not
 
 
 def answer(control: socket.socket, children: set[int], folder: str) -> bool:
@@ -107,8 +109,8 @@ def run_child(control: socket.socket, fd: int, folder: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         os._exit(code)  # no exit handlers: they are the server's
 
 
@@ -144,18 +146,10 @@ class ForkServer:
         # Where tests use pytest, their modules import it: once here instead of once per rank.
         pytest = [name for name in ("pytest",) if name in sys.modules]
         preload = [*PRELOAD, *pytest, "anyrank.testing.worker"]
-        fd = str(theirs.fileno())
+        arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
         environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - this Python, on our own code
-            [
-                sys.executable,
-                "-c",
-                COMMAND,
-                json.dumps([*map(str, sys.path)]),
-                fd,
-                folder,
-                *preload,
-            ],
+        self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - our own code
+            [sys.executable, "-c", COMMAND, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environ,

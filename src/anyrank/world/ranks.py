@@ -6,14 +6,18 @@ an accelerator; a flag in the store lets a rank learn of another's failure while
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import pickle  # noqa: S403 - between ranks of one run only
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
@@ -21,6 +25,7 @@ from anyrank.settings import TIMEOUT_SEC
 
 T = TypeVar("T")
 
+HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
 ROLL_CALL_SEC = 3.0  # how long survivors wait for one another before they name the dead
 
@@ -90,12 +95,22 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
+        data = pickle.dumps(value)
+        sized = len(data).to_bytes(8, "little") + data
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
+            longest = max(int.from_bytes(head[:8], "little") for head in heads) + 8
+            if longest > HEAD_BYTES:
+                tails = self._gather_bytes(sized[HEAD_BYTES:], longest - HEAD_BYTES)
+                heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         except RuntimeError as error:
             raise self.roll_call(error) from error
-        return cast("list[T]", values)
+        return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+
+    def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
+        every = [torch.empty(length, dtype=torch.uint8) for _ in self.ranks]
+        dist.all_gather(every, _as_tensor(data, length), group=self.group)
+        return [_as_bytes(one) for one in every]
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
@@ -120,6 +135,33 @@ class Ranks:
         if failures:
             raise _joined(what, failures, self.size) from cause
         return [answer.value for answer in answers]
+
+    def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
+        """Run `work` on one rank and return its result on every rank. All ranks.
+
+        Raises:
+            AnyrankError: as `together`.
+        """
+        made: list[T] = []
+        data = b""
+
+        def here() -> int:
+            nonlocal data
+            if self.rank == rank:
+                made.append(work())
+                data = b"" if self.group is None else pickle.dumps(made[0])
+            return len(data)
+
+        length = max(self.together(what, here))
+        if self.group is None:
+            return made[0]
+        payload = _as_tensor(data, length)
+        try:
+            dist.broadcast(payload, src=rank, group=self.group)
+        except RuntimeError as error:
+            raise self.roll_call(error) from error
+        result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
+        return result
 
     def check(self) -> None:
         """Stop early when another rank has failed; cheap enough for inner loops.
@@ -153,18 +195,16 @@ class Ranks:
             text = "the connection to the ranks' store is gone: the process that hosts it died"
         else:
             text = "the connection between the ranks broke although all of them are alive"
-        causes = {rank: "no answer" for rank in missing or ()}
+        causes = dict.fromkeys(missing or (), "no answer")
         return RankError(f"{text} ({str(error).splitlines()[0][:200]})", causes=causes)
 
     def _raise_flag(self) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the gather that follows reports what is wrong
             self.store.set("failed", "1")
-        except Exception:  # noqa: S110 - the gather that follows reports what is wrong
-            pass
 
 
 @contextmanager
-def open_ranks(process_group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
+def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
     Raises:
@@ -190,11 +230,12 @@ def open_ranks(process_group: dist.ProcessGroup | None = None) -> Iterator[Ranks
         )
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank}: not all of ranks {ranks} came here within {timeout.seconds} s: call from "
-            f"all of them, or pass process_group= ({str(error).splitlines()[0][:200]})"
+            f"rank {rank}: not all of ranks {ranks} came here within {timeout.seconds} s: "
+            f"call from all of them, or pass process_group= ({str(error).splitlines()[0][:200]})"
         ) from error
     try:
-        store = dist.PrefixStore(f"anyrank/{group.group_name}", _default_store())
+        prefix = f"anyrank/{group.group_name}"
+        store = dist.PrefixStore(prefix, _default_store())  # pyright: ignore[reportPrivateImportUsage]
         yield Ranks(ranks, rank, group, store)
     finally:
         dist.destroy_process_group(group)
@@ -203,6 +244,17 @@ def open_ranks(process_group: dist.ProcessGroup | None = None) -> Iterator[Ranks
 def _default_store() -> Any:
     # No public name; the same private one has been there in every release since 1.8.
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_tensor(data: bytes, length: int) -> torch.Tensor:
+    """Bytes as a tensor of at least their length, padded with zeros."""
+    tensor = torch.zeros(length, dtype=torch.uint8)
+    ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
+    return tensor
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
 def _machine() -> str:
