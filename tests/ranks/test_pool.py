@@ -15,6 +15,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -309,8 +310,9 @@ def test_ranks_that_hang_after_an_exception_are_killed(pool: RankPool) -> None:
 
 
 def test_a_hang_ends_by_timeout_and_tells_where() -> None:
+    run_ranks(2, get_pid)
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"TimeoutError: not finished within the 1 s") as caught:
+    with pytest.raises(RanksFailed, match=r"TimeoutError: not finished within 1 s") as caught:
         run_ranks(2, hang_in_two_places, timeout=1)
     assert time.monotonic() - start < 3
     assert "in barrier" in caught.value.stacks[0]
@@ -330,6 +332,32 @@ def test_a_death_is_reported_by_name_and_only_the_dead_are_replaced(
     assert ("in kill_self" in caught.value.stacks.get(1, "")) == (signum == signal.SIGSEGV)
     after = pool.run(3, get_pid)
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+def fail_to_meet() -> str:
+    """A failed init_process_group on rank 0 alone."""
+    if os.environ["RANK"] == "0":
+        nobody = dist.HashStore()
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", store=nobody, rank=0, world_size=2, timeout=timedelta(seconds=0.1)
+            )
+    return "alone"
+
+
+def test_a_group_that_failed_to_form_does_not_disturb_the_next(pool: RankPool) -> None:
+    before = pool.run(2, get_pid)
+    assert pool.run(2, fail_to_meet, init=False) == ["alone"] * 2
+    after = pool.run(2, get_pid)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+
+
+def test_a_job_begins_when_all_ranks_have_met(pool: RankPool) -> None:
+    # A death while others still connect once left them with groups numbered differently.
+    for _ in range(20):
+        with pytest.raises(RanksFailed, match="killed by SIGKILL"):
+            pool.run(3, kill_self, 1, signal.SIGKILL)
+        assert len(set(pool.run(3, get_pid))) == 3
 
 
 def test_an_exit_is_a_failure() -> None:

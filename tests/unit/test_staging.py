@@ -19,7 +19,7 @@ from torch import nn
 
 import anyrank
 
-NO_CUDA = (RuntimeError, AssertionError, ValueError)
+NO_CUDA = (RuntimeError, AssertionError, ValueError, TypeError, ImportError)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA calls succeed here")
 
 
@@ -61,12 +61,12 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_names_an_accelerator_ends_on_the_cpu(name: str) -> None:
     x = torch.ones(2)
-    with pytest.raises((*NO_CUDA, TypeError)):
+    with pytest.raises(NO_CUDA):
         CALLS[name](x)
     with anyrank.staging():
         made = CALLS[name](x)
     assert made.device == torch.device("cpu")
-    with pytest.raises((*NO_CUDA, TypeError)):
+    with pytest.raises(NO_CUDA):
         CALLS[name](x)
 
 
@@ -246,13 +246,13 @@ LOADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOADS)
 def test_torch_load_ends_on_the_cpu(name: str, cuda_file: Path) -> None:
-    with pytest.raises((*NO_CUDA, TypeError)):
+    with pytest.raises(NO_CUDA):
         torch.load(cuda_file, **LOADS[name])
     with anyrank.staging():
         loaded = torch.load(cuda_file, **LOADS[name])["weight"]
     assert loaded.device == torch.device("cpu")
     assert loaded.tolist() == [0, 1, 2, 3]
-    with pytest.raises((*NO_CUDA, TypeError)):
+    with pytest.raises(NO_CUDA):
         torch.load(cuda_file, **LOADS[name])
 
 
@@ -376,17 +376,16 @@ def test_transformers_end_on_the_cpu(device_map: Any, tmp_path: Path) -> None:
     assert torch.equal(loaded(torch.arange(4)[None]).logits, model(torch.arange(4)[None]).logits)
 
 
-@pytest.mark.parametrize("device", ["cuda:0", 0, CUDA])
-def test_accelerate_loads_and_dispatches_on_the_cpu(device: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device_map", [{"": "cuda:0"}, {"": 0}])
+def test_accelerate_loads_and_dispatches_on_the_cpu(device_map: Any, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import save_file
 
     model = AutoEncoder()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    path = str(tmp_path / "model.safetensors")
+    save_file(model.state_dict(), path, metadata={"format": "pt"})
     with accelerate.init_empty_weights():
         empty = AutoEncoder()
     with anyrank.staging():
-        loaded = accelerate.load_checkpoint_and_dispatch(
-            empty, tmp_path / "model.safetensors", device_map={"": device}
-        )
+        loaded = accelerate.load_checkpoint_and_dispatch(empty, path, device_map=device_map)
     assert equal(loaded, model)

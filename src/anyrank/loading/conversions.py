@@ -17,8 +17,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.initialise import plain_class
-from anyrank.loading.targets import Target
+from anyrank.loading.targets import Target, plain_class
 from anyrank.tensors.names import PEFT_PREFIX, candidates
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
@@ -94,10 +93,9 @@ def _pretrained(model: nn.Module) -> Any:
         if isinstance(model, transformers.PreTrainedModel):
             return model
         names = ("module", "_orig_mod", "base_model", "model")
-        children = (getattr(model, name, None) for name in names)
-        inner = next((child for child in children if isinstance(child, nn.Module)), None)
-        wraps = inner is not None and len(list(model.parameters())) == len(list(inner.parameters()))
-        if inner is None or not wraps:
+        children = (model._modules.get(name) for name in names)
+        inner = next((child for child in children if child is not None), None)
+        if inner is None or len(list(model.parameters())) != len(list(inner.parameters())):
             return None
         model = inner
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.targets import Place, Target
+from anyrank.loading.targets import Place, Target, plain_class
 
 Init = Callable[[nn.Module], object]
 SENTINEL = -77  # for integers, which have no NaN
@@ -195,28 +195,6 @@ def _replaced(tensor: Any, wanted_id: int, wanted: torch.Tensor) -> Any:
         return tensor.detach().clone()
     hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(hollow, requires_grad=False)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user wrote, without those that FSDP2 or `freeze` put in front of it."""
-    kind = type(module)
-    while kind.__dict__.get("anyrank_plain_class") or kind.__name__.startswith("FSDP"):
-        inner = kind.__dict__.get("anyrank_plain_class")
-        if inner is None:
-            inner = _behind_fsdp(kind)
-        if inner is kind:
-            break
-        kind = inner
-    return kind
-
-
-def _behind_fsdp(kind: type[nn.Module]) -> type[nn.Module]:
-    from torch.distributed.fsdp import FSDPModule
-
-    order = kind.__mro__
-    if FSDPModule not in order or kind is FSDPModule:
-        return kind
-    return order[order.index(FSDPModule) + 1]
 
 
 def _class_name(module: nn.Module) -> str:

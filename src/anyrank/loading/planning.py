@@ -1,0 +1,288 @@
+"""`anyrank.plan`: what a load would read, send and hold, without moving payload, for any number of ranks.
+
+With processes it is `load` up to the agreement. Without, it takes a mesh that does not exist yet: shares
+of ceil(rows / ranks) rows follow in closed form, so 16,384 ranks cost no more than one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.formats import Source, list_source
+from anyrank.loading.exchange import replicas
+from anyrank.loading.prepare import Options, Prepared, prepare
+from anyrank.loading.strategy import STRATEGIES, Decision, decide
+from anyrank.settings import BUFFER_BYTES
+from anyrank.tensors.names import Rename
+from anyrank.world.ranks import one_process, open_ranks
+
+MIB = 1 << 20
+
+# What a node is assumed to do when nothing is measured; only the prediction depends on them.
+READ_BYTES_PER_SEC = 2 << 30  # of one node, from storage
+SEND_BYTES_PER_SEC = 1 << 30  # of one rank, over gloo
+START_SEC = 0.1  # headers and agreement
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load would do. Lists have one entry a rank, in the group's order.
+
+    Attributes:
+        strategy, reason: who reads, and why.
+        world_size, nodes: ranks, and machines.
+        model_bytes: of the whole model, in its own dtypes.
+        source_bytes: of the tensors wanted from the source.
+        share_bytes: what each rank holds afterwards.
+        read_bytes: what each rank reads from storage.
+        sent_bytes: what each rank sends to others.
+        peak_bytes: most memory of each rank, share and staging together.
+        node_read_bytes, node_peak_bytes: sums over each machine's ranks.
+        seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a rank).
+        format: of the source.
+        missing, unexpected: names, where a model was given.
+    """
+
+    strategy: str
+    reason: str
+    world_size: int
+    nodes: int
+    model_bytes: int
+    source_bytes: int
+    share_bytes: list[int]
+    read_bytes: list[int]
+    sent_bytes: list[int]
+    peak_bytes: list[int]
+    node_read_bytes: list[int]
+    node_peak_bytes: list[int]
+    seconds: float
+    format: str = ""
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("share", self.share_bytes),
+            ("read", self.read_bytes),
+            ("sent", self.sent_bytes),
+            ("peak", self.peak_bytes),
+        ]
+        lines = [
+            f"{self.world_size} ranks on {self.nodes} nodes, {self.model_bytes / MIB:.1f} MiB model, "
+            f"{self.source_bytes / MIB:.1f} MiB source ({self.format}), about {self.seconds:.1f} s",
+            f"  strategy {self.strategy}: {self.reason}",
+        ]
+        lines += [
+            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
+            f"{sum(values) / MIB:.1f} MiB in all"
+            for title, values in rows
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What the closed form needs of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    held: torch.dtype
+
+
+def plan(
+    model: nn.Module,
+    source: Source | None,
+    *,
+    world_size: int | None = None,
+    mesh: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
+    missing: Literal["error", "init", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: Literal["float", "any"] = "float",
+    rename: Rename = None,
+    strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
+    buffer_bytes: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadPlan:
+    """Plan a load without payload: the same checks and the same errors as `load`, nothing changed.
+
+    Without `world_size` and `mesh` every rank of the group calls it, and the plan is of this model on
+    these ranks. With one of them it is called by one process alone, for ranks that do not exist yet:
+    each tensor is then cut along its first dim over the last axis of the mesh and held alike along the
+    axes before it (FSDP2, HSDP).
+
+    Args:
+        model: as for `load`; for ranks that do not exist yet, plain, for instance on meta.
+        source: as for `load`.
+        world_size: ranks in all; a mesh of one axis.
+        mesh: sizes of the axes, the sharded one last: (2, 8) is HSDP with 2 replicas of 8 shards.
+        ranks_per_node: for `world_size` and `mesh`; default: at most 8.
+        missing, unexpected, cast, rename, strategy, buffer_bytes, process_group: as for `load`.
+
+    Raises:
+        LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
+    """
+    options = Options(missing, unexpected, cast, rename, strategy)
+    buffer = buffer_bytes or BUFFER_BYTES.get()
+    if world_size is None and mesh is None:
+        with open_ranks(process_group) as ranks:
+            return _plan_of(prepare(model, source, ranks, options), ranks.ranks, ranks.nodes, buffer)
+    prepared = prepare(model, source, one_process(), options)
+    tensors = [
+        Tensor(t.name, t.shape, prepared.stored[i].dtype if i in prepared.stored else t.dtype, t.dtype)
+        for i, t in enumerate(prepared.targets)
+        if t.kind != "derived"
+    ]
+    made = closed_form(
+        tensors, world_size, mesh, ranks_per_node, strategy, buffer, prepared.listing.format
+    )
+    absent = [prepared.targets[i].name for i in prepared.match.missing]
+    return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
+
+
+def plan_source(
+    source: Source,
+    *,
+    world_size: int,
+    mesh: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
+    dtype: torch.dtype | None = None,
+    strategy: str = "auto",
+    buffer_bytes: int | None = None,
+) -> LoadPlan:
+    """As `plan` with `world_size`, for a source alone: its tensors stand for the model's.
+
+    Args:
+        dtype: of the model's floating tensors; default: the source's.
+
+    Raises:
+        LoadError, UnsafeFile: as `load`.
+    """
+    listing = list_source(source)
+    tensors = [
+        Tensor(
+            key, t.shape, t.dtype, dtype if dtype is not None and t.dtype.is_floating_point else t.dtype
+        )
+        for key, t in listing.tensors.items()
+    ]
+    buffer = buffer_bytes or BUFFER_BYTES.get()
+    return closed_form(
+        tensors, world_size, mesh, ranks_per_node, strategy, buffer, listing.format
+    )
+
+
+def closed_form(
+    tensors: Sequence[Tensor],
+    world_size: int | None,
+    mesh: Sequence[int] | None,
+    ranks_per_node: int | None,
+    strategy: str,
+    buffer: int,
+    format_name: str,
+) -> LoadPlan:
+    """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks' boxes."""
+    sizes = tuple(mesh) if mesh is not None else (world_size or 1,)
+    world = math.prod(sizes)
+    if any(size < 1 for size in sizes) or (world_size is not None and world != world_size):
+        raise LoadError(f"a mesh of {'x'.join(map(str, sizes))} has {world} ranks, not {world_size}")
+    if strategy not in STRATEGIES:
+        raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
+    per_node = min(ranks_per_node or 8, world)
+    nodes = [rank // per_node for rank in range(world)]
+    shards, copies = sizes[-1], world // sizes[-1]
+    share = [0] * shards
+    wanted = [0] * shards
+    for tensor in tensors:
+        rows = tensor.shape[0] if tensor.shape else 1
+        row = math.prod(tensor.shape[1:])
+        each = -(-rows // shards) if tensor.shape else 1
+        for shard in range(shards if tensor.shape else 1):
+            held = max(0, min(each, rows - shard * each)) * row
+            if not held:
+                break
+            share[shard] += held * tensor.held.itemsize
+            wanted[shard] += held * tensor.stored.itemsize
+    crossing = sum(wanted) if copies > 1 and len(set(nodes)) > 1 else 0
+    decision = decide(strategy, range(world), nodes, [True] * world, crossing)
+    by_rank = [rank % shards for rank in range(world)]
+    share_bytes = [share[s] for s in by_rank]
+    read = {
+        "own": [wanted[s] for s in by_rank],
+        "stripe": [wanted[s] // copies for s in by_rank],
+        "scatter": [sum(wanted), *[0] * (world - 1)],
+    }[decision.name]
+    sent = {
+        "own": [0] * world,
+        "stripe": [wanted[s] // copies * (copies - 1) for s in by_rank],
+        "scatter": [sum(wanted) * copies - wanted[0], *[0] * (world - 1)],
+    }[decision.name]
+    return _made(decision, nodes, share_bytes, read, sent, buffer, format_name, sum(share), sum(wanted))
+
+
+def _plan_of(
+    prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int], buffer: int
+) -> LoadPlan:
+    """The plan of a prepared load, from every rank's pieces."""
+    share, read, sent = ({rank: 0 for rank in ranks} for _ in range(3))
+    model_bytes = source_bytes = 0
+    name, readers = prepared.decision.name, prepared.decision.readers
+    for index, target in enumerate(prepared.targets):
+        stored = prepared.stored.get(index)
+        model_bytes += math.prod(target.shape) * target.dtype.itemsize
+        source_bytes += stored.nbytes if stored is not None else 0
+        for pieces, members in replicas(index, target, prepared.coordinates).items():
+            numel = sum(piece.box.numel for piece in pieces)
+            for member in members:
+                share[member] += numel * target.dtype.itemsize
+            if stored is None:
+                continue
+            nbytes = numel * stored.dtype.itemsize
+            takers = {"own": members, "stripe": members, "scatter": readers or members}[name]
+            for taker in takers:
+                read[taker] += nbytes if name == "own" else nbytes // len(takers)
+                others = len(members) - (taker in members)
+                sent[taker] += 0 if name == "own" else nbytes * others // len(takers)
+    lists = (list(one.values()) for one in (share, read, sent))
+    made = _made(
+        prepared.decision, nodes, *lists, buffer, prepared.listing.format, model_bytes, source_bytes
+    )
+    absent = [prepared.targets[i].name for i in prepared.match.missing]
+    return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
+
+
+def _made(
+    decision: Decision,
+    nodes: Sequence[int],
+    share: list[int],
+    read: list[int],
+    sent: list[int],
+    buffer: int,
+    format_name: str,
+    model_bytes: int,
+    source_bytes: int,
+) -> LoadPlan:
+    peak = [one + buffer for one in share]
+    count = max(nodes) + 1
+    node_read, node_peak = [0] * count, [0] * count
+    for node, one, most in zip(nodes, read, peak, strict=True):
+        node_read[node] += one
+        node_peak[node] += most
+    seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
+    return LoadPlan(
+        decision.name, decision.reason, len(nodes), count, model_bytes, source_bytes, share, read,
+        sent, peak, node_read, node_peak, seconds, format_name,
+    )  # fmt: skip

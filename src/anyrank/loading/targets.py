@@ -211,7 +211,7 @@ def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]
 
 
 def _is_peft(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")
+    return plain_class(module).__module__.startswith("peft.")
 
 
 def _is_wrapping(module: nn.Module, child: str) -> bool:
@@ -240,3 +240,16 @@ def _is_adapter(place: Place) -> bool:
         if layer and not _is_tuner(module) and hasattr(module, "active_adapters"):
             return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
     return False
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
+    kind = type(module)
+    while True:
+        order = kind.__mro__
+        if "anyrank_plain_class" in vars(kind):
+            kind = vars(kind)["anyrank_plain_class"]
+        elif FSDPModule in order[1:2]:
+            kind = order[2]
+        else:
+            return kind

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,8 +16,9 @@ from anyrank.testing import report
 from anyrank.testing.fault import Fault
 from anyrank.testing.report import Died, FaultNotReached
 from anyrank.testing.server import ForkServer
-from anyrank.testing.transport import END, READY, Raised, Reached, Returned, Task
+from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
+MEET_SECONDS = 30.0  # the first call of a rank imports the job's modules
 STACK_SECONDS = 1.0
 CLEAN_SECONDS = 5.0
 KILL_SECONDS = 5.0
@@ -41,6 +42,7 @@ class Call:
         answers: rank -> its answer, or the harness's error in place of one, in order of arrival.
         reached: the faults that struck.
         stacks: rank -> where it stood, for those that had to be stopped or crashed.
+        met: the ranks that are set up and connected to all others.
         over: the ranks that need no more waiting: ready for the next call, or dead.
     """
 
@@ -50,33 +52,46 @@ class Call:
         self.answers: dict[int, Returned | Raised | Died | OSError] = {}
         self.reached: list[Fault] = []
         self.stacks: dict[int, str] = {}
+        self.met: set[int] = set()
         self.over: set[int] = set()
 
     def run(self, tasks: Sequence[Task], timeout: float, grace: float) -> None:
-        """Send the tasks, collect the answers, then let every rank clean up. Ends by itself.
+        """Set the ranks up, run the job, and let every rank clean up. Ends by itself.
 
-        After the first rank that fails unasked the others have `grace` seconds, and all of them
-        `timeout` in all. What has not answered then has its stacks taken and is killed.
+        The job begins when all ranks have met and has `timeout` seconds. After the first rank that
+        fails unasked, the others have `grace` seconds. What has not answered then has its stacks
+        taken and is killed.
         """
         for rank, task in zip(self.ranks, tasks, strict=True):
             send(rank, task)
-        deadline, why = time.monotonic() + timeout, f"the {timeout:g} s of the call"
-        first: int | None = None
-        while (stuck := self.unanswered()) and time.monotonic() < deadline:
-            self.wait(stuck, deadline)
-            if first is None and (first := self.first_failure()) is not None:
-                end = time.monotonic() + grace
-                deadline, why = min(
-                    (deadline, why), (end, f"{grace:g} s after rank {first} failed")
-                )
-        self.stop(stuck, f"not finished within {why}")
+        self.follow(self.unmet, "not set up", MEET_SECONDS, grace)
+        # A job that fails while others still connect would leave them with half a group.
+        if self.first_failure() is None:
+            for rank in self.ranks:
+                send(rank, GO)
+            self.follow(self.unanswered, "not finished", timeout, grace)
         self.kill([i for i, answer in self.answers.items() if isinstance(answer, Died)])
         for rank in self.ranks:
             send(rank, END)
-        deadline = time.monotonic() + CLEAN_SECONDS
-        while (stuck := self.living()) and time.monotonic() < deadline:
+        self.follow(self.living, "not cleaned up", CLEAN_SECONDS, CLEAN_SECONDS)
+
+    def follow(
+        self, awaited: Callable[[], list[int]], what: str, seconds: float, grace: float
+    ) -> None:
+        """Wait until no rank is awaited any more, and end those that are at the deadline."""
+        deadline, why = time.monotonic() + seconds, f"within {seconds:g} s"
+        first: int | None = None
+        while (stuck := awaited()) and time.monotonic() < deadline:
             self.wait(stuck, deadline)
-        self.stop(stuck, f"the job is over, but its clean-up not within {CLEAN_SECONDS:g} s")
+            if first is None and (first := self.first_failure()) is not None:
+                end = time.monotonic() + grace
+                why_end = f"within {grace:g} s after rank {first} failed"
+                deadline, why = min((deadline, why), (end, why_end))
+        self.stop(stuck, f"{what} {why}; killed")
+
+    def unmet(self) -> list[int]:
+        """The ranks that are not set up yet."""
+        return [index for index in self.unanswered() if index not in self.met]
 
     def unanswered(self) -> list[int]:
         """The ranks that have not answered yet."""
@@ -116,6 +131,8 @@ class Call:
                 self.reached.append(message.fault)
                 if message.fault.how == "stop":
                     self.answers[index] = Died("SIGSTOP", message.fault.point)
+            elif message == MET:
+                self.met.add(index)
             elif message == READY:
                 self.over.add(index)
             else:
@@ -151,7 +168,7 @@ class Call:
         self.kill(stuck)
         for index in stuck:
             if not isinstance(self.answers.get(index), Raised):  # the cause, not what came of it
-                self.answers[index] = TimeoutError(f"{why}; killed")
+                self.answers[index] = TimeoutError(why)
 
     def kill(self, doomed: Sequence[int]) -> None:
         """Kill these ranks, and see them dead."""

@@ -68,7 +68,7 @@ class RankPool:
             world_size: number of ranks, 1 to `max_ranks`.
             job: a function at the top level of a file; `__main__` of a script will do.
             *args: its arguments, the same on all ranks.
-            timeout: seconds for the whole call; starting processes does not count.
+            timeout: seconds for the job; starting processes and importing it do not count.
             grace: seconds that the other ranks have to end once one has failed.
             faults: the failures wanted, all of which must happen.
             env: environment variables on top.

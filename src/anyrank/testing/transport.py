@@ -25,6 +25,8 @@ from anyrank.testing.fault import Fault
 # The name a script gets when it is imported instead of run, as in multiprocessing, which also makes
 # it an alias of the caller's own __main__.
 MAIN = "__mp_main__"
+MET = "met"  # from a rank: set up, and connected to all others
+GO = "go"  # to a rank: all are
 END = "end"  # to a rank: all ranks of the call have answered
 READY = "ready"  # from a rank: cleaned up
 loaded: dict[str, ModuleRef] = {}

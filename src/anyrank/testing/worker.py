@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from anyrank.testing import fault, transport
-from anyrank.testing.transport import END, READY, Raised, Reached, Returned, Task
+from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
 THREAD_SECONDS = 1.0
 
@@ -28,8 +29,9 @@ THREAD_SECONDS = 1.0
 def work(conn: Connection[Any, Any], stack_file: str) -> None:
     """Run calls until the owner closes the pipe.
 
-    Each call is: a Task in; any number of Reached, then Returned or Raised out; END in, once every
-    rank of the call has answered; READY out.
+    Each call is: a Task in; MET out; GO in, once all ranks have met; any number of Reached, then
+    Returned or Raised out; END in, once all ranks have answered; READY out. A rank that cannot be
+    set up answers Raised at once, and the others get END instead of GO.
 
     Args:
         conn: the pipe to the owner.
@@ -45,46 +47,59 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
         while True:
             before = threading.enumerate()
             answer = run(conn.recv(), conn)
-            if isinstance(answer, Returned) and (names := find_left_threads(before)):
-                answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
-            conn.send(answer)
-            if isinstance(answer, Raised):
-                clean_up()  # the others learn by their closed connections
-            # Closing them any earlier than this could cut off a rank that still receives.
-            assert conn.recv() == END
-            if find_left_threads(before):
-                return  # as it is, no other job should run here
+            if answer is not None:
+                if isinstance(answer, Returned) and (names := find_left_threads(before)):
+                    answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
+                conn.send(answer)
+                if isinstance(answer, Raised):
+                    clean_up()  # the others learn by their closed connections
+                # Closing them any earlier than this could cut off a rank that still receives.
+                assert conn.recv() == END
             clean_up()
+            if find_left_threads(before) or has_half_a_group():
+                return  # as it is, no other job should run here
             conn.send(READY)
 
 
-def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised:
-    """Run one job. Whatever it raises, SystemExit included, is an answer."""
-    lock = threading.Lock()
+def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
+    """Run one job. Whatever it raises, SystemExit included, is an answer.
 
-    def tell(reached: fault.Fault) -> None:
-        with lock:  # points may be passed by several threads
-            conn.send(Reached(reached))
-
+    Returns None when another rank could not be set up, and the job has not run.
+    """
     try:
         with warnings.catch_warnings():
             reset(task)
             for ref in task.modules:
                 transport.fetch(ref)
             job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
-            if task.store is not None:
-                store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-                    task.store, task.world_size
-                )
-                dist.init_process_group(
-                    "gloo", store=store, rank=task.rank, world_size=task.world_size
-                )
-            fault.arm(task.faults, tell)
+            meet(task)
+            conn.send(MET)
+            if conn.recv() != GO:
+                return None
+            fault.arm(task.faults, teller(conn))
             value = job(*args, **kwargs)
             fault.disarm()
             return Returned(pickle.dumps(value))
     except BaseException as error:
         return transport.describe(error, skip=1)
+
+
+def meet(task: Task) -> None:
+    """Initialise torch.distributed, if wanted."""
+    if task.store is not None:
+        store = dist.FileStore(task.store, task.world_size)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
+
+
+def teller(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
+    """What tells the owner that a fault strikes. Points may be passed by several threads."""
+    lock = threading.Lock()
+
+    def tell(reached: fault.Fault) -> None:
+        with lock:
+            conn.send(Reached(reached))
+
+    return tell
 
 
 def reset(task: Task) -> None:
@@ -114,6 +129,17 @@ def clean_up() -> None:
     forget_meshes()
     gc.collect()
     gc.freeze()  # modules, mostly: walking a large library's objects every time takes 0.2 s
+
+
+def has_half_a_group() -> bool:
+    """Whether a failed init_process_group left its traces.
+
+    Groups are numbered, and the numbers must agree on all ranks. They begin anew when the default
+    group is destroyed, and only then.
+    """
+    # Private, and not in every version of torch; then a broken rank shows in its next call.
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return getattr(world, "group_count", 0) != 0
 
 
 def find_caches() -> list[Any]:

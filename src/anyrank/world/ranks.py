@@ -203,6 +203,11 @@ class Ranks:
             self.store.set("failed", "1")
 
 
+def one_process() -> Ranks:
+    """This process alone, whatever groups there are."""
+    return Ranks((0,), 0, None, None)
+
+
 @contextmanager
 def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
@@ -211,7 +216,7 @@ def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Rank
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
     """
     if not dist.is_available() or not dist.is_initialized():
-        yield Ranks((0,), 0, None, None)
+        yield one_process()
         return
     timeout = timedelta(seconds=TIMEOUT_SEC.get())
     rank = dist.get_rank()
