@@ -49,7 +49,11 @@ CONFIGS: dict[str, Any] = {
     "qwen2_vl": qwen2_vl,
     "gpt2": lambda: tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64),
     "bert": lambda: tf.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=96,
     ),
 }
 CLASSES: dict[str, Any] = {

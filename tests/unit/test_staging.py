@@ -6,7 +6,6 @@ redirected; the first test of each part holds that.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -189,23 +188,48 @@ def test_threads_that_start_inside_are_staged_while_the_block_is_open(cuda_file:
         other.__exit__(None, None, None)
 
 
+def test_a_thread_that_left_is_out_although_another_is_still_inside(cuda_file: Path) -> None:
+    entered, end = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with anyrank.staging():
+            entered.set()
+            assert end.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(stay)
+        assert entered.wait(20)
+        try:
+            with anyrank.staging():
+                torch.load(cuda_file)
+            with pytest.raises(NO_CUDA):
+                torch.load(cuda_file)
+        finally:
+            end.set()
+        other.result()
+
+
 def test_profilers_of_threads_are_left_as_they_were() -> None:
-    seen: list[str] = []
-
     def profile(frame: Any, event: str, arg: object) -> None:
-        seen.append(threading.current_thread().name)
+        seen.append((event, frame.f_code.co_name))
 
+    def run_thread() -> list[Any]:
+        seen.clear()
+        thread = threading.Thread(target=torch.device, args=("cpu",))
+        thread.start()
+        thread.join()
+        return [*seen]
+
+    seen: list[Any] = []
     threading.setprofile(profile)
     try:
+        plain = run_thread()
         with anyrank.staging():
-            thread = threading.Thread(target=lambda: seen.append(str(sys.getprofile())), name="new")
-            thread.start()
-            thread.join()
+            assert [each for each in run_thread() if each in plain] == plain
         assert threading.getprofile() is profile
     finally:
         threading.setprofile(None)
-    assert seen[0] == "new"
-    assert str(profile) in seen
+    assert plain
 
 
 # -- torch.load -----------------------------------------------------------------------------------
@@ -270,6 +294,7 @@ def test_files_from_any_accelerator_and_format_load(
 def test_meta_and_cpu_locations_are_torchs_business(cuda_file: Path) -> None:
     with anyrank.staging():
         assert torch.load(cuda_file, map_location="meta")["weight"].is_meta
+        assert torch.load(cuda_file, map_location={"cuda:0": "meta"})["weight"].is_meta
         assert torch.load(cuda_file, map_location="cpu")["weight"].tolist() == [0, 1, 2, 3]
 
 

@@ -91,6 +91,7 @@ class Reader:
         Raises:
             LoadError: one is gone, may not be read, or has another size or time.
         """
+        faults.point("load.open")
         for number in files:
             info = self.listing.files[number]
             if info.in_memory or number in self.opened:
@@ -108,7 +109,7 @@ class Reader:
                 )
 
     def run(self, jobs: Sequence[Job], first_file: int = 0) -> None:
-        """Fill every job's destination. Files are visited in order, starting at `first_file`.
+        """Fill every job's destination from files that are open, in order from `first_file` on.
 
         Raises:
             LoadError: a file ends early, changed, or the device reports an error.
@@ -122,7 +123,6 @@ class Reader:
                 by_file.setdefault(number, []).append(job)
         count = max(len(self.listing.files), 1)
         order = sorted(by_file, key=lambda number: (number - first_file) % count)
-        self.open(order)
         accelerated = next((j.destination for j in jobs if not j.destination.is_cpu), None)
         slots = 1 if accelerated is None else 2
         threads = max(1, min(self.threads, len(jobs)))

@@ -54,9 +54,7 @@ def converted(
     return listing.with_tensors(tensors), lambda key: key
 
 
-def _fits_as_it_is(
-    targets: list[Target], listing: Listing, rename: Callable[[str], str]
-) -> bool:
+def _fits_as_it_is(targets: list[Target], listing: Listing, rename: Callable[[str], str]) -> bool:
     """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
 
     The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape

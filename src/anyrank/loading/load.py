@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyrank.errors import LoadError
+from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.formats import Source
 from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
@@ -29,6 +29,8 @@ from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.load")
+
+Measured = tuple[int, int, int, int, float]  # bytes read, sent; host and device peak; seconds
 
 
 def load(
@@ -141,29 +143,46 @@ class _Load:
         self.rules: dict[str, str] = {}
         self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
+        self.measured: list[Measured] = []
 
     def _default_buffer(self) -> int:
         devices = {device_for(t, self.device).type for t in self.prepared.targets}
         return (BUFFER_BYTES if devices <= {"cpu", "meta"} else CUDA_BUFFER_BYTES).get()
 
     def fill(self) -> None:
-        """Read, receive and initialise. Real tensors are written in place, meta ones get new memory."""
-        self.ranks.together("reading the weights", self._fill_here)
+        """Read, receive and initialise. Real tensors are written in place, meta ones get new memory.
 
-    def _fill_here(self) -> None:
+        Files are opened, and found unchanged, on all ranks before anything is written.
+        """
+        share = sum(self._wire_bytes(index) for index in self.prepared.stored)
+        first = self.ranks.index == 0
+        with progress_for(self.progress, first, share) as bar, self._reader(bar) as reader:
+            self.ranks.together("opening the files", lambda: self._open(reader))
+            try:
+                self.ranks.together("reading the weights", lambda: self._fill_here(reader))
+            except AnyrankError as error:
+                if not self.prepared.in_place:
+                    raise
+                text = f"{error}\n  tensors that were real are partly overwritten: load again before use"
+                raise type(error)(text, causes=error.causes) from error
+            self.bytes_read = reader.bytes_read
+
+    def _open(self, reader: Reader) -> None:
+        readers = self.prepared.decision.readers or self.ranks.ranks
+        if self.ranks.rank in readers:
+            stored = self.prepared.stored.values()
+            reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
+
+    def _fill_here(self, reader: Reader) -> None:
         prepared = self.prepared
         for index in (*prepared.stored, *prepared.initialise):
             target = prepared.targets[index]
             if target.is_meta:
                 self.fresh[index] = allocate(target, device_for(target, self.device))
-        share = sum(self._wire_bytes(index) for index in prepared.stored)
-        first = self.ranks.index == 0
-        with progress_for(self.progress, first, share) as bar, self._reader(bar) as reader:
-            if prepared.decision.name == "own":
-                self._read_own(reader)
-            else:
-                self._exchange(reader)
-            self.bytes_read = reader.bytes_read
+        if prepared.decision.name == "own":
+            self._read_own(reader)
+        else:
+            self._exchange(reader)
         for index in prepared.initialise:
             self._initialise(index)
         self.meter.sample()
@@ -221,11 +240,12 @@ class _Load:
     def finish(self) -> None:
         """Put new memory in place, then see to non-persistent buffers."""
 
-        def commit() -> None:
+        def commit() -> Measured:
             for index, local in self.fresh.items():
                 put_in_place(self.prepared.targets[index], local)
+            return self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds()
 
-        self.ranks.together("putting the weights in place", commit)
+        self.measured = self.ranks.together("putting the weights in place", commit)
         if self.prepared.rebuild:
             targets, seed = self.prepared.targets, self.prepared.seed
             self.rebuilt = rebuild(targets, self.ranks, seed, self.device)
@@ -242,10 +262,9 @@ class _Load:
                     place.module._buffers[place.attribute] = target.tensor.to(self.device)
 
     def report(self, verified: str, nonfinite: dict[str, int]) -> LoadReport:
-        """The report, from every rank's measurements. All ranks."""
+        """The report, from every rank's measurements."""
         prepared, match = self.prepared, self.prepared.match
-        mine = (self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds())
-        read, sent, host, device, seconds = zip(*self.ranks.gather(mine), strict=True)
+        read, sent, host, device, seconds = zip(*self.measured, strict=True)
         targets = prepared.targets
         return LoadReport(
             missing=[targets[i].name for i in match.missing],

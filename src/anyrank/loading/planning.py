@@ -140,10 +140,14 @@ def plan(
     buffer = buffer_bytes or BUFFER_BYTES.get()
     if world_size is None and mesh is None:
         with open_ranks(process_group) as ranks:
-            return _plan_of(prepare(model, source, ranks, options), ranks.ranks, ranks.nodes, buffer)
+            return _plan_of(
+                prepare(model, source, ranks, options), ranks.ranks, ranks.nodes, buffer
+            )
     prepared = prepare(model, source, one_process(), options)
     tensors = [
-        Tensor(t.name, t.shape, prepared.stored[i].dtype if i in prepared.stored else t.dtype, t.dtype)
+        Tensor(
+            t.name, t.shape, prepared.stored[i].dtype if i in prepared.stored else t.dtype, t.dtype
+        )
         for i, t in enumerate(prepared.targets)
         if t.kind != "derived"
     ]
@@ -175,14 +179,15 @@ def plan_source(
     listing = list_source(source)
     tensors = [
         Tensor(
-            key, t.shape, t.dtype, dtype if dtype is not None and t.dtype.is_floating_point else t.dtype
+            key,
+            t.shape,
+            t.dtype,
+            dtype if dtype is not None and t.dtype.is_floating_point else t.dtype,
         )
         for key, t in listing.tensors.items()
     ]
     buffer = buffer_bytes or BUFFER_BYTES.get()
-    return closed_form(
-        tensors, world_size, mesh, ranks_per_node, strategy, buffer, listing.format
-    )
+    return closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, listing.format)
 
 
 def closed_form(
@@ -198,7 +203,9 @@ def closed_form(
     sizes = tuple(mesh) if mesh is not None else (world_size or 1,)
     world = math.prod(sizes)
     if any(size < 1 for size in sizes) or (world_size is not None and world != world_size):
-        raise LoadError(f"a mesh of {'x'.join(map(str, sizes))} has {world} ranks, not {world_size}")
+        raise LoadError(
+            f"a mesh of {'x'.join(map(str, sizes))} has {world} ranks, not {world_size}"
+        )
     if strategy not in STRATEGIES:
         raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
     per_node = min(ranks_per_node or 8, world)
@@ -230,7 +237,9 @@ def closed_form(
         "stripe": [wanted[s] // copies * (copies - 1) for s in by_rank],
         "scatter": [sum(wanted) * copies - wanted[0], *[0] * (world - 1)],
     }[decision.name]
-    return _made(decision, nodes, share_bytes, read, sent, buffer, format_name, sum(share), sum(wanted))
+    return _made(
+        decision, nodes, share_bytes, read, sent, buffer, format_name, sum(share), sum(wanted)
+    )
 
 
 def _plan_of(

@@ -79,6 +79,7 @@ class Prepared:
         decision: who reads.
         coordinates: of every rank, by global rank.
         rebuild: whether any rank has non-persistent buffers on meta.
+        in_place: whether any rank writes into memory that held values before.
     """
 
     targets: list[Target]
@@ -93,6 +94,7 @@ class Prepared:
     decision: Decision = field(init=False)
     coordinates: dict[int, Coordinates] = field(init=False)
     rebuild: bool = False
+    in_place: bool = False
 
 
 def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:
@@ -107,16 +109,18 @@ def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Opti
 
     plans: list[Prepared] = []
 
-    def plan_here() -> tuple[str, Coordinates, bool]:
+    def plan_here() -> tuple[str, Coordinates, bool, bool]:
         plans.append(_plan(model, listing, options, sights[0].seed))
-        hollow = any(t.is_meta and t.kind == "derived" for t in plans[0].targets)
-        return _digest(plans[0]), coordinates_of(plans[0].targets), hollow
+        targets = plans[0].targets
+        hollow = any(t.is_meta and t.kind == "derived" for t in targets)
+        real = any(not targets[index].is_meta for index in plans[0].stored)
+        return _digest(plans[0]), coordinates_of(targets), hollow, real
 
     answers = ranks.together("planning the load", plan_here)
-    digests, coordinates, hollow = zip(*answers, strict=True)
+    digests, coordinates, hollow, real = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         _explain_difference(plans[0], ranks)
-    plans[0].rebuild = any(hollow)
+    plans[0].rebuild, plans[0].in_place = any(hollow), any(real)
     return _decided(plans[0], options, ranks, coordinates, [sight.there for sight in sights])
 
 
@@ -160,8 +164,10 @@ def _agreed_reader(sights: list[Sight], ranks: Ranks) -> int:
     Raises:
         LoadError: ranks were given different sources.
     """
-    given = {sight.given: rank for sight, rank in zip(sights, ranks.ranks, strict=True)}
-    given.pop("", None)
+    given: dict[str, int] = {}
+    for sight, rank in zip(sights, ranks.ranks, strict=True):
+        if sight.given:
+            given.setdefault(sight.given, rank)
     if len(given) > 1:
         (one, rank), (other, other_rank) = list(given.items())[:2]
         raise LoadError(

@@ -124,8 +124,7 @@ class Call:
             try:
                 message = rank.conn.recv()
             except GONE:
-                rank.open = False
-                self.server.signal(rank.pid, signal.SIGKILL)  # it is exiting, or can answer no more
+                rank.open = False  # it is about to exit: its death tells how
                 return
             if isinstance(message, Reached):
                 self.reached.append(message.fault)
@@ -139,15 +138,16 @@ class Call:
                 self.answers[index] = message
 
     def bury(self, index: int) -> None:
-        """Record a death; it is no news of a rank that has failed already."""
+        """Record a death; it is no news of a rank that has failed already, or leaves by itself."""
         self.over.add(index)
-        if not isinstance(self.answers.get(index), Returned | None):
+        answer = self.answers.get(index)
+        code = self.server.died[self.ranks[index].pid]
+        if isinstance(answer, Raised | Died | OSError) or (answer is not None and code == 0):
             return
         fatal = [fault for fault in self.reached if fault.how == "kill" and fault.rank == index]
         if fatal:
             self.answers[index] = Died("SIGKILL", fatal[0].point)
         else:
-            code = self.server.died[self.ranks[index].pid]
             self.answers[index] = ChildProcessError(report.name_exit(code))
             if stack := self.read_stack(index):
                 self.stacks[index] = stack

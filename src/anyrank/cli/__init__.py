@@ -1,0 +1,42 @@
+"""The command line: `anyrank COMMAND`, one module beside this one per command.
+
+Exit status: 0 fine, 1 findings or an error in what was read, 2 wrong usage or a missing package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from anyrank import __version__
+from anyrank.errors import AnyrankError
+
+COMMANDS = ("inspect", "plan", "demo")
+
+
+class Commands(click.Group):
+    """Imports a command's module when it is asked for; the modules import torch when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"anyrank.cli.{cmd_name}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error that anyrank raised on purpose is a message, not a traceback."""
+        try:
+            return super().invoke(ctx)
+        except AnyrankError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="anyrank %(version)s")
+def main() -> None:
+    """Your PyTorch training state, on any rank, on any number of ranks."""

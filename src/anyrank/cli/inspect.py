@@ -1,0 +1,52 @@
+"""`anyrank inspect`: what a file or a folder holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from anyrank.inspection.inspect import Inspection
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--all", "every", is_flag=True, help="One row a tensor; layers are not collapsed.")
+@click.option("--quiet", is_flag=True, help="Only the names of the tensors, one a line.")
+@click.option("--json", "as_json", is_flag=True, help="The whole inspection as a JSON object.")
+def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
+    """Show the tensors of PATH: shapes, dtypes and sizes, from its headers alone.
+
+    PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder, or a
+    URL. It is never loaded, and no code in it runs.
+    """
+    from anyrank.inspection.groups import printable
+    from anyrank.inspection.inspect import inspect
+
+    inspection = inspect(path)
+    if as_json:
+        click.echo(inspection.to_json())
+    elif quiet:
+        for tensor in inspection.tensors:
+            click.echo(printable(tensor.name))
+    else:
+        _show(inspection, every)
+
+
+def _show(inspection: Inspection, every: bool) -> None:
+    from rich.text import Text
+
+    from anyrank.cli.console import out
+    from anyrank.cli.tree import tree
+    from anyrank.inspection.groups import Group, group, printable
+
+    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
+    groups = group(tensors)
+    if every:
+        groups = [Group(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
+    title, *kinds = inspection.summary()
+    lines = [Text(title, "bold"), *map(Text, kinds), tree(groups), *map(Text, inspection.notes())]
+    console = out()
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,78 @@
+"""Groups of tensors as a tree of their names, with shape, dtype, count and bytes in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.text import Text
+from rich.tree import Tree
+
+from anyrank.inspection.groups import Group, in_units, short_dtype
+
+GUIDE_COLUMNS = 4  # how far rich moves each level to the right
+MOST_LEVELS = 16  # names with more parts, which a file may have, keep the rest in one
+
+Cells = tuple[str, str, str, str]
+
+
+class Branch:
+    """One part of names: what is below it, and the groups whose names end here."""
+
+    def __init__(self) -> None:
+        self.below: dict[str, Branch] = {}
+        self.here: list[Group] = []
+
+    def add(self, group: Group) -> None:
+        """File a group under its parts."""
+        branch, most = self, MOST_LEVELS - 1
+        parts = group.parts
+        for part in (*parts[:most], *([".".join(parts[most:])] if parts[most:] else [])):
+            branch = branch.below.setdefault(part, Branch())
+        branch.here.append(group)
+
+    def entries(self) -> Iterator[tuple[str, Branch]]:
+        """Names and branches below; parts that stand alone are joined to the next: model.layers."""
+        for name, branch in self.below.items():
+            while len(branch.below) == 1 and not branch.here:
+                ((part, branch),) = branch.below.items()
+                name = f"{name}.{part}"
+            yield name, branch
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors at and below it."""
+        below = sum(branch.nbytes for branch in self.below.values())
+        return below + sum(group.nbytes for group in self.here)
+
+
+def tree(groups: Iterable[Group]) -> Tree:
+    """The groups as a tree that rich prints."""
+    root = Branch()
+    for group in groups:
+        root.add(group)
+    rows = list(_rows(root, 0))
+    name_columns = max((GUIDE_COLUMNS * level + len(name) for level, name, _ in rows), default=0)
+    widths = [max((len(cells[i]) for _, _, cells in rows), default=0) for i in range(4)]
+    made = Tree("", hide_root=True, guide_style="dim")
+    parents = [made]
+    for level, name, (shape, dtype, times, size) in rows:
+        label = Text(name.ljust(name_columns - GUIDE_COLUMNS * level), no_wrap=True)
+        label.append(f"  {shape:<{widths[0]}}", "cyan")
+        label.append(f"  {dtype:<{widths[1]}}", "green")
+        label.append(f"  {times:>{widths[2]}}")
+        label.append(f"  {size:>{widths[3]}}", "" if shape else "dim")
+        parents[level + 1 :] = [parents[level].add(label)]
+    return made
+
+
+def _rows(branch: Branch, level: int) -> Iterator[tuple[int, str, Cells]]:
+    """Level, name and cells of each line, top to bottom."""
+    for name, below in branch.entries():
+        for group in below.here:
+            times = f"x{group.count}" if group.count > 1 else ""
+            size = in_units(group.nbytes)
+            yield level, name, (str(list(group.shape)), short_dtype(group.dtype), times, size)
+        if below.below:
+            if not below.here:
+                yield level, name, ("", "", "", in_units(below.nbytes))
+            yield from _rows(below, level + 1)

@@ -1,0 +1,145 @@
+"""Tensors that differ in layer numbers only, as one line: `layers.{0..31}.up.weight x32`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SHOWN_RUNS = 6
+MOST_NUMBERS = 8  # numbers that a name is grouped by; further ones count as text
+MOST_DIGITS = 9
+
+Indices = tuple[int, ...]
+Blanked = tuple[str | None, ...]  # a name's parts, None where a number stood
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors of one shape and dtype whose names differ in numbers only.
+
+    Attributes:
+        parts: the name between its dots, fit for a terminal; several numbers are in braces.
+        shape, dtype: of each tensor.
+        count: how many tensors.
+        nbytes: of all of them.
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """All names in one: `layers.{0..31}.up.weight`."""
+        return ".".join(self.parts)
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        return f"{self.name} {list(self.shape)} {short_dtype(self.dtype)}{times}"
+
+
+def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Group]:
+    """Group (name, shape, dtype, nbytes), in the order of names with numbers counted as numbers.
+
+    A group holds every combination of the numbers that its name shows, and each tensor is in one.
+    """
+    alike: dict[tuple[Blanked, tuple[int, ...], str], dict[Indices, int]] = {}
+    for name, shape, dtype, nbytes in tensors:
+        blanked, numbers = _blank(name)
+        alike.setdefault((blanked, shape, dtype), {})[numbers] = nbytes
+    made: list[tuple[list[tuple[int, str]], Group]] = []
+    for (blanked, shape, dtype), members in alike.items():
+        for product in as_products(members):
+            size = math.prod(len(numbers) for numbers in product)
+            nbytes = size * next(iter(members.values()))  # equal shape and dtype, equal bytes
+            order = _filled(blanked, product)
+            parts = tuple(text for _, text in order)
+            made.append((order, Group(parts, shape, dtype, size, nbytes)))
+    return [one for _, one in sorted(made, key=lambda item: (item[0], item[1].shape))]
+
+
+def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
+    """Tuples of equal length as disjoint products of sets, few of them: [(0, 1), (2,)] for 0.2 and 1.2."""
+    rests: dict[int, set[Indices]] = {}
+    for one in indices:
+        if not one:
+            return [()]
+        rests.setdefault(one[0], set()).add(one[1:])
+    firsts: dict[frozenset[Indices], list[int]] = {}
+    for first, rest in rests.items():
+        firsts.setdefault(frozenset(rest), []).append(first)
+    return [
+        (tuple(sorted(numbers)), *product)
+        for rest, numbers in firsts.items()
+        for product in as_products(sorted(rest))
+    ]
+
+
+def in_units(nbytes: int) -> str:
+    """Bytes as a person reads them: "512 B", "86.7 MiB", "1.4 TiB"."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:,.1f} TiB"
+
+
+def short_dtype(dtype: str) -> str:
+    """A dtype's name as people write it: "bf16", "fp32", "fp8_e4m3fn"; others as they are."""
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
+
+
+def printable(text: str) -> str:
+    """Text from a file, its line breaks and terminal codes escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _blank(name: str) -> tuple[Blanked, Indices]:
+    """A name without its numbers, and the numbers."""
+    numbers: list[int] = []
+    parts: list[str | None] = []
+    for part in name.split("."):
+        # Not 007 or the digits of another script: the int would not give them back.
+        plain = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
+        if plain and len(part) <= MOST_DIGITS and len(numbers) < MOST_NUMBERS:
+            numbers.append(int(part))
+            parts.append(None)
+        else:
+            parts.append(printable(part))
+    return tuple(parts), tuple(numbers)
+
+
+def _filled(blanked: Blanked, product: tuple[Indices, ...]) -> list[tuple[int, str]]:
+    """The parts with numbers put back, each after what it sorts by: -1 for a word, or a number."""
+    numbers = iter(product)
+    order: list[tuple[int, str]] = []
+    for part in blanked:
+        if part is None:
+            here = next(numbers)
+            order.append((here[0], _runs(here)))
+        else:
+            order.append((-1, part))
+    return order
+
+
+def _runs(numbers: Indices) -> str:
+    """Sorted numbers: "7", "{0..31}", "{0,2,4..7}"."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    texts = ["..".join(map(str, run)) for run in runs]
+    shown = texts if len(texts) <= SHOWN_RUNS else [*texts[: SHOWN_RUNS - 1], "..", texts[-1]]
+    return f"{{{','.join(shown)}}}"

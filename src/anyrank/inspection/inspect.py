@@ -1,0 +1,196 @@
+"""`anyrank.inspect`: what a source holds, from its headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from anyrank.files.formats import Source, list_source
+from anyrank.files.listing import Listing
+from anyrank.inspection.groups import group, in_units, printable, short_dtype
+from anyrank.tensors.spec import StoredTensor
+
+SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
+SHOWN_NOTES = 3
+SHOWN_LETTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedFile:
+    """A file of the source.
+
+    Attributes:
+        path: as the source names it.
+        nbytes: its size, headers included.
+    """
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedTensor:
+    """A tensor at rest.
+
+    Attributes:
+        name: its key.
+        shape: the global one, where a format keeps a tensor in parts.
+        dtype: torch's name, without "torch.".
+        nbytes: of its elements.
+        files: paths of the files that hold it; several only in DCP folders.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Tensors of one dtype: how many, their elements, their bytes."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a source holds. Printable as one screen.
+
+    Attributes:
+        path: the source, as it was given.
+        format: for example "safetensors, 4 files", "torch zip", "lightning" or "dcp".
+        files: what the tensors are in; empty for tensors in memory.
+        tensors: all of them, in the order of the headers.
+        dtypes: dtype -> total, the largest first.
+        parameters: elements of all tensors: a file does not tell parameters from buffers.
+        nbytes: of all tensors.
+        metadata: free text that the format carries.
+        skipped: files and keys that `load` passes over, each with the reason.
+    """
+
+    path: str
+    format: str
+    files: list[InspectedFile]
+    tensors: list[InspectedTensor]
+    dtypes: dict[str, Total]
+    parameters: int
+    nbytes: int
+    metadata: dict[str, str]
+    skipped: list[str]
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def summary(self) -> list[str]:
+        """Format, counts and sizes, dtypes: the lines above the tensors."""
+        kinds = (
+            f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
+            for dtype, total in self.dtypes.items()
+        )
+        parts = [self.format, count(len(self.tensors), "tensor")]
+        parts += [f"{self.parameters:,} parameters", in_units(self.nbytes)]
+        return [f"{self.path}: {', '.join(parts)}", *(f"  {kind}" for kind in kinds)]
+
+    def notes(self) -> list[str]:
+        """Metadata and what was passed over, shortened: the lines below the tensors."""
+        texts = [f"{key}: {value}" for key, value in self.metadata.items()]
+        lines: list[str] = []
+        for title, items in (("metadata", texts), ("passed over", self.skipped)):
+            lines += [f"  {title:<11} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
+            if len(items) > SHOWN_NOTES:
+                lines.append(f"  {title:<11} and {len(items) - SHOWN_NOTES} more")
+        return lines
+
+    def __str__(self) -> str:
+        groups = group((t.name, t.shape, t.dtype, t.nbytes) for t in self.tensors)
+        lines = [f"  {one}" for one in groups[:SHOWN_GROUPS]]
+        if len(groups) > SHOWN_GROUPS:
+            left = sum(one.count for one in groups[SHOWN_GROUPS:])
+            lines.append(f"  and {count(left, 'tensor')} more")
+        return "\n".join([*self.summary(), *lines, *self.notes()])
+
+
+def inspect(source: Source) -> Inspection:
+    """Read the headers of a source, and no payload: no process group, no GPU, milliseconds.
+
+    Called by one process; ranks need not agree.
+
+    Args:
+        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP folder,
+            anyrank run), a list of files, or a dict of tensors; as for `load`.
+
+    Raises:
+        LoadError: nothing there, no permission, an incomplete set of files, or an unknown format.
+        UnsafeFile: a header that lies, or a pickle that would run code.
+    """
+    listing = list_source(source)
+    return Inspection(
+        path=_path(source),
+        format=listing.format,
+        files=[InspectedFile(file.path, file.size) for file in listing.files if not file.in_memory],
+        tensors=_tensors(listing),
+        dtypes=_totals(listing),
+        parameters=sum(_elements(stored) for stored in listing.tensors.values()),
+        nbytes=listing.nbytes,
+        metadata=listing.metadata,
+        skipped=list(listing.skipped),
+    )
+
+
+def _path(source: Source) -> str:
+    if isinstance(source, Mapping):
+        return "memory"
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    return ", ".join(os.fspath(path) for path in source)
+
+
+def _tensors(listing: Listing) -> list[InspectedTensor]:
+    return [
+        InspectedTensor(
+            name,
+            stored.shape,
+            str(stored.dtype).removeprefix("torch."),
+            stored.nbytes,
+            tuple(
+                listing.files[index].path
+                for index in dict.fromkeys(chunk.file for chunk in stored.chunks)
+                if not listing.files[index].in_memory
+            ),
+        )
+        for name, stored in listing.tensors.items()
+    ]
+
+
+def _elements(stored: StoredTensor) -> int:
+    """Elements of a tensor; torch counts packed ones (float4_e2m1fn_x2) by the byte."""
+    return stored.numel * (2 if str(stored.dtype).endswith("_x2") else 1)
+
+
+def _totals(listing: Listing) -> dict[str, Total]:
+    members: dict[str, list[tuple[int, int]]] = {}
+    for stored in listing.tensors.values():
+        dtype = str(stored.dtype).removeprefix("torch.")
+        members.setdefault(dtype, []).append((_elements(stored), stored.nbytes))
+    totals = {
+        dtype: Total(len(sizes), sum(n for n, _ in sizes), sum(b for _, b in sizes))
+        for dtype, sizes in members.items()
+    }
+    return dict(sorted(totals.items(), key=lambda item: (-item[1].nbytes, item[0])))
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: "1 tensor", "1,024 tensors"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _shorten(text: str) -> str:
+    line = printable(text)
+    return line if len(line) <= SHOWN_LETTERS else f"{line[: SHOWN_LETTERS - 3]}..."

@@ -1,0 +1,307 @@
+"""Files that are damaged, lie or attack: each ends in one clear error, with the model unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+import anyrank.faults
+
+WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4)}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4))
+
+
+def refused(source: Any, kind: type[Exception], match: str, **options: Any) -> str:
+    """Load into a real and into a meta model; both must stay as they were. Returns the message."""
+    real = net()
+    before = {k: v.clone() for k, v in real.state_dict().items()}
+    with pytest.raises(kind, match=match) as caught:
+        anyrank.load(real, source, **options)
+    assert all(torch.equal(v, before[k]) for k, v in real.state_dict().items())
+    with anyrank.meta():
+        hollow = net()
+    with pytest.raises(kind, match=match):
+        anyrank.load(hollow, source, **options)
+    assert all(p.is_meta for p in hollow.parameters())
+    return str(caught.value)
+
+
+def header(entries: Any, payload: int = 80) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(payload)
+
+
+def entry(start: int, stop: int, shape: list[int], dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+GOOD = {"0.weight": entry(0, 64, [4, 4]), "0.bias": entry(64, 80, [4])}
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "0 bytes are too few"),
+    "length beyond the file": (struct.pack("<Q", 10**6) + b"{}", "claims 1000000 bytes"),
+    "length of 1 GB": (struct.pack("<Q", 10**9) + b"{}", "claims 1000000000 bytes"),
+    "length of 2^63": (struct.pack("<Q", 2**63) + b"{}", "claims 9223372036854775808"),
+    "not JSON": (header(b"{'a': 1}"), "not JSON"),
+    "JSON of great depth": (header(b"[" * 100_000), "not JSON"),
+    "a list": (header([1]), "not a table"),
+    "a key twice": (header(b'{"a": 1, "a": 2}'), "twice"),
+    "unknown dtype": (header({"a": entry(0, 80, [20], "F31")}), "F31"),
+    "dtype of another type": (header({"a": entry(0, 80, [20], 3)}), "dtype 3 is unknown"),
+    "negative size": (header({"a": entry(0, 80, [-20])}), "malformed"),
+    "sizes that overflow": (header({"a": entry(0, 80, [2**62, 8])}), "takes"),
+    "no offsets": (header({"a": {"dtype": "F32", "shape": [20]}}), "malformed"),
+    "overlap": (header({**GOOD, "c": entry(60, 76, [4])}), "overlap"),
+    "hole": (header({"0.weight": entry(0, 64, [4, 4]), "0.bias": entry(68, 84, [4])}, 84), "hole"),
+    "out of range": (header({"a": entry(0, 400, [100])}), "truncated"),
+    "backwards": (header({"a": entry(80, 0, [20])}), "span -80"),
+    "trailing bytes": (header(GOOD, 100), "appended"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_safetensors_headers_that_lie(tmp_path: Path, name: str) -> None:
+    data, match = HEADERS[name]
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(data)
+    message = refused(path, anyrank.UnsafeFile, match)
+    assert str(path) in message
+
+
+@pytest.mark.parametrize("keep", [0, 7, 20, 150, -1])
+def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(WEIGHTS, path)
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(path, anyrank.UnsafeFile, "w.safetensors")
+
+
+def shards(folder: Path) -> Path:
+    save_file({"0.weight": WEIGHTS["0.weight"]}, folder / "model-00001-of-00002.safetensors")
+    save_file({"0.bias": WEIGHTS["0.bias"]}, folder / "model-00002-of-00002.safetensors")
+    index = {
+        "0.weight": "model-00001-of-00002.safetensors",
+        "0.bias": "model-00002-of-00002.safetensors",
+    }
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    return path
+
+
+def test_an_index_that_names_a_missing_shard(tmp_path: Path) -> None:
+    shards(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    refused(
+        tmp_path, anyrank.LoadError, r"names model-00002-of-00002.safetensors, which is missing"
+    )
+
+
+def test_an_index_that_names_a_missing_key(tmp_path: Path) -> None:
+    path = shards(tmp_path)
+    index = json.loads(path.read_text())
+    index["weight_map"]["0.extra"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    refused(tmp_path, anyrank.LoadError, r"holds 0.extra, which is not in it")
+
+
+@pytest.mark.parametrize("name", ["../w.safetensors", "/etc/passwd", "a/../../w.safetensors"])
+def test_an_index_that_climbs_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    path = shards(tmp_path)
+    path.write_text(json.dumps({"weight_map": {"0.weight": name}}))
+    refused(tmp_path, anyrank.LoadError, "outside the folder")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    shards(tmp_path).write_text(text)
+    refused(tmp_path, anyrank.LoadError, "weight_map")
+
+
+def test_a_set_of_shards_that_is_not_whole(tmp_path: Path) -> None:
+    shards(tmp_path).unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    refused(tmp_path, anyrank.LoadError, "1 of 2 shards are missing")
+
+
+def save_dcp(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is the point
+        dcp.save(WEIGHTS, checkpoint_id=folder, no_dist=True)
+
+
+class Attack:
+    """Leaves a mark when it is unpickled by something careless."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def attack_zip(path: Path, mark: Path) -> None:
+    torch.save({**WEIGHTS, "extra": Attack(mark)}, path)
+
+
+def attack_legacy(path: Path, mark: Path) -> None:
+    data = {**WEIGHTS, "extra": Attack(mark)}
+    torch.save(data, path, _use_new_zipfile_serialization=False)
+
+
+def attack_plain(path: Path, mark: Path) -> None:
+    path.write_bytes(pickle.dumps(Attack(mark)))
+
+
+@pytest.mark.parametrize("make", [attack_zip, attack_legacy, attack_plain])
+@pytest.mark.parametrize("ending", ["pt", "ckpt", "bin", "unknown"])
+def test_a_pickle_that_would_run_code(
+    tmp_path: Path, make: Callable[[Path, Path], None], ending: str
+) -> None:
+    path, mark = tmp_path / f"w.{ending}", tmp_path / "mark"
+    make(path, mark)
+    refused(path, anyrank.UnsafeFile, r"names (posix|os)\.system, which could run code")
+    assert not mark.exists()
+
+
+def test_dcp_metadata_that_would_run_code(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "c", tmp_path / "mark"
+    save_dcp(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
+    refused(folder, anyrank.UnsafeFile, r"system, which could run code")
+    assert not mark.exists()
+
+
+def test_a_dcp_file_that_is_missing_or_short(tmp_path: Path) -> None:
+    save_dcp(tmp_path)
+    data = next(tmp_path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-40])
+    refused(tmp_path, anyrank.LoadError, "truncated")
+    data.unlink()
+    refused(tmp_path, anyrank.LoadError, "is missing")
+
+
+def test_a_truncated_zip(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    data = (tmp_path / "w.pt").read_bytes()
+    (tmp_path / "w.pt").write_bytes(data[:-100])
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "truncated or damaged zip")
+
+
+def test_a_truncated_legacy_file(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "w.pt").read_bytes()
+    (tmp_path / "w.pt").write_bytes(data[:-10])
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "truncated")
+
+
+def test_a_zip_of_something_else(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
+        archive.writestr("a/readme.txt", "hello")
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "without a data.pkl")
+
+
+def test_a_compressed_zip(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "w.pt") as old,
+        zipfile.ZipFile(tmp_path / "v.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    refused(tmp_path / "v.pt", anyrank.UnsafeFile, "compressed")
+
+
+def test_a_view_that_reaches_outside_its_storage(tmp_path: Path) -> None:
+    torch.save({"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(4)}, tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "w.pt") as old, zipfile.ZipFile(tmp_path / "v.pt", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith("data.pkl"):
+                data = data.replace(b"K\x04K\x04\x86", b"K\x07K\x07\x86")
+            new.writestr(name, data)
+    refused(tmp_path / "v.pt", anyrank.UnsafeFile, "does not fit its storage of 64 bytes")
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "nowhere.safetensors"])
+def test_a_path_that_does_not_exist(source: str) -> None:
+    refused(source, anyrank.LoadError, "does not exist")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    refused(tmp_path, anyrank.LoadError, "no weights here; the folder holds nothing")
+
+
+def test_two_sets_of_weights_in_one_folder(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    save_file(WEIGHTS, tmp_path / "b.safetensors")
+    refused(tmp_path, anyrank.LoadError, "several sets of weights")
+
+
+def test_the_same_key_in_two_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file(WEIGHTS, tmp_path / f"{name}.safetensors")
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    refused(files, anyrank.LoadError, "again in")
+
+
+def test_shapes_names_and_dtypes_that_do_not_fit() -> None:
+    turned = {"0.weight": torch.zeros(4, 3), "0.bias": torch.zeros(4)}
+    refused(
+        turned, anyrank.LoadError, r"0.weight: the model has shape \[4, 4\], the source \[4, 3\]"
+    )
+    flat = {"0.weight": torch.zeros(16), "0.bias": torch.zeros(4)}
+    refused(flat, anyrank.LoadError, r"\[4, 4\], the source \[16\]")
+    near = {"0.wieght": torch.zeros(4, 4), "0.bias": torch.zeros(4)}
+    message = refused(near, anyrank.LoadError, "missing in the source")
+    assert "0.weight (near: 0.wieght)" in message
+    assert "0.wieght (near: 0.weight)" in message
+    ints = {"0.weight": torch.zeros(4, 4, dtype=torch.int32), "0.bias": torch.zeros(4)}
+    refused(ints, anyrank.LoadError, r"torch.int32 of the source .* ask for it with cast='any'")
+    complex_ = {"0.weight": torch.zeros(4, 4, dtype=torch.complex64), "0.bias": torch.zeros(4)}
+    refused(complex_, anyrank.LoadError, "cast='any'")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"missing": "maybe"}, {"unexpected": 3}, {"cast": ""}, {"strategy": "fast"}, {"rename": [1]}],
+)
+def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
+    refused(WEIGHTS, anyrank.LoadError, next(iter(options)), **options)
+
+
+def test_a_file_that_changes_between_plan_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(WEIGHTS, path)
+
+    def change() -> None:
+        os.utime(path)
+
+    monkeypatch.setitem(anyrank.faults.armed, "load.open", change)
+    refused(path, anyrank.LoadError, "changed since its header was read")
+
+
+def test_tensors_that_hold_no_bytes() -> None:
+    refused(
+        {**WEIGHTS, "0.bias": torch.zeros(4, device="meta")}, anyrank.LoadError, "0.bias: a Tensor"
+    )
+    sparse = {**WEIGHTS, "0.weight": torch.eye(4).to_sparse()}
+    refused(sparse, anyrank.LoadError, "layout torch.sparse_coo")

@@ -1,0 +1,182 @@
+"""Promise 4: one rank's error is every rank's error, within seconds, naming the rank and the cause."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+from anyrank.testing import Died, Fault, FaultNotReached, run_ranks
+from anyrank.world.ranks import open_ranks
+
+SECONDS = 5.0
+WEIGHTS = {"0.weight": torch.randn(8, 8), "0.bias": torch.zeros(8)}
+
+
+def outcome(work: Callable[[], Any]) -> tuple[str, str, dict[int, str], float]:
+    """Class, message, causes and seconds of the error that the work ends in."""
+    start = time.monotonic()
+    try:
+        result = work()
+    except anyrank.AnyrankError as error:
+        return type(error).__name__, str(error), error.causes, time.monotonic() - start
+    return "no error", str(result), {}, time.monotonic() - start
+
+
+def agreed(results: list[Any]) -> tuple[str, str, dict[int, str]]:
+    """The one error of all ranks."""
+    assert all(result[:3] == results[0][:3] for result in results), results
+    assert all(result[3] < SECONDS for result in results), results
+    return results[0][:3]
+
+
+def job_together(failing: dict[int, str]) -> Any:
+    rank = torch.distributed.get_rank()
+
+    def work() -> int:
+        if rank in failing:
+            kind: Any = getattr(anyrank, failing[rank], None) or ValueError
+            raise kind(f"rank {rank} had enough")
+        return rank * 10
+
+    def all_of_it() -> list[int]:
+        with open_ranks() as ranks:
+            return ranks.together("counting", work)
+
+    return outcome(all_of_it)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_without_a_failure_every_rank_has_all_results(world: int) -> None:
+    for kind, text, _, _ in run_ranks(world, job_together, {}):
+        assert (kind, text) == ("no error", str([rank * 10 for rank in range(world)]))
+
+
+def test_one_failing_rank_fails_all_with_its_class() -> None:
+    kind, text, causes = agreed(run_ranks(4, job_together, {2: "LoadError"}))
+    assert kind == "LoadError"
+    assert text == "counting failed on 1 of 4 ranks, so on all:\n[rank 2] rank 2 had enough"
+    assert causes == {2: "rank 2 had enough"}
+
+
+def test_an_unforeseen_exception_becomes_a_rank_error() -> None:
+    kind, text, causes = agreed(run_ranks(2, job_together, {1: "ValueError"}))
+    assert kind == "RankError"
+    assert causes == {1: "ValueError: rank 1 had enough"}
+    assert "[rank 1] ValueError: rank 1 had enough" in text
+
+
+def test_several_causes_are_all_told() -> None:
+    kind, _, causes = agreed(run_ranks(4, job_together, {1: "UnsafeFile", 3: "LoadError"}))
+    assert kind == "UnsafeFile"
+    assert causes == {1: "rank 1 had enough", 3: "rank 3 had enough"}
+
+
+def net(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width))
+
+
+def job_load(path: str, change: str, strategy: str) -> Any:
+    """Load in a way that goes wrong on the last rank; also the model, to see that it is unchanged."""
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    with anyrank.meta():
+        model = net(9 if change == "model" and last else 8)
+    source: Any = path
+    if change == "path" and last:
+        source = path + ".not-here"
+    if change == "memory":
+        source = WEIGHTS if last else {**WEIGHTS, "0.bias": torch.zeros(9)}
+    missing: Any = "init" if change == "options" and last else "error"
+    result = outcome(lambda: anyrank.load(model, source, strategy=strategy, missing=missing))
+    assert all(p.is_meta for p in model.parameters()), "the model was touched"
+    return result
+
+
+@pytest.fixture()
+def path(tmp_path: Any) -> str:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    return str(tmp_path / "w.safetensors")
+
+
+def test_ranks_with_different_models(path: str) -> None:
+    kind, text, _ = agreed(run_ranks(3, job_load, path, "model", "own"))
+    assert kind == "LoadError"
+    assert "[rank 2]" in text
+    assert "0.weight: the model has shape [9, 9], the source [8, 8]" in text
+
+
+def test_ranks_with_different_sources(path: str) -> None:
+    kind, text, _ = agreed(run_ranks(3, job_load, path, "path", "own"))
+    assert kind == "LoadError"
+    assert f"rank 0 {path!r}, rank 2 {path + '.not-here'!r}" in text
+
+
+def test_ranks_with_different_tables(path: str) -> None:
+    kind, text, _ = agreed(run_ranks(2, job_load, path, "memory", "own"))
+    assert kind == "LoadError"
+    assert "0.bias" in text
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])
+@pytest.mark.parametrize("how", ["raise", "enospc"])
+def test_a_disk_error_in_the_middle(path: str, strategy: str, how: str) -> None:
+    rank = 0 if strategy == "scatter" else 1
+    fault = Fault(rank=rank, point="load.read", how=how)
+    kind, text, causes = agreed(run_ranks(3, job_load, path, "", strategy, faults=[fault]))
+    assert kind in ("LoadError", "RankError")
+    assert list(causes) == [rank], text
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_dies_is_named(path: str, strategy: str, victim: int) -> None:
+    point = "load.read" if strategy == "own" else "load.exchange"
+    fault = Fault(rank=victim, point=point, how="kill")
+    results = run_ranks(3, job_load, path, "", strategy, faults=[fault])
+    assert isinstance(results[victim], Died)
+    for rank, result in enumerate(results):
+        if rank != victim:
+            kind, text, causes, seconds = result
+            assert kind == "RankError"
+            assert f"rank {victim}" in text.split("(")[0], text
+            assert list(causes) == [victim]
+            assert seconds < SECONDS + 3
+
+
+def job_slow(path: str) -> Any:
+    """Rank 1 fails at its first block; the others' blocks take a second each."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(100)))
+    return outcome(lambda: anyrank.load(model, path, buffer_bytes=256))
+
+
+def test_ranks_that_are_busy_reading_stop_soon(tmp_path: Any) -> None:
+    tensors = {f"{n}.weight": torch.zeros(8, 8, dtype=torch.bfloat16) for n in range(100)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    path, point = str(tmp_path / "w.safetensors"), "load.read"
+    late = [Fault(rank=rank, point=point, how="slow", nth=1) for rank in (0, 2)]
+    never = [Fault(rank=rank, point=point, how="stop", nth=2) for rank in (0, 2)]
+    fail = Fault(rank=1, point=point, how="raise")
+    with pytest.raises(FaultNotReached) as caught:
+        run_ranks(3, job_slow, path, faults=[*late, *never, fail])
+    _, text, causes = agreed(caught.value.results)
+    assert list(causes) == [1], text
+
+
+def test_a_missing_permission_is_told_by_the_rank_that_lacks_it(tmp_path: Any) -> None:
+    if os.geteuid() == 0:
+        folder = tmp_path / "model.safetensors"
+        folder.mkdir()  # root may read everything; a folder in a file's place is as unreadable
+        with pytest.raises(anyrank.LoadError, match="no weights here"):
+            anyrank.load(net(), folder)
+        return
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    os.chmod(tmp_path / "w.safetensors", 0)
+    with pytest.raises(anyrank.LoadError, match="Permission denied"):
+        anyrank.load(net(), tmp_path / "w.safetensors")
