@@ -1,4 +1,6 @@
-"""Tiny transformers models of the kinds that break loaders: fused experts, two towers, ties, adapters."""
+"""Tiny transformers models of the kinds that break loaders: fused experts, two towers, ties,
+adapters.
+"""
 
 from __future__ import annotations
 

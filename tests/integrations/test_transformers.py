@@ -1,4 +1,6 @@
-"""transformers models: the same weights as `from_pretrained`, sharded, tied, fused and with adapters."""
+"""transformers models: the same weights as `from_pretrained`, sharded, tied, fused and with
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tests.integrations.families import CONFIGS, build, save
 from torch.distributed.fsdp import fully_shard
 from transformers import conversion_mapping
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -15,7 +18,6 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 import anyrank
 from anyrank.testing import run_ranks
-from tests.integrations.families import CONFIGS, build, save
 
 
 def shard(model: Any) -> Any:

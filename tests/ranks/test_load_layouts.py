@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from safetensors.torch import save_file
+from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

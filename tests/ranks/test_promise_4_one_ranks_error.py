@@ -1,4 +1,6 @@
-"""Promise 4: one rank's error is every rank's error, within seconds, naming the rank and the cause."""
+"""Promise 4: one rank's error is every rank's error, within seconds, naming the rank and the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def net(width: int = 8) -> nn.Module:
 
 
 def job_load(path: str, change: str, strategy: str) -> Any:
-    """Load in a way that goes wrong on the last rank; also the model, to see that it is unchanged."""
+    """Load in a way that goes wrong on the last rank; also the model, to see that it is
+    unchanged.
+    """
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     with anyrank.meta():
         model = net(9 if change == "model" and last else 8)
@@ -99,7 +103,7 @@ def job_load(path: str, change: str, strategy: str) -> Any:
     return result
 
 
-@pytest.fixture()
+@pytest.fixture
 def path(tmp_path: Any) -> str:
     save_file(WEIGHTS, tmp_path / "w.safetensors")
     return str(tmp_path / "w.safetensors")

@@ -1,4 +1,6 @@
-"""Promise 2, as arithmetic: over shapes, placements and rank counts every element is read exactly once."""
+"""Promise 2, as arithmetic: over shapes, placements and rank counts every element is read exactly
+once.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that anyrank raised on purpose is a message, not a traceback."""
+        """Run the command; an error that anyrank raised on purpose is a message, not a
+        traceback.
+        """
         try:
             return super().invoke(ctx)
         except AnyrankError as error:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
     """Show the tensors of PATH: shapes, dtypes and sizes, from its headers alone.
 
-    PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder, or a
-    URL. It is never loaded, and no code in it runs.
+    PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
+    or a URL. It is never loaded, and no code in it runs.
     """
     from anyrank.inspection.groups import printable
     from anyrank.inspection.inspect import inspect

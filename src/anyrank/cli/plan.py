@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -16,20 +17,132 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("own", "stripe", "scatter")
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MOST_RANKS = 1 << 20
 
 
-class Mesh(click.ParamType[tuple[int, ...]]):
-    """Sizes of a device mesh, the sharded axis last: 2x4."""
-
-    name = "mesh"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6})*", str(value)):
-            self.fail(f"{value!r} is not a mesh: give sizes like 8 or 2x4", param, ctx)
-        return tuple(int(size) for size in str(value).split("x"))
+def parse_mesh(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Sizes of a device mesh: (2, 4) for "2x4"."""
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,7}", value):
+        raise click.BadParameter(f"{value!r} is not a mesh; give sizes like 8 or 2x4", ctx, param)
+    return tuple(int(size) for size in value.split("x"))
 
 
 @click.command("plan")
-@click.argument("source")
+@click.argument("path")
+@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Ranks in all.")
+@click.option(
+    "--mesh",
+    callback=parse_mesh,
+    metavar="RxS",
+    help="Mesh of the ranks, the sharded axis last: 2x4 is two replicas of four shards.  "
+    "[default: one axis]",
+)
+@click.option("--nodes", type=click.IntRange(1), help="Machines.  [default: 8 ranks on each]")
+@click.option(
+    "--dtype",
+    type=click.Choice([*DTYPES]),
+    help="Of the model's floating tensors.  [default: as in PATH]",
+)
+@click.option(
+    "--strategy", type=click.Choice(["auto", *STRATEGIES]), help="Only this one.  [default: all]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Every rank's bytes as a JSON object.")
+def command(
+    path: str,
+    ranks: int | None,
+    mesh: tuple[int, ...] | None,
+    nodes: int | None,
+    dtype: str | None,
+    strategy: str | None,
+    as_json: bool,
+) -> None:
+    """Show what loading PATH would read, send and hold, by rank and by machine.
+
+    Needs no process group, no GPU and no model: headers alone, with the tensors of PATH as the
+    model's, cut along their first dim over the last axis of the mesh (FSDP2, HSDP). A mesh of 4x1 is
+    four whole copies (DDP).
+    """
+    world = _world_size(ranks, mesh, nodes)
+    import torch
+
+    from anyrank.loading.planning import plan_source
+
+    def plan_with(name: str) -> LoadPlan:
+        return plan_source(
+            path,
+            world_size=world,
+            mesh=mesh,
+            ranks_per_node=None if nodes is None else world // nodes,
+            dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
+            strategy=name,
+        )
+
+    chosen = plan_with("auto")
+    plans = [plan_with(name) for name in ((strategy,) if strategy else STRATEGIES)]
+    if as_json:
+        auto = {"strategy": chosen.strategy, "reason": chosen.reason}
+        plain = {"path": path, "auto": auto, "plans": [asdict(plan) for plan in plans]}
+        click.echo(json.dumps(plain, indent=2))
+        return
+    _show(path, mesh or (world,), chosen, plans)
+
+
+def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | None) -> int:
+    """Ranks in all, from options that must agree."""
+    if ranks is None and mesh is None:
+        raise click.UsageError("Give --ranks, or --mesh, or both.")
+    world = ranks if ranks is not None else math.prod(mesh or ())
+    if mesh is not None and math.prod(mesh) != world:
+        shown = "x".join(map(str, mesh))
+        raise click.UsageError(f"--mesh {shown} has {math.prod(mesh)} ranks, --ranks says {world}.")
+    if world > MOST_RANKS:
+        raise click.UsageError(f"A mesh of {world} ranks is too large; {MOST_RANKS} are the most.")
+    if nodes is not None and world % nodes:
+        raise click.UsageError(f"{world} ranks cannot be spread evenly over --nodes {nodes}.")
+    return world
+
+
+def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPlan]) -> None:
+    from rich.text import Text
+
+    from anyrank.cli.console import out
+    from anyrank.inspection.groups import in_units
+    from anyrank.inspection.inspect import count
+    from anyrank.loading.planning import READ_BYTES_PER_SEC, SEND_BYTES_PER_SEC
+
+    copies = math.prod(mesh[:-1])
+    console = out()
+    for line in (
+        Text(f"{path}: {chosen.format}, {in_units(chosen.source_bytes)}", "bold"),
+        f"  model  {in_units(chosen.model_bytes)}, {count(copies, 'copy', 'copies')} of "
+        f"{count(mesh[-1], 'shard')}: {count(chosen.world_size, 'rank')} on "
+        f"{count(chosen.nodes, 'node')}",
+        f"  auto   {chosen.strategy}: {chosen.reason}",
+        _table(plans),
+        f"  peak: share and read buffer; seconds: at {in_units(READ_BYTES_PER_SEC)}/s of storage a "
+        f"node, {in_units(SEND_BYTES_PER_SEC)}/s of network a rank",
+    ):
+        console.print(line, markup=False)
+
+
+def _table(plans: list[LoadPlan]) -> Table:
+    """One row a strategy, with the most that any rank and any node has."""
+    from rich import box
+    from rich.table import Table
+
+    from anyrank.inspection.groups import in_units
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    table.add_column("strategy")
+    for title in ("rank holds", "peak", "reads", "sends", "node peak", "reads", "all read", "sec"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for plan in plans:
+        ranks = (plan.share_bytes, plan.peak_bytes, plan.read_bytes, plan.sent_bytes)
+        most = [max(values) for values in (*ranks, plan.node_peak_bytes, plan.node_read_bytes)]
+        cells = [in_units(nbytes) for nbytes in (*most, sum(plan.read_bytes))]
+        table.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
+    return table

@@ -75,9 +75,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         }
     finally:
         reader.close()
-    skipped = tuple(
-        f"{fqn}: not a tensor" for fqn, entry in described.items() if fqn not in tensors
-    )
+    skipped = tuple(f"{fqn}: not a tensor" for fqn in described if fqn not in tensors)
     return Listing(
         "dcp", tuple(reader.files), tensors, skipped=skipped, checksums=tuple(reader.checksums)
     )

@@ -95,8 +95,10 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             continue
         if value.layout != torch.strided or hasattr(value, "placements") or value.is_meta:
             raise LoadError(
-                f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has no "
-                "bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or save it "
+                f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
+                "no "
+                "bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
+                "save it "
                 "with torch.distributed.checkpoint and load the folder)"
             )
         shape = tuple(value.shape)

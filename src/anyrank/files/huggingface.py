@@ -1,4 +1,6 @@
-"""Hugging Face folders: an index and its shards, or one file; duplicates beside them are passed over."""
+"""Hugging Face folders: an index and its shards, or one file; duplicates beside them are passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,8 @@ def _indexed(
         if not storage.is_file(inside(folder, shard)):
             keys = [key for key, name in weight_map.items() if name == shard]
             raise LoadError(
-                f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors ({keys[0]}, "
+                f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
+                f"({keys[0]}, "
                 "...): the download is incomplete"
             )
     listings: list[Listing] = []

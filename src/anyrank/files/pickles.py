@@ -1,13 +1,14 @@
 """Reading the pickles inside torch files without running anything that they name.
 
-Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s that say where
-their bytes are; well-known plain classes become empty `Inert` objects; anything else is refused.
+Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s that say
+where their bytes are; well-known plain classes become empty `Inert` objects; anything else is
+refused.
 """
 
 from __future__ import annotations
 
 import io
-import pickle  # noqa: S403 - only subclassed; find_class and persistent_load are both replaced
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Bytes at rest into tensors: blocks sorted by offset, coalesced, read straight to their destination
+"""Bytes at rest into tensors: blocks sorted by offset, coalesced, read straight to their
+destination
 where dtype and layout allow, else through a small fixed buffer in which the cast happens."""
 
 from __future__ import annotations
@@ -275,7 +276,9 @@ def _direct(block: Block, memory: memoryview) -> Iterator[Segment]:
 
 
 def _batches(segments: Sequence[Segment], slot: int) -> Iterator[list[Segment]]:
-    """Runs of segments that one call reads: near in the file, their staged bytes inside one slot."""
+    """Runs of segments that one call reads: near in the file, their staged bytes inside one
+    slot.
+    """
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:
@@ -309,7 +312,8 @@ def _fits(destination: torch.Tensor, block: Block) -> bool:
 
 
 def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
-    assert segment.block is not None and segment.destination is not None
+    assert segment.block is not None
+    assert segment.destination is not None
     block, dtype = segment.block, segment.block.read.stored.dtype
     usable = (segment.stop - segment.start) // dtype.itemsize * dtype.itemsize
     view = scratch[:usable].view(dtype).as_strided(block.read.box.sizes, block.strides)
@@ -317,7 +321,9 @@ def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
 
 
 def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy with a cast, asynchronously to an accelerator; the cast runs on the destination's side."""
+    """Copy with a cast, asynchronously to an accelerator; the cast runs on the destination's
+    side.
+    """
     if destination.dtype == source.dtype and source.dtype.itemsize == 1:
         destination, source = destination.view(torch.uint8), source.view(torch.uint8)
     if destination.device != source.device and destination.dtype != source.dtype:

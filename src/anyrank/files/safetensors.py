@@ -55,7 +55,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         length = int.from_bytes(read_range(file, path, 0, 8), "little")
         if length > min(MOST_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
-                f"{path}: its header claims {length} bytes; the file has {info.size} and the format "
+                f"{path}: its header claims {length} bytes; the file has {info.size} and the "
+                "format "
                 f"allows {MOST_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
         header = _parse(read_range(file, path, 8, length), path)

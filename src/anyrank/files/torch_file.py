@@ -46,7 +46,8 @@ class RangeIO(io.RawIOBase):
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the table of weights is found by rule.
+    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the table of weights is found by
+    rule.
 
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
@@ -90,7 +91,8 @@ def stored_tensor(
     sane = len(ref.shape) == len(ref.strides) and min((0, *ref.shape, *ref.strides, first)) == 0
     if not sane or last > size or start + size > info.size:
         raise UnsafeFile(
-            f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte {first} "
+            f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte "
+            f"{first} "
             f"does not fit its storage of {size} bytes"
         )
     chunk = Chunk(box, 0, start + first, ref.strides)
@@ -100,7 +102,8 @@ def stored_tensor(
 def read_zip(
     file: OpenFile, path: str, start: int, size: int
 ) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-    """Tree, storage key -> (byte offset, bytes), and checksums of a zip inside [start, start + size).
+    """Tree, storage key -> (byte offset, bytes), and checksums of a zip inside [start, start +
+    size).
 
     Raises:
         UnsafeFile: not a whole torch zip.

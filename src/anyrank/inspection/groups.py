@@ -62,7 +62,9 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Grou
 
 
 def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
-    """Tuples of equal length as disjoint products of sets, few of them: [(0, 1), (2,)] for 0.2 and 1.2."""
+    """Tuples of equal length as disjoint products of sets, few of them: [(0, 1), (2,)] for 0.2 and
+    1.2.
+    """
     rests: dict[int, set[Indices]] = {}
     for one in indices:
         if not one:

@@ -123,8 +123,8 @@ def inspect(source: Source) -> Inspection:
     Called by one process; ranks need not agree.
 
     Args:
-        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP folder,
-            anyrank run), a list of files, or a dict of tensors; as for `load`.
+        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
+            folder, anyrank run), a list of files, or a dict of tensors; as for `load`.
 
     Raises:
         LoadError: nothing there, no permission, an incomplete set of files, or an unknown format.
@@ -186,9 +186,9 @@ def _totals(listing: Listing) -> dict[str, Total]:
     return dict(sorted(totals.items(), key=lambda item: (-item[1].nbytes, item[0])))
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str | None = None) -> str:
     """A number and its noun: "1 tensor", "1,024 tensors"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def _shorten(text: str) -> str:

@@ -1,6 +1,7 @@
 """Memory for tensors that are still on meta, and the swap that puts them in place.
 
-New memory is filled first and swapped in last, so a load that fails leaves a meta model on meta. The
+New memory is filled first and swapped in last, so a load that fails leaves a meta model on meta.
+The
 swap keeps the identity of every Parameter object: optimizers and wrappers hold what they held.
 """
 
@@ -18,7 +19,9 @@ from anyrank.world.device import rank_device
 
 
 def device_for(target: Target, default: torch.device) -> torch.device:
-    """Where a target's memory belongs: where it is, or for a meta tensor where its owner wants it."""
+    """Where a target's memory belongs: where it is, or for a meta tensor where its owner wants
+    it.
+    """
     if not target.is_meta:
         return target.local().device
     if target.layout is None:
@@ -30,7 +33,9 @@ def device_for(target: Target, default: torch.device) -> torch.device:
 
 
 def default_device(targets: list[Target]) -> torch.device:
-    """Where plain meta tensors go: to the model's real parameters, else to the rank's own device."""
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's own
+    device.
+    """
     real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
     return real[0].local().device if real else rank_device()
 
@@ -59,7 +64,8 @@ def put_in_place(target: Target, local: torch.Tensor) -> None:
     """Make `local` the target's memory. The tensor object of the target stays the same one.
 
     Raises:
-        LoadError: something holds a weak reference to the meta tensor, which torch cannot swap then.
+        LoadError: something holds a weak reference to the meta tensor, which torch cannot swap
+            then.
     """
     old: Any = target.tensor
     new: Any = local

@@ -1,4 +1,6 @@
-"""Non-persistent buffers that are still on meta: no file holds them, so another rank or a rule must."""
+"""Non-persistent buffers that are still on meta: no file holds them, so another rank or a rule
+must.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ def rebuild(
     lost = sorted(set().union(*ranks.together("rebuilding buffers", fill)))
     if lost:
         raise LoadError(
-            f"non-persistent buffers on meta that no rule of their module rebuilds: {', '.join(lost)}"
-            "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give the "
+            "non-persistent buffers on meta that no rule of their module rebuilds: "
+            f"{', '.join(lost)}"
+            "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
+            "the "
             "module a reset_parameters() that fills them"
         )
     for name, local in made.items():

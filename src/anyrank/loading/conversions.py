@@ -1,8 +1,8 @@
 """The key conversions that a transformers model carries, run on headers instead of tensors.
 
 transformers renames keys and fuses, stacks or splits tensors while it loads. Its own patterns and
-operations are used as they are, applied to symbolic tensors, so fused experts are read row by row like
-any other tensor. Used only if the process has imported transformers.
+operations are used as they are, applied to symbolic tensors, so fused experts are read row by row
+like any other tensor. Used only if the process has imported transformers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _fits_as_it_is(targets: list[Target], listing: Listing, rename: Callable[[st
     }
     for key, stored in listing.tensors.items():
         shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
-        if shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
+        if shape is None or shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
             return False
     filled = {name for key in listing.tensors for name in candidates(rename(key))}
     return all(
@@ -91,7 +91,7 @@ def _pretrained(model: nn.Module) -> Any:
         if isinstance(model, transformers.PreTrainedModel):
             return model
         names = ("module", "_orig_mod", "base_model", "model")
-        children = (model._modules.get(name) for name in names)
+        children = (dict(model.named_children()).get(name) for name in names)
         inner = next((child for child in children if child is not None), None)
         if inner is None or len(list(model.parameters())) != len(list(inner.parameters())):
             return None
@@ -150,7 +150,8 @@ class _Converter:
         if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
             held = {pattern: len(parts) for pattern, parts in collected.items()}
             raise LoadError(
-                f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds {held}"
+                f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
+                f"{held}"
             )
         values: dict[str, Any] = dict(collected)
         for operation in converter.operations:
@@ -178,12 +179,14 @@ class _Converter:
 
 
 def _unsharded(module: nn.Module) -> Any:
-    """The same module tree with the classes that the user wrote, which the mapping looks up by name."""
+    """The same module tree with the classes that the user wrote, which the mapping looks up by
+    name.
+    """
     kind = plain_class(module)
     copy: Any = kind.__new__(kind)
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_modules"] = {
         name: None if child is None else _unsharded(child)
-        for name, child in module._modules.items()
+        for name, child in module.__dict__["_modules"].items()
     }
     return copy

@@ -1,8 +1,8 @@
 """Transfers between ranks: who reads which block and who receives it, in one order on all ranks.
 
-Each rank walks the same list in windows. A window is read, sent, received and put in place before the
-next one starts, so a rank never stages more than a window, and a failed rank keeps the schedule until
-the window's end, where all ranks learn of it together.
+Each rank walks the same list in windows. A window is read, sent, received and put in place before
+the next one starts, so a rank never stages more than a window, and a failed rank keeps the schedule
+until the window's end, where all ranks learn of it together.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def plan_transfers(
     Args:
         wanted: index, target and stored tensor, in the same order on all ranks.
         coordinates: of every rank.
-        readers: the ranks that see the files, in turn; None lets the ranks that want a block take turns.
+        readers: the ranks that see the files, in turn; None lets the ranks that want a block take
+            turns.
         window_bytes: see `windows`.
     """
     block = max(LEAST_BLOCK_BYTES, window_bytes // len(coordinates))
@@ -87,7 +88,9 @@ def coordinates_of(targets: Sequence[Target]) -> Coordinates:
 def replicas(
     index: int, target: Target, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
-    """The ranks that hold the same pieces of a target, by pieces; ranks that hold nothing are left out."""
+    """The ranks that hold the same pieces of a target, by pieces; ranks that hold nothing are left
+    out.
+    """
     if target.layout is None:
         return {target.pieces: tuple(coordinates)} if target.pieces else {}
     at: dict[tuple[int, ...] | None, list[int]] = {}

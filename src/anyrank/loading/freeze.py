@@ -56,13 +56,13 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     Call it on every rank, before the parent is wrapped or sharded and its optimizer made; again to
     add a source.
 
-    - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients flow through.
+    - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients pass.
     - A parent's `parameters()`, `buffers()` and `modules()` leave it out, so DDP neither broadcasts
       nor reduces it, and optimizers do not hold it. Asked directly, it lists them as ever.
     - `fully_shard` of a parent leaves it whole and where it is. `fully_shard` of the part itself
       shards it, before or after; parents then list it.
-    - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does without it, and
-      `load` fills it from there. Without one, it is saved and loaded with its parent.
+    - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does without it,
+      and `load` fills it from there. Without one, it is saved and loaded with its parent.
     - It moves, casts, copies, pickles and compiles with its parent.
 
     Args:
@@ -127,7 +127,7 @@ class FrozenModule(nn.Module):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever for a direct caller; nothing, given a source, for a parent, which passes a dict."""
+        """As ever for a direct caller; for a parent, which passes a dict, nothing with a source."""
         destination = args[0] if args else kwargs.get("destination")
         if destination is not None and self.anyrank_frozen.source is not None:
             return destination
@@ -197,7 +197,7 @@ def named_walk(
             yield from named_walk(child, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def paths(source: Path | Sequence[Path]) -> str | tuple[str, ...]:
+def paths(source: Any) -> str | tuple[str, ...]:
     """A source as plain text, which copies and pickles."""
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
@@ -301,15 +301,19 @@ def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
-    """The devices that the part's parameters are on, and their floating dtypes, each once."""
-    tensors = [tensor for part in walk(module) for tensor in part.parameters(recurse=False)]
+    """The devices that the part's tensors are on, and their floating dtypes, each once."""
+    tensors = [
+        tensor
+        for part in walk(module)
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    ]
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     return list(devices), list(dict.fromkeys(tensor.dtype for tensor in floats))
 
 
 def stay_whole(module: nn.Module) -> None:
-    """Keep `fully_shard` of a parent off the part, as it keeps off what `replicate` was applied to."""
+    """Keep `fully_shard` of a parent off the part, as it keeps off what `replicate` has."""
     key = registry_key()
     if key is not None:
         module.__dict__.setdefault(key, OwnUnit())

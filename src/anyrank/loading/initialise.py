@@ -1,15 +1,16 @@
 """First values by the model's own rules, the same on any number of ranks.
 
-A rule runs on a stand-in of the module in which only the wanted tensor is real and whole; its random
-numbers are seeded by the run's seed and the tensor's name. So values do not depend on the number of
-ranks, on the order of tensors, or on which others are wanted, and a rank needs one whole tensor at a time.
+A rule runs on a stand-in of the module in which only the wanted tensor is real and whole; its
+random numbers are seeded by the run's seed and the tensor's name. So values do not depend on the
+number of ranks, on the order of tensors, or on which others are wanted, and a rank needs one whole
+tensor at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.loading.targets import Place, Target, plain_class
 
+Rule = tuple[str, nn.Module, Callable[[Any], object]]  # name, what to stand in for, what to call
 Init = Callable[[nn.Module], object]
 SENTINEL = -77  # for integers, which have no NaN
 
@@ -50,23 +52,15 @@ def initialise(
     return None
 
 
-def _rules(
-    place: Place, init: Init | None
-) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
-    """Name, the module to stand in for, and what to call with the stand-in."""
+def _rules(place: Place, init: Init | None) -> Iterator[Rule]:
+    """The rules that may fill a place, the most specific first."""
     owner = place.module
     if init is not None:
         yield getattr(init, "__qualname__", str(init)), owner, init
         return
     for module in reversed(place.path):
         if hasattr(module, "reset_lora_parameters"):
-            adapter, kind = _lora_choice(place, module)
-            if kind is not False:
-                yield (
-                    f"{_class_name(module)}.reset_lora_parameters",
-                    module,
-                    lambda stand_in: stand_in.reset_lora_parameters(adapter, kind),
-                )
+            yield from _lora_rule(place, module)
     for module in reversed(place.path):
         if hasattr(module, "_init_weights"):
             rule: Any = module._init_weights
@@ -92,31 +86,34 @@ def _rules(
             )
 
 
-def _lora_choice(place: Place, layer: nn.Module) -> tuple[str, Any]:
-    """The adapter that a place belongs to and how PEFT was told to initialise it.
+def _lora_rule(place: Place, layer: nn.Module) -> Iterator[Rule]:
+    """PEFT's own rule for the adapter that a place belongs to, unless it was told to do nothing.
 
     Raises:
         LoadError: a kind that computes the adapter from the base weights.
     """
     below = place.names[0].split(".")
     table: dict[str, Any] = next(
-        (m.peft_config for m in place.path if hasattr(m, "peft_config")), {}
+        (cast("Any", m).peft_config for m in place.path if hasattr(m, "peft_config")), {}
     )
     adapter = next((name for name in table if name in below), next(iter(table), "default"))
     kind = getattr(table.get(adapter), "init_lora_weights", True)
     if kind not in (True, False, "gaussian"):
         raise LoadError(
-            f"{place.names[0]}: init_lora_weights={kind!r} computes the adapter from the base weights: "
+            f"{place.names[0]}: init_lora_weights={kind!r} computes the adapter from the base "
+            "weights: "
             "load the base model first, then add the adapter"
         )
-    return adapter, kind
+    if kind is not False:
+        name = f"{_class_name(layer)}.reset_lora_parameters"
+        yield name, layer, lambda stand_in: stand_in.reset_lora_parameters(adapter, kind)
 
 
 def _run(
     target: Target,
     place: Place,
     root: nn.Module,
-    call: Callable[[nn.Module], object],
+    call: Callable[[Any], object],
     seed: int,
     device: torch.device,
 ) -> torch.Tensor | None:
@@ -172,17 +169,17 @@ def _stand_in(
     copy: Any = kind.__new__(kind)
     made[id(module)] = copy
     copy.__dict__ = dict(module.__dict__)
-    parameters: dict[str, Any] = module._parameters
-    buffers: dict[str, Any] = module._buffers
     copy.__dict__["_parameters"] = {
-        name: _replaced(tensor, wanted_id, wanted) for name, tensor in parameters.items()
+        name: _replaced(tensor, wanted_id, wanted)
+        for name, tensor in module.__dict__["_parameters"].items()
     }
     copy.__dict__["_buffers"] = {
-        name: _replaced(tensor, wanted_id, wanted) for name, tensor in buffers.items()
+        name: _replaced(tensor, wanted_id, wanted)
+        for name, tensor in module.__dict__["_buffers"].items()
     }
     copy.__dict__["_modules"] = {
         name: None if child is None else _stand_in(child, wanted_id, wanted, made)
-        for name, child in module._modules.items()
+        for name, child in module.__dict__["_modules"].items()
     }
     copy.__dict__.pop("_is_hf_initialized", None)
     return copy

@@ -49,29 +49,30 @@ def load(
 ) -> LoadReport:
     """Load weights into a model, before or after it was wrapped, sharded, compiled or put on meta.
 
-    Every rank of the group calls it with the same model and source. Each rank ends with its own share
-    and reads, where it can, nothing else. Parameter objects stay the same ones. Names, shapes and
-    dtypes are compared on all ranks before the first byte of payload moves; a model on meta stays as
-    it was when a load fails, also in the middle of reading.
+    Every rank of the group calls it with the same model and source. Each rank ends with its own
+    share and reads, where it can, nothing else. Parameter objects stay the same ones. Names,
+    shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
+    meta stays as it was when a load fails, also in the middle of reading.
 
     Args:
-        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part; real
-            or on meta, or half of both.
-        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP folder,
-            anyrank run), a list of files, or a dict of tensors. None on ranks that have none, which
-            then receive their share from those that do.
-        missing: for tensors that the source does not hold: "error", "init" for the model's own first
-            values (the same on any number of ranks), or "keep" for those it has.
+        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
+            real or on meta, or half of both.
+        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
+            folder, anyrank run), a list of files, or a dict of tensors. None on ranks that have
+            none, which then receive their share from those that do.
+        missing: for tensors that the source does not hold: "error", "init" for the model's own
+            first values (the same on any number of ranks), or "keep" for those it has.
         unexpected: for keys that the model has no place for: "error" or "ignore".
-        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch can.
+        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
+            can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
             (regex, replacement), or a callable.
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
             exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
         process_group: the ranks that take part. Default: all, or this process alone.
-        progress: True, False, or called with (bytes done, bytes in all) on the first rank. Default: a
-            bar on the first rank when a terminal is there.
+        progress: True, False, or called with (bytes done, bytes in all) on the first rank.
+            Default: a bar on the first rank when a terminal is there.
         verify: compare the files with the checksums that came with them before anything is loaded,
             and replicas with one another afterwards; count NaN and infinities.
 
@@ -150,7 +151,8 @@ class _Load:
         return (BUFFER_BYTES if devices <= {"cpu", "meta"} else CUDA_BUFFER_BYTES).get()
 
     def fill(self) -> None:
-        """Read, receive and initialise. Real tensors are written in place, meta ones get new memory.
+        """Read, receive and initialise. Real tensors are written in place, meta ones get new
+        memory.
 
         Files are opened, and found unchanged, on all ranks before anything is written.
         """
@@ -163,7 +165,10 @@ class _Load:
             except AnyrankError as error:
                 if not self.prepared.in_place:
                     raise
-                text = f"{error}\n  tensors that were real are partly overwritten: load again before use"
+                text = (
+                    f"{error}\n  tensors that were real are partly overwritten: load again "
+                    "before use"
+                )
                 raise type(error)(text, causes=error.causes) from error
             self.bytes_read = reader.bytes_read
 
@@ -232,7 +237,8 @@ class _Load:
         rule = initialise(target, self._local(index), self.prepared.seed)
         if rule is None:
             raise LoadError(
-                f"{target.name}: is not in the source, and no rule of the model gives it a first value "
+                f"{target.name}: is not in the source, and no rule of the model gives it a first "
+                "value "
                 "(looked for _init_weights, reset_parameters, init_weights)"
             )
         self.rules[target.name] = rule
@@ -252,14 +258,16 @@ class _Load:
         self._move_buffers()
 
     def _move_buffers(self) -> None:
-        """Real CPU buffers of a plain model that came from meta follow its parameters to the device."""
+        """Real CPU buffers of a plain model that came from meta follow its parameters to the
+        device.
+        """
         moved = any(self.prepared.targets[i].layout is None for i in self.fresh)
         if not moved or self.device.type == "cpu":
             return
         for target in self.prepared.targets:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
                 for place in target.places:
-                    place.module._buffers[place.attribute] = target.tensor.to(self.device)
+                    setattr(place.module, place.attribute, target.tensor.to(self.device))
 
     def report(self, verified: str, nonfinite: dict[str, int]) -> LoadReport:
         """The report, from every rank's measurements."""

@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
-from anyrank.loading.initialise import Init, initialise
+from anyrank.loading.initialise import initialise
 from anyrank.loading.measure import Meter
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target, find_targets
@@ -28,20 +28,22 @@ def materialize(
 ) -> LoadReport:
     """Give every tensor on meta its first values; what is real already stays as it is.
 
-    Every rank of the group calls it. Values depend on the first rank's torch seed and on the tensors'
-    names alone, so a model that is sharded over any number of ranks starts with the same ones, bit by
-    bit on the same kind of device, as on one rank. A rank holds its share and one whole tensor at a time.
+    Every rank of the group calls it. Values depend on the first rank's torch seed and on the
+    tensors' names alone, so a model that is sharded over any number of ranks starts with the same
+    ones, bit by bit on the same kind of device, as on one rank. A rank holds its share and one
+    whole tensor at a time.
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel), before or after.
-        device: where plain tensors go. Default: to the model's real parameters, else to the rank's own
-            device. Sharded tensors go where their mesh and offload policy say.
-        init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`, `init_weights`);
-            a callable is called with each module that owns a tensor to fill.
+        device: where plain tensors go. Default: to the model's real parameters, else to the rank's
+            own device. Sharded tensors go where their mesh and offload policy say.
+        init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
+            `init_weights`); a callable is called with each module that owns a tensor to fill.
         process_group: the ranks that take part. Default: all, or this process alone.
 
     Returns:
-        A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all ranks.
+        A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all
+        ranks.
 
     Raises:
         LoadError: tensors that no rule writes, named; on all ranks, and nothing is changed.

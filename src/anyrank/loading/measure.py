@@ -1,4 +1,6 @@
-"""What a load costs this rank, measured: host memory that cannot be reclaimed, and device memory."""
+"""What a load costs this rank, measured: host memory that cannot be reclaimed, and device
+memory.
+"""
 
 from __future__ import annotations
 

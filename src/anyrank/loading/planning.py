@@ -1,15 +1,15 @@
-"""`anyrank.plan`: what a load would read, send and hold, without moving payload, for any number of ranks.
+"""`anyrank.plan`: what a load would read, send and hold, without moving payload, for any number of
+ranks.
 
-With processes it is `load` up to the agreement. Without, it takes a mesh that does not exist yet: shares
-of ceil(rows / ranks) rows follow in closed form, so 16,384 ranks cost no more than one.
+With processes it is `load` up to the agreement. Without, it takes a mesh that does not exist yet:
+shares of ceil(rows / ranks) rows follow in closed form, so 16,384 ranks cost no more than one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,77 +20,16 @@ from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
 from anyrank.loading.exchange import replicas
 from anyrank.loading.prepare import Options, Prepared, prepare
+from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
 from anyrank.world.ranks import one_process, open_ranks
 
-MIB = 1 << 20
-
 # What a node is assumed to do when nothing is measured; only the prediction depends on them.
 READ_BYTES_PER_SEC = 2 << 30  # of one node, from storage
 SEND_BYTES_PER_SEC = 1 << 30  # of one rank, over gloo
 START_SEC = 0.1  # headers and agreement
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """What a load would do. Lists have one entry a rank, in the group's order.
-
-    Attributes:
-        strategy, reason: who reads, and why.
-        world_size, nodes: ranks, and machines.
-        model_bytes: of the whole model, in its own dtypes.
-        source_bytes: of the tensors wanted from the source.
-        share_bytes: what each rank holds afterwards.
-        read_bytes: what each rank reads from storage.
-        sent_bytes: what each rank sends to others.
-        peak_bytes: most memory of each rank, share and staging together.
-        node_read_bytes, node_peak_bytes: sums over each machine's ranks.
-        seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a rank).
-        format: of the source.
-        missing, unexpected: names, where a model was given.
-    """
-
-    strategy: str
-    reason: str
-    world_size: int
-    nodes: int
-    model_bytes: int
-    source_bytes: int
-    share_bytes: list[int]
-    read_bytes: list[int]
-    sent_bytes: list[int]
-    peak_bytes: list[int]
-    node_read_bytes: list[int]
-    node_peak_bytes: list[int]
-    seconds: float
-    format: str = ""
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-
-    def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
-        rows = [
-            ("share", self.share_bytes),
-            ("read", self.read_bytes),
-            ("sent", self.sent_bytes),
-            ("peak", self.peak_bytes),
-        ]
-        lines = [
-            f"{self.world_size} ranks on {self.nodes} nodes, {self.model_bytes / MIB:.1f} MiB model, "
-            f"{self.source_bytes / MIB:.1f} MiB source ({self.format}), about {self.seconds:.1f} s",
-            f"  strategy {self.strategy}: {self.reason}",
-        ]
-        lines += [
-            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
-            f"{sum(values) / MIB:.1f} MiB in all"
-            for title, values in rows
-        ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -120,10 +59,10 @@ def plan(
 ) -> LoadPlan:
     """Plan a load without payload: the same checks and the same errors as `load`, nothing changed.
 
-    Without `world_size` and `mesh` every rank of the group calls it, and the plan is of this model on
-    these ranks. With one of them it is called by one process alone, for ranks that do not exist yet:
-    each tensor is then cut along its first dim over the last axis of the mesh and held alike along the
-    axes before it (FSDP2, HSDP).
+    Without `world_size` and `mesh` every rank of the group calls it, and the plan is of this model
+    on these ranks. With one of them it is called by one process alone, for ranks that do not exist
+    yet: each tensor is then cut along its first dim over the last axis of the mesh and held alike
+    along the axes before it (FSDP2, HSDP).
 
     Args:
         model: as for `load`; for ranks that do not exist yet, plain, for instance on meta.
@@ -199,7 +138,9 @@ def closed_form(
     buffer: int,
     format_name: str,
 ) -> LoadPlan:
-    """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks' boxes."""
+    """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks'
+    boxes.
+    """
     sizes = tuple(mesh) if mesh is not None else (world_size or 1,)
     world = math.prod(sizes)
     if any(size < 1 for size in sizes) or (world_size is not None and world != world_size):
@@ -246,7 +187,7 @@ def _plan_of(
     prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int], buffer: int
 ) -> LoadPlan:
     """The plan of a prepared load, from every rank's pieces."""
-    share, read, sent = ({rank: 0 for rank in ranks} for _ in range(3))
+    share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
     model_bytes = source_bytes = 0
     name, readers = prepared.decision.name, prepared.decision.readers
     for index, target in enumerate(prepared.targets):
@@ -265,9 +206,17 @@ def _plan_of(
                 read[taker] += nbytes if name == "own" else nbytes // len(takers)
                 others = len(members) - (taker in members)
                 sent[taker] += 0 if name == "own" else nbytes * others // len(takers)
-    lists = (list(one.values()) for one in (share, read, sent))
+    lists = [list(one.values()) for one in (share, read, sent)]
     made = _made(
-        prepared.decision, nodes, *lists, buffer, prepared.listing.format, model_bytes, source_bytes
+        prepared.decision,
+        nodes,
+        lists[0],
+        lists[1],
+        lists[2],
+        buffer,
+        prepared.listing.format,
+        model_bytes,
+        source_bytes,
     )
     absent = [prepared.targets[i].name for i in prepared.match.missing]
     return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))

@@ -1,4 +1,6 @@
-"""Everything before the first byte of payload: who sees what, headers, targets, names, agreement."""
+"""Everything before the first byte of payload: who sees what, headers, targets, names,
+agreement.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,8 @@ def _agreed_reader(sights: list[Sight], ranks: Ranks) -> int:
     if len(given) > 1:
         (one, rank), (other, other_rank) = list(given.items())[:2]
         raise LoadError(
-            f"ranks were given different sources: rank {rank} {one!r}, rank {other_rank} {other!r}; "
+            f"ranks were given different sources: rank {rank} {one!r}, rank {other_rank} "
+            f"{other!r}; "
             "give all ranks the same one, or None to those that have none"
         )
     for sight, rank in zip(sights, ranks.ranks, strict=True):
@@ -257,7 +260,8 @@ def _problems(
         shown = [f"{name}{near(name, found.unexpected)}" for name in unfilled]
         lines.append(
             _listed("missing in the source", shown)
-            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or 'keep'"
+            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
+            "'keep'"
         )
     elif options.missing == "keep" and on_meta:
         lines.append(

@@ -1,4 +1,4 @@
-"""What a load did, equal on all ranks and printable as one screen."""
+"""What a load did or would do, equal on all ranks and printable as one screen."""
 
 from __future__ import annotations
 
@@ -92,6 +92,68 @@ class LoadReport:
         lines += [_group(title, items) for title, items in groups.items() if items]
         if self.verified:
             lines.append(f"  verified     {self.verified}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load would do. Lists have one entry a rank, in the group's order.
+
+    Attributes:
+        strategy, reason: who reads, and why.
+        world_size, nodes: ranks, and machines.
+        model_bytes: of the whole model, in its own dtypes.
+        source_bytes: of the tensors wanted from the source.
+        share_bytes: what each rank holds afterwards.
+        read_bytes: what each rank reads from storage.
+        sent_bytes: what each rank sends to others.
+        peak_bytes: most memory of each rank, share and staging together.
+        node_read_bytes, node_peak_bytes: sums over each machine's ranks.
+        seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a
+            rank).
+        format: of the source.
+        missing, unexpected: names, where a model was given.
+    """
+
+    strategy: str
+    reason: str
+    world_size: int
+    nodes: int
+    model_bytes: int
+    source_bytes: int
+    share_bytes: list[int]
+    read_bytes: list[int]
+    sent_bytes: list[int]
+    peak_bytes: list[int]
+    node_read_bytes: list[int]
+    node_peak_bytes: list[int]
+    seconds: float
+    format: str = ""
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("share", self.share_bytes),
+            ("read", self.read_bytes),
+            ("sent", self.sent_bytes),
+            ("peak", self.peak_bytes),
+        ]
+        lines = [
+            f"{self.world_size} ranks on {self.nodes} nodes, {self.model_bytes / MIB:.1f} MiB "
+            "model, "
+            f"{self.source_bytes / MIB:.1f} MiB source ({self.format}), about {self.seconds:.1f} s",
+            f"  strategy {self.strategy}: {self.reason}",
+        ]
+        lines += [
+            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
+            f"{sum(values) / MIB:.1f} MiB in all"
+            for title, values in rows
+        ]
         return "\n".join(lines)
 
 

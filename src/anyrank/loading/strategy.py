@@ -21,8 +21,8 @@ class Decision:
 
     Attributes:
         name: "own": each rank reads its own bytes. "stripe": ranks that hold the same bytes read
-            disjoint parts and exchange them. "scatter": the ranks that see the source read, and send
-            each rank its own rows.
+            disjoint parts and exchange them. "scatter": the ranks that see the source read, and
+            send each rank its own rows.
         readers: global ranks that read, for "scatter"; None when all do.
     """
 

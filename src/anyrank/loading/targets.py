@@ -1,4 +1,6 @@
-"""The tensors of a model: what they are called, how they lie on the ranks, and which hang together."""
+"""The tensors of a model: what they are called, how they lie on the ranks, and which hang
+together.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class Target:
     def name(self) -> str:
         """The name without wrappers, as the reports show it."""
         names = self.places[0].names
-        return names[1] if len(names) > 1 else names[0]
+        return names[min(1, len(names) - 1)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,8 +110,8 @@ class Target:
 def find_targets(model: nn.Module) -> list[Target]:
     """Every parameter and buffer of the model, in registration order, ties joined.
 
-    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is what
-    the optimizer updates.
+    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
+    what the optimizer updates.
 
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
@@ -190,7 +192,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
             for name in table:
                 place = Place(_names(raw + name, clean + name, path), module, name, path)
                 yield place, "derived" if name in hidden else kind, frozen
-        for name, child in module._modules.items():
+        for name, child in module.__dict__["_modules"].items():
             if child is not None:
                 step = "" if _is_wrapping(module, name) else f"{name}."
                 yield from visit(child, f"{raw}{name}.", clean + step, path, frozen)
@@ -203,7 +205,7 @@ def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]
     names = [raw, clean]
     if adapter is not None:
         parts = clean.split(".")
-        known = set(getattr(adapter, "active_adapters", ()))
+        known: set[str] = set(getattr(adapter, "active_adapters", ()))
         short = [p for p in parts if p not in known]
         if len(known) == 1 and len(short) != len(parts):
             names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]

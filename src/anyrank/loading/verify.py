@@ -132,7 +132,9 @@ def count_nonfinite(targets: list[Target], ranks: Ranks) -> dict[str, int]:
 
 
 def content_hash(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's elements in row-major order, wherever it is, through a small buffer."""
+    """xxh3-128 of a tensor's elements in row-major order, wherever it is, through a small
+    buffer.
+    """
     import xxhash  # only verification needs it
 
     from anyrank.files.reader import memory_of

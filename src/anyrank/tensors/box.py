@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d. A 0-d box has one element."""
+    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d. A 0-d box has one
+    element.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -74,8 +74,8 @@ class Wanted:
     """A tensor of the model as the matcher sees it.
 
     Attributes:
-        names: for each place where the tensor hangs (several when tied), the names that mean it, the
-            best first.
+        names: for each place where the tensor hangs (several when tied), the names that mean it,
+            the best first.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -101,8 +101,8 @@ class Match:
 def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str], str]) -> Match:
     """Give each wanted tensor its key.
 
-    One key may fill several tensors that answer to the same name (a copy that an adapter keeps). A tied
-    tensor takes the key of its first place that has one.
+    One key may fill several tensors that answer to the same name (a copy that an adapter keeps). A
+    tied tensor takes the key of its first place that has one.
 
     Raises:
         LoadError: two keys mean the same place.

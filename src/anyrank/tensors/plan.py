@@ -1,4 +1,6 @@
-"""Boxes wanted x chunks stored -> reads -> blocks of bytes. Pure: no file, no process, no payload."""
+"""Boxes wanted x chunks stored -> reads -> blocks of bytes. Pure: no file, no process, no
+payload.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
     """Slices along the dim with the longest stride, as many rows each as fit."""
     sizes, strides = read.box.sizes, read.chunk.strides
     dim = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
-    row = _extent(sizes[:dim] + (1,) + sizes[dim + 1 :], strides) * read.stored.dtype.itemsize
+    row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides) * read.stored.dtype.itemsize
     step = max(1, strides[dim] * read.stored.dtype.itemsize)
     row_numel = read.box.numel // sizes[dim]
     sparse = row_numel * read.stored.dtype.itemsize * SPARSE < step
@@ -142,6 +144,8 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements follow one another in row-major order; strides of size-1 dims do not matter."""
+    """Whether elements follow one another in row-major order; strides of size-1 dims do not
+    matter.
+    """
     wanted = row_major(sizes)
     return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))

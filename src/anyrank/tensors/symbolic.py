@@ -1,7 +1,8 @@
 """Stored tensors that views, stacks and concatenations can be applied to before anything is read.
 
-A converter written for tensors (stack the experts, fuse gate and up, transpose) runs on these unchanged:
-each step only rewrites boxes, offsets and strides. Steps that compute values are refused by name.
+A converter written for tensors (stack the experts, fuse gate and up, transpose) runs on these
+unchanged: each step only rewrites boxes, offsets and strides. Steps that compute values are
+    refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 
 class SymbolicTensor:
-    """A stored tensor that answers to the tensor methods and torch functions that only move elements."""
+    """A stored tensor that answers to the tensor methods and torch functions that only move
+    elements.
+    """
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -38,15 +41,18 @@ class SymbolicTensor:
         own = FUNCTIONS.get(func)
         if own is None:
             raise LoadError(
-                f"a conversion calls {getattr(func, '__name__', func)}, which computes values; anyrank "
-                "converts names and layouts only: convert the checkpoint with the library that made it, "
+                f"a conversion calls {getattr(func, '__name__', func)}, which computes values; "
+                "anyrank "
+                "converts names and layouts only: convert the checkpoint with the library that "
+                "made it, "
                 "save it, and load that"
             )
         return own(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         raise LoadError(
-            f"a conversion uses .{name} of a tensor, which anyrank does not know without reading it: "
+            f"a conversion uses .{name} of a tensor, which anyrank does not know without reading "
+            "it: "
             "convert the checkpoint with the library that made it, save it, and load that"
         )
 
@@ -137,7 +143,7 @@ class SymbolicTensor:
         return self.transpose(0, 1) if self.ndim == 2 else self
 
     @property
-    def T(self) -> SymbolicTensor:  # noqa: N802 - torch's name
+    def T(self) -> SymbolicTensor:
         return self.permute(list(reversed(range(self.ndim))))
 
     def unsqueeze(self, dim: int) -> SymbolicTensor:
@@ -166,7 +172,8 @@ class SymbolicTensor:
             strides = tuple(hollow.view(sizes).stride())
         except RuntimeError as error:
             raise LoadError(
-                f"a conversion reshapes {self.stored.name} from {list(self.shape)} to {list(sizes)} "
+                f"a conversion reshapes {self.stored.name} from {list(self.shape)} to "
+                f"{list(sizes)} "
                 "across its memory layout"
             ) from error
         return self._made(sizes, [replace(chunk, box=Box.whole(sizes), strides=strides)])

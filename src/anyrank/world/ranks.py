@@ -1,14 +1,15 @@
 """The processes of one call: the same code with no process group, with one rank and with many.
 
-All traffic runs on a gloo group of our own, so it neither mixes with the user's collectives nor needs
-an accelerator; a flag in the store lets a rank learn of another's failure while it is busy reading.
+All traffic runs on a gloo group of our own, so it neither mixes with the user's collectives nor
+needs an accelerator; a flag in the store lets a rank learn of another's failure while it is busy
+reading.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import pickle  # noqa: S403 - between ranks of one run only
+import pickle
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -36,7 +37,9 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for others."""
+    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for
+    others.
+    """
 
     kind: type[AnyrankError] | None
     text: str
@@ -118,8 +121,8 @@ class Ranks:
         `work` must not wait for other ranks, unless it goes on serving them after its own failure.
 
         Raises:
-            AnyrankError: of the class that the first failing rank raised, with every cause; RankError
-                for an exception that is not anyrank's own, and for a rank that died.
+            AnyrankError: of the class that the first failing rank raised, with every cause;
+                RankError for an exception that is not anyrank's own, and for a rank that died.
         """
         value, cause = None, None
         try:
@@ -176,7 +179,9 @@ class Ranks:
             raise Interrupted
 
     def roll_call(self, error: Exception) -> RankError:
-        """The error that names the ranks which no longer answer. For survivors of a broken group."""
+        """The error that names the ranks which no longer answer. For survivors of a broken
+        group.
+        """
         missing: list[int] | None = None
         try:
             self.store.set("failed", "1")
@@ -227,7 +232,7 @@ def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Rank
         yield Ranks(ranks, rank, None, None)
         return
     try:
-        group = dist.new_group(
+        group: Any = dist.new_group(
             ranks if process_group is not None else None,
             timeout=timeout,
             backend="gloo",
