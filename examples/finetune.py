@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=16, help="of the global batch")
     args = parser.parse_args()
+    torch.manual_seed(0)
     distributed = dist.is_torchelastic_launched()
     device = torch.device("cpu")
     if torch.cuda.is_available():

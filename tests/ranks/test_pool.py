@@ -353,11 +353,28 @@ def test_a_group_that_failed_to_form_does_not_disturb_the_next(pool: RankPool) -
 
 
 def test_a_job_begins_when_all_ranks_have_met(pool: RankPool) -> None:
-    # A death while others still connect once left them with groups numbered differently.
+    # Else a death at once finds others still connecting, which leaves them with half a group.
+    before = pool.run(3, get_pid)
     for _ in range(20):
-        with pytest.raises(RanksFailed, match="killed by SIGKILL"):
+        with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
             pool.run(3, kill_self, 1, signal.SIGKILL)
-        assert len(set(pool.run(3, get_pid))) == 3
+        assert "init_process_group" not in str(caught.value)
+        assert pool.run(3, get_pid)[::2] == before[::2]
+
+
+def test_no_job_runs_when_a_rank_cannot_be_set_up(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["import os, pathlib", "assert os.environ.get('RANK') != '1', 'not here'"]
+    lines += ["def job(file): pathlib.Path(file).touch()"]
+    (tmp_path / "picky_jobs.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    job = importlib.import_module("picky_jobs").job
+    with pytest.raises(RanksFailed, match="AssertionError: not here") as caught:
+        pool.run(2, job, str(tmp_path / "ran"), init=False)
+    assert list(caught.value.errors) == [1]
+    assert not (tmp_path / "ran").exists()
+    assert len(pool.run(2, get_pid)) == 2
 
 
 def test_an_exit_is_a_failure() -> None:

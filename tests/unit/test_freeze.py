@@ -324,7 +324,7 @@ def test_nan_equals_itself() -> None:
     model.load_state_dict({**model.state_dict(), **model.vae.state_dict(prefix="vae.")})
 
 
-@pytest.mark.parametrize("change", [lambda t: t + 1, lambda t: t.new_zeros(7)])
+@pytest.mark.parametrize("change", [lambda t: t + 1, lambda t: t.new_zeros(7), lambda t: t[None]])
 def test_an_old_checkpoint_that_differs_is_refused_by_key(change: Callable[..., Any]) -> None:
     model = Model(SOURCE)
     before = values(model.vae)

@@ -8,13 +8,13 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate, put_in_place
-from anyrank.loading.initialise import Init, initialise
+from anyrank.loading.initialise import Initialiser
 from anyrank.loading.targets import Target
 from anyrank.world.ranks import Ranks
 
 
 def rebuild(
-    targets: list[Target], ranks: Ranks, seed: int, device: torch.device, init: Init | None = None
+    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> dict[str, str]:
     """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
 
@@ -41,7 +41,7 @@ def rebuild(
             local = allocate(target, device)
             giver = next((r for r, t in zip(ranks.ranks, offered, strict=True) if name in t), None)
             if giver is None:
-                source = initialise(target, local, seed, init)
+                source = initialiser.fill(target, local)
             else:
                 local.copy_(offered[ranks.ranks.index(giver)][name])
                 source = f"rank {giver}"

@@ -81,11 +81,9 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
-    if source is not None:
-        known = replace(known, source=paths(source))
+    kept = known.source if source is None else paths(source)
     # Not by setattr: torch.compile's wrapper would give it to the module inside.
-    module.__dict__["anyrank_frozen"] = known
-    remember(module)
+    module.__dict__["anyrank_frozen"] = FrozenInfo(kept, describe(module))
     return module
 
 
@@ -100,10 +98,7 @@ class FrozenModule(nn.Module):
         return cls.anyrank_plain_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state: Any = self.__getstate__()
-        if isinstance(state, dict):  # the key is another one in every process
-            state = {key: value for key, value in state.items() if key != registry_key()}
-        return rebuild, (self.anyrank_plain_class,), state
+        return rebuild, (self.anyrank_plain_class,), self.__getstate__()
 
     def _get_name(self) -> str:
         return f"Frozen{super()._get_name()}"
@@ -231,9 +226,8 @@ def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> N
 
 def equal(own: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether two tensors have the same bits, once both have the dtype of the first."""
-    mine, theirs = local(own), local(given)
-    same = mine.shape == theirs.shape and own.shape == given.shape
-    return same and content_hash(mine) == content_hash(theirs.to(own.dtype))
+    mine, theirs = local(own), local(given).to(own.dtype)
+    return own.shape == given.shape and content_hash(mine) == content_hash(theirs)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -1,140 +1,169 @@
 """First values by the model's own rules, the same on any number of ranks.
 
-A rule runs on a stand-in of the module in which only the wanted tensor is real and whole; its
-random numbers are seeded by the run's seed and the tensor's name. So values do not depend on the
-number of ranks, on the order of tensors, or on which others are wanted, and a rank needs one whole
-tensor at a time.
+Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
+numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number of
+ranks nor on which other tensors are wanted, and a rank needs one whole tensor at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.loading.targets import Place, Target, plain_class
+from anyrank.tensors.box import Box
 
-Rule = tuple[str, nn.Module, Callable[[Any], object]]  # name, what to stand in for, what to call
 Init = Callable[[nn.Module], object]
-SENTINEL = -77  # for integers, which have no NaN
+Rule = tuple[str, Callable[[], object]]
+SENTINEL = 77  # marks unwritten integers, which have no NaN
+OWN_RULES = ("reset_parameters", "_reset_parameters")
 
 
-def initialise(
-    target: Target, local: torch.Tensor, seed: int, init: Init | None = None
-) -> str | None:
-    """Fill this rank's share of a target by the first rule that writes all of it.
+class Initialiser:
+    """Fills tensors of one model.
 
     Args:
-        target: the tensor.
-        local: memory of this rank's share.
+        model: its modules' rules are used; none of its tensors is touched.
         seed: the same on all ranks.
-        init: a rule of the user's, called with the (stand-in) module that owns the tensor.
-
-    Returns:
-        The rule's name, or None when no rule writes the tensor.
+        init: a rule of the user's, called with each module (stand-in) that owns a wanted tensor; default:
+            what construction does, `reset_parameters` from the inside out, then `_init_weights`.
     """
-    if 0 in target.shape:
-        return "nothing to fill"
-    for place in target.places:
-        for name, root, call in _rules(place, init):
-            value = _run(target, place, root, call, seed, local.device)
-            if value is not None:
-                for piece in target.pieces:
-                    slices = tuple(
-                        slice(o, o + n) for o, n in zip(piece.local, piece.box.sizes, strict=True)
-                    )
-                    local[slices].copy_(value[piece.box.slices()])
-                return name
-    return None
 
+    def __init__(self, model: nn.Module, seed: int, init: Init | None = None) -> None:
+        self.model = model
+        self.seed = seed
+        self.init = init
+        self.stand_ins: dict[int, nn.Module] = {}
 
-def _rules(place: Place, init: Init | None) -> Iterator[Rule]:
-    """The rules that may fill a place, the most specific first."""
-    owner = place.module
-    if init is not None:
-        yield getattr(init, "__qualname__", str(init)), owner, init
-        return
-    for module in reversed(place.path):
+    def fill(self, target: Target, local: torch.Tensor) -> str | None:
+        """Fill this rank's share of a target.
+
+        Returns:
+            The name of the rule that had the last word, or None when the rules leave a part unwritten.
+
+        Raises:
+            LoadError: a rule fails on the stand-in, or needs values that are not there yet.
+        """
+        if 0 in target.shape:
+            return "nothing to fill"
+        blank = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+        _blank(blank)
+        is_parameter = target.kind == "parameter"
+        wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+        hollow = [self._swap(place, wanted) for place in target.places]
+        try:
+            name = self._run(target, local.device)
+            value = getattr(self._stand_in(target.places[0].module), target.places[0].attribute)
+        finally:
+            for place, old in zip(target.places, hollow, strict=True):
+                self._swap(place, old)
+        if value.shape != blank.shape or value.is_meta or _is_blank(value):
+            return None
+        for piece in target.pieces:
+            part = local[Box(piece.local, piece.box.sizes).slices()]
+            part.copy_(value.detach()[piece.box.slices()])
+        return name
+
+    def _run(self, target: Target, device: torch.device) -> str | None:
+        """Run the rules under a seed of the tensor's own; the ambient generators are left as they were."""
+        last: str | None = None
+        accelerators = [] if device.type == "cpu" else [device]
+        kind = "cuda" if device.type == "cpu" else device.type
+        with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
+            torch.manual_seed(derived_seed(self.seed, target.name))
+            for last, call in self._rules(target):
+                try:
+                    call()
+                except Exception as error:
+                    if self.init is not None:
+                        raise
+                    raise LoadError(
+                        f"{target.name}: {last} fails while it gives first values "
+                        f"({type(error).__name__}: {error}): pass init= to anyrank.materialize"
+                    ) from error
+        return last
+
+    def _rules(self, target: Target) -> Iterator[Rule]:
+        """What construction would run for a tensor, in that order."""
+        place = target.places[0]
+        if self.init is not None:
+            init, owner = self.init, self._stand_in(place.module)
+            yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
+            return
+        for module in reversed(place.path):
+            yield from self._own_rules(module, place)
+            if target.adapter and hasattr(module, "reset_lora_parameters"):
+                return  # adapters are added after the base model's rules have run
+        if not target.adapter:
+            yield from self._model_rules(place)
+
+    def _own_rules(self, module: nn.Module, place: Place) -> Iterator[Rule]:
+        stand_in: Any = self._stand_in(module)
+        title = plain_class(module).__name__
+        for name in OWN_RULES:
+            if hasattr(module, name):
+                yield f"{title}.{name}", getattr(stand_in, name)
         if hasattr(module, "reset_lora_parameters"):
-            yield from _lora_rule(place, module)
-    for module in reversed(place.path):
-        if hasattr(module, "_init_weights"):
-            rule: Any = module._init_weights
-            yield f"{_class_name(module)}._init_weights", owner, rule
-    if hasattr(owner, "reset_parameters"):
-        yield (
-            f"{_class_name(owner)}.reset_parameters",
-            owner,
-            lambda stand_in: stand_in.reset_parameters(),
-        )
-    if hasattr(owner, "_reset_parameters"):
-        yield (
-            f"{_class_name(owner)}._reset_parameters",
-            owner,
-            lambda stand_in: stand_in._reset_parameters(),
-        )
-    for module in reversed(place.path):
-        if hasattr(module, "init_weights"):
-            yield (
-                f"{_class_name(module)}.init_weights",
-                module,
-                lambda stand_in: stand_in.init_weights(),
-            )
+            adapter, kind = _lora_choice(place)
+            if kind is not False:
+                rule = stand_in.reset_lora_parameters
+                yield f"{title}.reset_lora_parameters", lambda: rule(adapter, kind)
+
+    def _model_rules(self, place: Place) -> Iterator[Rule]:
+        """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
+        found = False
+        for depth in reversed(range(len(place.path))):
+            models = (m for m in reversed(place.path[: depth + 1]) if hasattr(m, "_init_weights"))
+            model: Any = next(models, None)
+            if model is not None:
+                found = True
+                stand_in = self._stand_in(place.path[depth])
+                yield f"{plain_class(model).__name__}._init_weights", _bound(model, stand_in)
+        for module in reversed(place.path):
+            if not found and hasattr(module, "init_weights"):
+                rule: Any = self._stand_in(module)
+                yield f"{plain_class(module).__name__}.init_weights", rule.init_weights
+
+    def _stand_in(self, module: nn.Module) -> nn.Module:
+        """The stand-in of one of the model's modules; the tree is made when it is first needed."""
+        if not self.stand_ins:
+            _hollow(self.model, self.stand_ins)
+        return self.stand_ins[id(module)]
+
+    def _swap(self, place: Place, tensor: Any) -> Any:
+        """Put a tensor where the stand-in has another, and return that one."""
+        owner = self._stand_in(place.module).__dict__
+        table = owner["_parameters" if place.attribute in owner["_parameters"] else "_buffers"]
+        old, table[place.attribute] = table[place.attribute], tensor
+        return old
 
 
-def _lora_rule(place: Place, layer: nn.Module) -> Iterator[Rule]:
-    """PEFT's own rule for the adapter that a place belongs to, unless it was told to do nothing.
+def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
+    return lambda: model._init_weights(stand_in)
+
+
+def _lora_choice(place: Place) -> tuple[str, Any]:
+    """The adapter that a place belongs to, and how PEFT was told to initialise it.
 
     Raises:
         LoadError: a kind that computes the adapter from the base weights.
     """
     below = place.names[0].split(".")
-    table: dict[str, Any] = next(
-        (cast("Any", m).peft_config for m in place.path if hasattr(m, "peft_config")), {}
-    )
+    owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]
+    table: dict[str, Any] = owners[0].peft_config if owners else {}
     adapter = next((name for name in table if name in below), next(iter(table), "default"))
     kind = getattr(table.get(adapter), "init_lora_weights", True)
     if kind not in (True, False, "gaussian"):
         raise LoadError(
             f"{place.names[0]}: init_lora_weights={kind!r} computes the adapter from the base "
-            "weights: "
-            "load the base model first, then add the adapter"
+            "weights: load the base model first, then add the adapter"
         )
-    if kind is not False:
-        name = f"{_class_name(layer)}.reset_lora_parameters"
-        yield name, layer, lambda stand_in: stand_in.reset_lora_parameters(adapter, kind)
-
-
-def _run(
-    target: Target,
-    place: Place,
-    root: nn.Module,
-    call: Callable[[Any], object],
-    seed: int,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """The whole tensor as the rule leaves it, or None when the rule does not write all of it."""
-    blank = torch.empty(target.shape, dtype=target.dtype, device=device)
-    _blank(blank)
-    wanted = nn.Parameter(blank, requires_grad=False) if target.kind == "parameter" else blank
-    stand_ins: dict[int, nn.Module] = {}
-    stand_in = _stand_in(root, id(target.tensor), wanted, stand_ins)
-    accelerators = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
-        torch.manual_seed(derived_seed(seed, target.name))
-        try:
-            call(stand_in)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError):
-            return None  # the rule needs what a stand-in lacks; the next rule may not
-    value = getattr(stand_ins.get(id(place.module), stand_in), place.attribute, None)
-    if not isinstance(value, torch.Tensor) or value.shape != blank.shape or value.is_meta:
-        return None
-    return None if _is_blank(value) else value.detach()
+    return adapter, kind
 
 
 def derived_seed(seed: int, name: str) -> int:
@@ -147,22 +176,22 @@ def _blank(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype != torch.bool:
-        tensor.fill_(SENTINEL if tensor.dtype.is_signed else -SENTINEL)
+        tensor.fill_(SENTINEL)
 
 
 def _is_blank(tensor: torch.Tensor) -> bool:
     """Whether a part was left unwritten."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
-    if tensor.dtype == torch.bool:
-        return False
-    return bool((tensor == (SENTINEL if tensor.dtype.is_signed else -SENTINEL)).any())
+    return tensor.dtype != torch.bool and bool((tensor == SENTINEL).any())
 
 
-def _stand_in(
-    module: nn.Module, wanted_id: int, wanted: torch.Tensor, made: dict[int, nn.Module]
-) -> nn.Module:
-    """A copy of a module tree without values: the wanted tensor real, other parameters on meta."""
+def _hollow(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module tree with parameters on meta; buffers that are real are copied.
+
+    The copies have the classes that the user wrote, share every plain attribute, and take no hooks
+    along that wrappers have registered.
+    """
     if id(module) in made:
         return made[id(module)]
     kind = plain_class(module)
@@ -170,29 +199,21 @@ def _stand_in(
     made[id(module)] = copy
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_parameters"] = {
-        name: _replaced(tensor, wanted_id, wanted)
+        name: None if tensor is None else _on_meta(tensor)
         for name, tensor in module.__dict__["_parameters"].items()
     }
     copy.__dict__["_buffers"] = {
-        name: _replaced(tensor, wanted_id, wanted)
+        name: None if tensor is None else tensor.detach().clone()
         for name, tensor in module.__dict__["_buffers"].items()
     }
     copy.__dict__["_modules"] = {
-        name: None if child is None else _stand_in(child, wanted_id, wanted, made)
+        name: None if child is None else _hollow(child, made)
         for name, child in module.__dict__["_modules"].items()
     }
     copy.__dict__.pop("_is_hf_initialized", None)
     return copy
 
 
-def _replaced(tensor: Any, wanted_id: int, wanted: torch.Tensor) -> Any:
-    if tensor is None or id(tensor) == wanted_id:
-        return None if tensor is None else wanted
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.detach().clone()
+def _on_meta(tensor: torch.Tensor) -> nn.Parameter:
     hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(hollow, requires_grad=False)
-
-
-def _class_name(module: nn.Module) -> str:
-    return plain_class(module).__name__

@@ -16,7 +16,7 @@ from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Exchange, plan_transfers
-from anyrank.loading.initialise import initialise
+from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.prepare import Options, Prepared, prepare
 from anyrank.loading.progress import Progress, progress_for
@@ -130,7 +130,6 @@ class _Load:
         buffer_bytes: int | None,
         progress: bool | Callable[[int, int], None] | None,
     ) -> None:
-        self.model = model
         self.prepared = prepared
         self.ranks = ranks
         self.memory = memory
@@ -141,6 +140,7 @@ class _Load:
         self.fresh: dict[
             int, torch.Tensor
         ] = {}  # memory for meta targets, until it is put in place
+        self.initialiser = Initialiser(model, prepared.seed)
         self.rules: dict[str, str] = {}
         self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
@@ -234,7 +234,7 @@ class _Load:
 
     def _initialise(self, index: int) -> None:
         target = self.prepared.targets[index]
-        rule = initialise(target, self._local(index), self.prepared.seed)
+        rule = self.initialiser.fill(target, self._local(index))
         if rule is None:
             raise LoadError(
                 f"{target.name}: is not in the source, and no rule of the model gives it a first "
@@ -253,8 +253,8 @@ class _Load:
 
         self.measured = self.ranks.together("putting the weights in place", commit)
         if self.prepared.rebuild:
-            targets, seed = self.prepared.targets, self.prepared.seed
-            self.rebuilt = rebuild(targets, self.ranks, seed, self.device)
+            targets = self.prepared.targets
+            self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
         self._move_buffers()
 
     def _move_buffers(self) -> None:

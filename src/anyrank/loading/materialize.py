@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
-from anyrank.loading.initialise import initialise
+from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target, find_targets
@@ -49,12 +49,13 @@ def materialize(
         LoadError: tensors that no rule writes, named; on all ranks, and nothing is changed.
     """
     meter = Meter()
-    rule = None if init == "auto" else init
     with open_ranks(process_group) as ranks:
         seed = ranks.gather(torch.initial_seed())[0]
         mine: list[Target] = []
         ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
         place = default_device(mine) if device is None else torch.device(device)
+        rule = None if init == "auto" else init
+        initialiser = Initialiser(model, seed, rule)
         rules: dict[str, str] = {}
         fresh: list[tuple[Target, torch.Tensor]] = []
 
@@ -63,7 +64,7 @@ def materialize(
             for target in mine:
                 if target.is_meta and target.kind != "derived":
                     local = allocate(target, device_for(target, place))
-                    name = initialise(target, local, seed, rule)
+                    name = initialiser.fill(target, local)
                     fresh.append((target, local))
                     lost += [target.name] if name is None else []
                     rules[target.name] = name or ""
@@ -81,7 +82,7 @@ def materialize(
                 put_in_place(target, local)
 
         ranks.together("putting the values in place", commit)
-        rebuilt = rebuild(mine, ranks, seed, place, rule)
+        rebuilt = rebuild(mine, ranks, initialiser, place)
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(

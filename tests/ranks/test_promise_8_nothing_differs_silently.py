@@ -1,0 +1,258 @@
+"""Promise 8: what could not be restored exactly is in the report, at WARNING; what must not differ raises."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.files.formats import list_source
+from anyrank.testing import run_ranks
+from tests.integrations.families import build, save
+
+
+def job(family: str, source: Any, how: str, options: dict[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Load into FSDP2; returns weights and buffers or the error, the report, and the warnings."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("anyrank").addHandler(handler)
+    try:
+        if how == "meta":
+            with torch.device("meta"):  # buffers too, as many trainers do it
+                model = build(family)
+        else:
+            with anyrank.meta():
+                model = build(family)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        try:
+            report = anyrank.load(model, source, **options)
+        except anyrank.AnyrankError as error:
+            return error, None, told
+        tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        whole = {
+            name: t.full_tensor().detach() if hasattr(t, "full_tensor") else t.detach()
+            for name, t in tensors.items()
+        }
+        return whole, report, told
+    finally:
+        logging.getLogger("anyrank").removeHandler(handler)
+
+
+def run(family: str, source: Any, how: str = "meta", **options: Any) -> tuple[Any, Any, list[str]]:
+    results = run_ranks(2, job, family, source, how, options, timeout=40)
+    first, report, told = results[0]
+    other = results[1][0]
+    if isinstance(first, Exception):
+        assert type(first) is type(other)
+        assert str(first) == str(other)
+    return first, report, told
+
+
+def test_rotary_buffers_of_a_model_on_meta_are_rebuilt(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    weights, report, _ = run("llama", str(tmp_path))
+    expected = dict(build("llama").named_buffers())
+    assert expected
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+    assert set(report.rebuilt) == set(expected)
+
+
+def test_buffers_under_meta_were_never_lost(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    weights, report, _ = run("llama", str(tmp_path), how="anyrank.meta")
+    for name, value in build("llama").named_buffers():
+        assert torch.equal(weights[name], value), name
+    assert report.rebuilt == {}
+
+
+def test_a_tied_head_that_is_not_in_the_file(tmp_path: Path) -> None:
+    expected = save("llama_tied", tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    weights, report, _ = run("llama_tied", str(tmp_path))
+    assert torch.equal(weights["model.embed_tokens.weight"], expected["lm_head.weight"])
+    assert report.tied == {"model.embed_tokens.weight": ["lm_head.weight"]}
+
+
+def without(folder: Path, key: str) -> Path:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[key]
+    save_file(tensors, path, {"format": "pt"})
+    return path
+
+
+def test_a_missing_key_raises(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    without(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    error, _, _ = run("llama", str(tmp_path))
+    assert isinstance(error, anyrank.LoadError)
+    assert "model.layers.1.mlp.up_proj.weight" in str(error)
+
+
+def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    without(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    weights, report, told = run("llama", str(tmp_path), missing="init")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert list(report.initialised) == [name]
+    assert report.missing == [name]
+    assert 0.01 < float(weights[name].std()) < 0.04  # the model's initializer_range is 0.02
+    assert any("first values" in text and name in text for text in told)
+
+
+def test_a_missing_key_on_meta_cannot_be_kept(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    without(tmp_path, "model.norm.weight")
+    error, _, _ = run("llama", str(tmp_path), missing="keep")
+    assert isinstance(error, anyrank.LoadError)
+    assert "nothing to keep" in str(error)
+
+
+def test_an_unexpected_key_raises_or_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "model.extra": torch.zeros(3)}, path)
+    error, _, _ = run("llama", str(tmp_path))
+    assert "model.extra" in str(error)
+    _, report, told = run("llama", str(tmp_path), unexpected="ignore")
+    assert report.unexpected == ["model.extra"]
+    assert any("model.extra" in text for text in told)
+
+
+def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
+    expected = save("llama", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    save_file({k: torch.zeros_like(v) for k, v in whole.items()}, tmp_path / "consolidated.safetensors")
+    torch.save({k: torch.ones_like(v) for k, v in whole.items()}, tmp_path / "pytorch_model.bin")
+    weights, report, _ = run("llama", str(tmp_path))
+    assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])
+    assert any("consolidated.safetensors: passed over" in note for note in report.skipped)
+    assert any("pytorch_model.bin: passed over" in note for note in report.skipped)
+
+
+@pytest.mark.parametrize("change", ["half", "turned", "longer"])
+def test_a_shape_that_differs_raises(tmp_path: Path, change: str) -> None:
+    save("llama", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    weight = tensors[name]
+    changed = {"half": weight[:24], "turned": weight.t(), "longer": torch.cat([weight, weight])}
+    save_file({**tensors, name: changed[change].contiguous()}, path)
+    error, _, _ = run("llama", str(tmp_path))
+    assert f"{name}: the model has shape [48, 32], the source" in str(error)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    path = tmp_path / "w.pt"
+    torch.save(load_file(tmp_path / "model.safetensors"), path)
+    weights, report, _ = run("llama", str(path), verify=True)
+    assert not isinstance(weights, Exception)
+    assert "CRC-32 of" in report.verified
+    chunk = list_source(str(path)).tensors["model.norm.weight"].chunks[0]
+    flip(path, chunk.offset + 5)
+    error, _, _ = run("llama", str(path), verify=True)
+    assert isinstance(error, anyrank.LoadError)
+    assert "the file is corrupt" in str(error)
+
+
+def test_a_flipped_bit_is_noticed_where_the_publisher_gave_a_digest(tmp_path: Path) -> None:
+    """The layout of a Hugging Face cache: each file is a link to a blob that bears its SHA-256."""
+    save("llama", tmp_path)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    blob = blobs / hashlib.sha256(data).hexdigest()
+    blob.write_bytes(data)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    _, report, _ = run("llama", str(snapshot), verify=True)
+    assert "SHA-256 of 1 files" in report.verified
+    flip(blob, len(data) - 5)
+    error, _, _ = run("llama", str(snapshot), verify=True)
+    assert "SHA-256 is" in str(error)
+    assert "corrupt" in str(error)
+
+
+def test_without_any_checksum_that_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    _, report, told = run("llama", str(tmp_path), verify=True)
+    assert "no checksums" in report.verified
+    assert any("cannot be noticed" in text for text in told)
+
+
+def test_nan_is_loaded_and_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.norm.weight"
+    save_file({**load_file(path), name: torch.full((32,), float("nan"))}, path)
+    weights, report, told = run("llama", str(tmp_path), verify=True)
+    assert bool(weights[name].isnan().all())
+    assert set(report.nonfinite) == {name}
+    assert any("not finite" in text and name in text for text in told)
+
+
+def test_a_cast_is_in_the_report(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({k: v.bfloat16() for k, v in load_file(path).items()}, path)
+    weights, report, _ = run("llama", str(tmp_path))
+    assert report.cast["model.norm.weight"] == "bfloat16 -> float32"
+    assert weights["model.norm.weight"].dtype == torch.float32
+
+
+class Derived(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+
+def test_a_buffer_that_nobody_can_rebuild_raises() -> None:
+    with torch.device("meta"):
+        model = Derived()
+    with pytest.raises(anyrank.LoadError, match=r"no rule of their module rebuilds: table"):
+        anyrank.load(model, {"weight": torch.zeros(2)})
+
+
+def job_one_rank_has_it() -> torch.Tensor:
+    with torch.device("cpu" if torch.distributed.get_rank() == 1 else "meta"):
+        model = Derived()
+    report = anyrank.load(model, {"weight": torch.zeros(2)})
+    assert report.rebuilt == {"table": "rank 1"}
+    return model.table
+
+
+def test_a_buffer_that_one_rank_has_is_taken_from_it() -> None:
+    for table in run_ranks(3, job_one_rank_has_it):
+        assert torch.equal(table, torch.arange(2.0))
+
+
+def job_diverged() -> str:
+    value = torch.full((2,), float(torch.distributed.get_rank() // 2))
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(Derived(), {"weight": value}, verify=True)
+    return str(caught.value)
+
+
+def test_replicas_that_differ_raise_with_their_names() -> None:
+    """Every rank has a table of its own, and they differ."""
+    for text in run_ranks(4, job_diverged):
+        assert "weight: ranks [0, 1] differs from ranks [2, 3]" in text

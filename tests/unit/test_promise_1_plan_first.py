@@ -1,0 +1,110 @@
+"""Promise 1: every problem with names, shapes, dtypes or files is raised before payload moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+import anyrank.faults
+from anyrank.loading.planning import plan_source
+
+WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4), "1.weight": torch.randn(2, 4)}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
+
+
+@pytest.fixture
+def no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved() -> None:
+        raise AssertionError("payload was read")
+
+    monkeypatch.setitem(anyrank.faults.armed, "load.read", moved)
+
+
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "missing": {k: v for k, v in WEIGHTS.items() if k != "1.weight"},
+    "unexpected": {**WEIGHTS, "2.weight": torch.zeros(1)},
+    "shape": {**WEIGHTS, "1.weight": torch.zeros(4, 2)},
+    "dtype": {**WEIGHTS, "1.weight": torch.zeros(2, 4, dtype=torch.int64)},
+}
+
+
+@pytest.mark.usefixtures("no_payload")
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_problem_is_raised_before_the_first_byte(tmp_path: Path, problem: str) -> None:
+    save_file(PROBLEMS[problem], tmp_path / "w.safetensors")
+    for call in (anyrank.load, anyrank.plan):
+        with pytest.raises(anyrank.LoadError, match="does not fit the model"):
+            call(net(), tmp_path / "w.safetensors")
+
+
+@pytest.mark.usefixtures("no_payload")
+def test_the_check_of_this_file_can_fail(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    with pytest.raises(AssertionError, match="payload was read"):
+        anyrank.load(net(), tmp_path / "w.safetensors")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    source = {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(4), "1.wieght": torch.zeros(2, 4)}
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(net(), source)
+    assert str(caught.value) == (
+        "0.weight (memory) does not fit the model:\n"
+        "missing in the source (1):\n"
+        "  1.weight (near: 1.wieght)\n"
+        "  to go on: rename=..., or missing='init' for the model's own first values, or 'keep'\n"
+        "unexpected in the source (1):\n"
+        "  1.wieght (near: 1.weight)\n"
+        "  to go on: rename=..., or unexpected='ignore'\n"
+        "0.weight: the model has shape [4, 4], the source [3, 3] (0.weight)"
+    )
+
+
+@pytest.mark.usefixtures("no_payload")
+def test_a_plan_reads_headers_only_and_changes_nothing(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    with anyrank.meta():
+        model = net()
+    plan = anyrank.plan(model, tmp_path / "w.safetensors")
+    assert all(p.is_meta for p in model.parameters())
+    assert plan.share_bytes == plan.read_bytes == [28 * 4]
+    assert (plan.world_size, plan.nodes, plan.strategy) == (1, 1, "own")
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 16384])
+def test_a_plan_for_ranks_that_do_not_exist_yet(tmp_path: Path, world: int) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    plan = anyrank.plan(net(), tmp_path / "w.safetensors", world_size=world)
+    assert len(plan.share_bytes) == world
+    assert sum(plan.share_bytes) == 28 * 4
+    assert sum(plan.read_bytes) == 28 * 4
+    assert min(plan.share_bytes) == (0 if world > 4 else min(plan.share_bytes))
+
+
+def test_a_plan_with_replicas_on_several_nodes(tmp_path: Path) -> None:
+    tensors = {"w": torch.zeros(64, 1 << 20)}  # 256 MiB
+    save_file(tensors, tmp_path / "w.safetensors")
+    own = plan_source(str(tmp_path), world_size=16, mesh=(2, 8))
+    assert own.strategy == "stripe"
+    assert sum(own.read_bytes) == 256 << 20
+    assert sum(own.share_bytes) == 2 * (256 << 20)
+    one_node = plan_source(str(tmp_path), world_size=8, mesh=(2, 4))
+    assert one_node.strategy == "own"
+    assert sum(one_node.read_bytes) == 2 * (256 << 20)
+    wide = plan_source(str(tmp_path), world_size=8, dtype=torch.bfloat16)
+    assert sum(wide.share_bytes) == 128 << 20
+
+
+def test_a_mesh_that_does_not_multiply_to_the_world(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    with pytest.raises(anyrank.LoadError, match="a mesh of 2x3 has 6 ranks, not 8"):
+        anyrank.plan(net(), tmp_path / "w.safetensors", world_size=8, mesh=(2, 3))
