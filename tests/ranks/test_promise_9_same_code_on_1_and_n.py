@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.families import build
+from tests.ranks.models import LAYOUTS, Net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.testing import run_ranks
-from tests.integrations.families import build
-from tests.ranks.models import LAYOUTS, Net
 
 
 class Custom(nn.Module):
@@ -94,7 +94,11 @@ def job_missing(layout: str) -> dict[str, torch.Tensor]:
     given = {f"blocks.0.{k}": v for k, v in Net().blocks[0].state_dict().items()}
     torch.manual_seed(9)
     given = {k: torch.randn(v.shape) for k, v in given.items()}
-    given |= {"scale": torch.ones(1, 8), "empty": torch.empty(0, 8), "blocks.1.count": torch.ones(3)}
+    given |= {
+        "scale": torch.ones(1, 8),
+        "empty": torch.empty(0, 8),
+        "blocks.1.count": torch.ones(3),
+    }
     report = anyrank.load(net, given, missing="init")
     assert "blocks.1.up.weight" in report.initialised
     assert report.tied

@@ -54,7 +54,11 @@ def test_the_check_of_this_file_can_fail(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    source = {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(4), "1.wieght": torch.zeros(2, 4)}
+    source = {
+        "0.weight": torch.zeros(3, 3),
+        "0.bias": torch.zeros(4),
+        "1.wieght": torch.zeros(2, 4),
+    }
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(net(), source)
     assert str(caught.value) == (

@@ -63,8 +63,8 @@ def command(
     """Show what loading PATH would read, send and hold, by rank and by machine.
 
     Needs no process group, no GPU and no model: headers alone, with the tensors of PATH as the
-    model's, cut along their first dim over the last axis of the mesh (FSDP2, HSDP). A mesh of 4x1 is
-    four whole copies (DDP).
+    model's, cut along their first dim over the last axis of the mesh (FSDP2, HSDP). A mesh of 4x1
+    is four whole copies (DDP).
     """
     world = _world_size(ranks, mesh, nodes)
     import torch

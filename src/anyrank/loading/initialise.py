@@ -1,8 +1,8 @@
 """First values by the model's own rules, the same on any number of ranks.
 
 Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
-numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number of
-ranks nor on which other tensors are wanted, and a rank needs one whole tensor at a time.
+numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number
+of ranks nor on which other tensors are wanted, and a rank needs one whole tensor at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Initialiser:
     Args:
         model: its modules' rules are used; none of its tensors is touched.
         seed: the same on all ranks.
-        init: a rule of the user's, called with each module (stand-in) that owns a wanted tensor; default:
-            what construction does, `reset_parameters` from the inside out, then `_init_weights`.
+        init: a rule of the user's, called with each module (stand-in) that owns a wanted tensor;
+            default: what construction does, `reset_parameters` from the inside out, then
+                `_init_weights`.
     """
 
     def __init__(self, model: nn.Module, seed: int, init: Init | None = None) -> None:
@@ -44,7 +45,8 @@ class Initialiser:
         """Fill this rank's share of a target.
 
         Returns:
-            The name of the rule that had the last word, or None when the rules leave a part unwritten.
+            The name of the rule that had the last word, or None when the rules leave a part
+            unwritten.
 
         Raises:
             LoadError: a rule fails on the stand-in, or needs values that are not there yet.
@@ -70,7 +72,9 @@ class Initialiser:
         return name
 
     def _run(self, target: Target, device: torch.device) -> str | None:
-        """Run the rules under a seed of the tensor's own; the ambient generators are left as they were."""
+        """Run the rules under a seed of the tensor's own; the ambient generators are left as they
+        were.
+        """
         last: str | None = None
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type

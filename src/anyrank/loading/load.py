@@ -16,12 +16,19 @@ from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Exchange, plan_transfers
+from anyrank.loading.freeze import remember
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.prepare import Options, Prepared, prepare
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
-from anyrank.loading.verify import check_files, compare_replicas, count_nonfinite
+from anyrank.loading.targets import Target
+from anyrank.loading.verify import (
+    check_files,
+    compare_replicas,
+    content_hash,
+    count_nonfinite,
+)
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.tensors.names import Rename
 from anyrank.tensors.plan import plan_reads
@@ -141,6 +148,7 @@ class _Load:
             int, torch.Tensor
         ] = {}  # memory for meta targets, until it is put in place
         self.initialiser = Initialiser(model, prepared.seed)
+        self.pinned: dict[int, torch.Tensor] = {}  # to be compared with a frozen part, then dropped
         self.rules: dict[str, str] = {}
         self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
@@ -184,6 +192,8 @@ class _Load:
             target = prepared.targets[index]
             if target.is_meta:
                 self.fresh[index] = allocate(target, device_for(target, self.device))
+            elif _is_pinned(target):
+                self.pinned[index] = allocate(target, device_for(target, self.device))
         if prepared.decision.name == "own":
             self._read_own(reader)
         else:
@@ -211,8 +221,10 @@ class _Load:
         )
 
     def _local(self, index: int) -> torch.Tensor:
-        fresh = self.fresh.get(index)
-        return self.prepared.targets[index].local() if fresh is None else fresh
+        for apart in (self.fresh, self.pinned):
+            if index in apart:
+                return apart[index]
+        return self.prepared.targets[index].local()
 
     def _read_own(self, reader: Reader) -> None:
         jobs: list[Job] = []
@@ -247,8 +259,12 @@ class _Load:
         """Put new memory in place, then see to non-persistent buffers."""
 
         def commit() -> Measured:
+            self._compare_pinned()
             for index, local in self.fresh.items():
                 put_in_place(self.prepared.targets[index], local)
+            self._tie_again()
+            for part in {id(p): p for t in self._filled() if (p := t.frozen) is not None}.values():
+                remember(part)
             return self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds()
 
         self.measured = self.ranks.together("putting the weights in place", commit)
@@ -256,6 +272,31 @@ class _Load:
             targets = self.prepared.targets
             self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
         self._move_buffers()
+
+    def _tie_again(self) -> None:
+        targets = self.prepared.targets
+        for index, source in self.prepared.retie.items():
+            for place in targets[index].places:
+                setattr(place.module, place.attribute, targets[source].tensor)
+                targets[source].places.append(place)
+
+    def _filled(self) -> list[Target]:
+        return [self.prepared.targets[index] for index in self.prepared.stored]
+
+    def _compare_pinned(self) -> None:
+        """What a source holds of a frozen part must be what the part is.
+
+        Raises:
+            LoadError: it is not; the part is left as it is.
+        """
+        for index, given in self.pinned.items():
+            target = self.prepared.targets[index]
+            if content_hash(given) != content_hash(target.local()):
+                raise LoadError(
+                    f"{target.name}: is frozen, and the source holds other values: freeze the part "
+                    "with the weights that belong to this source, or remove them from the source"
+                )
+        self.pinned.clear()
 
     def _move_buffers(self) -> None:
         """Real CPU buffers of a plain model that came from meta follow its parameters to the
@@ -304,6 +345,14 @@ class _Load:
             peak_device_bytes=list(device),
             seconds=max(seconds),
         )
+
+
+def _is_pinned(target: Target) -> bool:
+    """Whether a tensor belongs to a frozen part that is whole and real: it is compared, not
+    written.
+    """
+    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    return info is not None and info.tensors is not None
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from anyrank.files.listing import Listing, join
 from anyrank.files.storage import storage_for
 from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.exchange import Coordinates, coordinates_of, replicas
+from anyrank.loading.freeze import frozen_parts
 from anyrank.loading.strategy import Decision, decide
 from anyrank.loading.targets import Target, find_targets
 from anyrank.tensors.names import Match, Rename, match, near, renamer
@@ -78,6 +79,7 @@ class Prepared:
         match: names, for the report.
         ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
         frozen: frozen parts -> the source of their own that fills them.
+        retie: tensors whose declared tie was broken -> the tensor to hang in their place.
         decision: who reads.
         coordinates: of every rank, by global rank.
         rebuild: whether any rank has non-persistent buffers on meta.
@@ -93,6 +95,7 @@ class Prepared:
     match: Match
     ignored: list[str]
     frozen: dict[str, str]
+    retie: dict[int, int]
     decision: Decision = field(init=False)
     coordinates: dict[int, Coordinates] = field(init=False)
     rebuild: bool = False
@@ -111,19 +114,40 @@ def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Opti
 
     plans: list[Prepared] = []
 
-    def plan_here() -> tuple[str, Coordinates, bool, bool]:
+    def plan_here() -> tuple[str, Coordinates, bool, bool, dict[str, str | None]]:
         plans.append(_plan(model, listing, options, sights[0].seed))
         targets = plans[0].targets
         hollow = any(t.is_meta and t.kind == "derived" for t in targets)
         real = any(not targets[index].is_meta for index in plans[0].stored)
-        return _digest(plans[0]), coordinates_of(targets), hollow, real
+        parts: dict[str, str | None] = {
+            name: part.anyrank_frozen.digest  # type: ignore[union-attr]
+            for name, part in frozen_parts(model)
+        }
+        return _digest(plans[0]), coordinates_of(targets), hollow, real, parts
 
     answers = ranks.together("planning the load", plan_here)
-    digests, coordinates, hollow, real = zip(*answers, strict=True)
+    digests, coordinates, hollow, real, parts = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         _explain_difference(plans[0], ranks)
+    _compare_frozen(parts, ranks)
     plans[0].rebuild, plans[0].in_place = any(hollow), any(real)
     return _decided(plans[0], options, ranks, coordinates, [sight.there for sight in sights])
+
+
+def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> None:
+    """Nobody broadcasts frozen parts, so they must be equal to begin with.
+
+    Raises:
+        LoadError: a part whose hash, taken when it was frozen, differs between ranks.
+    """
+    for name, digest in parts[0].items():
+        for rank, others in zip(ranks.ranks, parts, strict=True):
+            if others.get(name) != digest and None not in (digest, others.get(name)):
+                raise LoadError(
+                    f"the frozen part {name or 'itself'} differs between ranks: "
+                    f"rank {ranks.ranks[0]} has {digest}, rank {rank} has {others.get(name)}: "
+                    "freeze the same weights on every rank"
+                )
 
 
 def _decided(
@@ -195,6 +219,8 @@ def _plan(model: nn.Module, listing: Listing, options: Options, seed: int) -> Pr
     missing = [loadable[i] for i in found.missing]
     listing, frozen = _frozen_sources(targets, missing, stored, listing)
     missing = [i for i in missing if i not in stored]
+    retie = _declared_ties(model, targets, missing, stored)
+    missing = [i for i in missing if i not in retie]
     ignored = [key for key in found.unexpected if _is_ignorable(key, targets, model, rename)]
     found.unexpected = [key for key in found.unexpected if key not in ignored]
     adapters = [i for i in missing if targets[i].adapter]
@@ -207,7 +233,7 @@ def _plan(model: nn.Module, listing: Listing, options: Options, seed: int) -> Pr
     initialise = [i for i in initialise if i not in adapters or targets[i].is_meta]
     keep = [i for i in missing if i not in initialise]
     found.missing = absent
-    return Prepared(targets, listing, seed, stored, initialise, keep, found, ignored, frozen)
+    return Prepared(targets, listing, seed, stored, initialise, keep, found, ignored, frozen, retie)
 
 
 def _frozen_sources(
@@ -236,6 +262,25 @@ def _frozen_sources(
                 stored[index] = listing.tensors[f"{base}/{key}"]
         frozen[targets[indices[0]].name.rsplit(".", 1)[0]] = str(part.anyrank_frozen.source)
     return listing, frozen
+
+
+def _declared_ties(
+    model: nn.Module, targets: list[Target], missing: list[int], stored: Mapping[int, StoredTensor]
+) -> dict[int, int]:
+    """Missing tensors that the model says are others' (to_empty unties them): tied again, if
+    plain.
+    """
+    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {name: i for i, t in enumerate(targets) for place in t.places for name in place.names}
+    ties: dict[int, int] = {}
+    for index in missing:
+        partner = next((declared[n] for n in targets[index].places[0].names if n in declared), None)
+        source = names.get(partner) if partner is not None else None
+        if source is None or source not in stored:
+            continue
+        if targets[source].layout is None and targets[index].layout is None:
+            ties[index] = source
+    return ties
 
 
 def _is_ignorable(key: str, targets: list[Target], model: nn.Module, rename: Any) -> bool:

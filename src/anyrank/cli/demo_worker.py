@@ -1,0 +1,272 @@
+"""One rank of `anyrank demo`: `torchrun -m anyrank.cli.demo_worker WEIGHTS SCRATCH STEPS`.
+
+Each part runs in a process of its own, forked after the imports: memory that an earlier part used
+and malloc kept would hide what a later one needs. Rank 0 leaves each part's results in
+SCRATCH/PART.json.
+
+`read_docstrings`, `masked_rows` and `train` are those of examples/finetune.py, word for word: the
+example is one file that users copy, and is not in the wheel. A test compares them.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
+
+import anyrank
+from anyrank.loading.measure import rss_anon
+
+COLUMNS, MASKED = 32, 5  # tokens of a row, and how many of them are masked
+LEAST_ROWS = 16
+SAMPLE_SEC = 0.002
+SENTENCES = (
+    "Every rank reads its own share.",
+    "The model's weights are cut along their first dimension.",
+    "A cat sat on the mat, and looked at the rain.",
+    "Der Zug nach Bern hat Versp\u00e4tung.",
+    "def load(model, source): return report",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command asks of every rank.
+
+    Attributes:
+        weights: folder of the model.
+        scratch: where results go; `weights.pt` in it holds the same tensors, saved by torch.
+        steps: of training.
+    """
+
+    weights: str
+    scratch: str
+    steps: int
+
+    def write(self, part: str, results: dict[str, Any]) -> None:
+        """Leave a part's results for the command. Rank 0 writes, all ranks may call."""
+        if dist.get_rank() == 0:
+            path = os.path.join(self.scratch, f"{part}.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(results, file)
+
+
+class Watch:
+    """The most anonymous memory above that at the start, and the time; of this rank, then of
+    all.
+    """
+
+    def __init__(self) -> None:
+        self.start_bytes = self.peak_bytes = rss_anon()
+        self.start_sec = time.perf_counter()
+        self.seconds = 0.0
+        self.ended = threading.Event()
+
+    def sample(self) -> None:
+        """Look at the memory of this instant."""
+        self.peak_bytes = max(self.peak_bytes, rss_anon())
+
+    def keep_sampling(self) -> None:
+        """Until the end; runs in a thread."""
+        while not self.ended.wait(SAMPLE_SEC):
+            self.sample()
+
+    def by_rank(self) -> dict[str, Any]:
+        """Peaks of all ranks, and the slowest rank's seconds. All ranks call it."""
+        mine = (self.peak_bytes - self.start_bytes, self.seconds)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        peaks, seconds = zip(*every, strict=True)
+        return {"peak_bytes": peaks, "seconds": max(seconds)}
+
+
+@contextmanager
+def watch() -> Generator[Watch]:
+    """Measure the block."""
+    gc.collect()
+    watching = Watch()
+    thread = threading.Thread(target=watching.keep_sampling, daemon=True)
+    thread.start()
+    yield watching
+    watching.sample()
+    watching.seconds = time.perf_counter() - watching.start_sec
+    watching.ended.set()
+    thread.join()
+
+
+# -- the parts ------------------------------------------------------------------------------------
+
+
+def naive(job: Job) -> None:
+    """What scripts do: every rank builds the model and loads the whole file. Also the reference."""
+    config = BertConfig.from_pretrained(job.weights)
+    with watch() as watching:
+        model = BertModel(config)
+        state = torch.load(os.path.join(job.scratch, "weights.pt"), weights_only=True)
+        model.load_state_dict(state, strict=False)  # the file has one key more, position_ids
+    job.write("naive", watching.by_rank())
+    if dist.get_rank() == 0:
+        reference = BertModel.from_pretrained(job.weights)
+        torch.save(embed(reference, job), os.path.join(job.scratch, "reference.pt"))
+
+
+def ddp(job: Job) -> None:
+    """The whole model on every rank: built on meta, loaded, wrapped."""
+    config = BertConfig.from_pretrained(job.weights)
+    with watch() as watching:
+        with anyrank.meta():
+            model = BertModel(config)
+        report = anyrank.load(model, job.weights)
+    report_load("ddp", job, DistributedDataParallel(model), watching, report)
+
+
+def fsdp2(job: Job) -> None:
+    """A share of the model on every rank: built on meta, sharded, loaded."""
+    config = BertConfig.from_pretrained(job.weights)
+    with watch() as watching:
+        with anyrank.meta():
+            model = BertModel(config)
+        shard(model, model)
+        report = anyrank.load(model, job.weights)
+    report_load("fsdp2", job, model, watching, report)
+
+
+def training(job: Job) -> None:
+    """A language model on the loaded encoder, sharded: its loss over some steps."""
+    torch.manual_seed(0)
+    config = BertConfig.from_pretrained(
+        job.weights, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    with anyrank.meta():
+        model = BertForMaskedLM(config)
+    shard(model, model.bert)
+    report = anyrank.load(model, job.weights, missing="init", unexpected="ignore")
+    size = dist.get_world_size()
+    rows = -(-LEAST_ROWS // size) * size
+    tokenizer = AutoTokenizer.from_pretrained(job.weights)
+    start = time.perf_counter()
+    losses = train(model, *masked_rows(tokenizer, job.steps * rows), rows)
+    seconds = time.perf_counter() - start
+    job.write("training", {"losses": losses, "seconds": seconds, "report": asdict(report)})
+
+
+PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2, training)
+
+
+def shard(model: nn.Module, encoder: Any) -> None:
+    """FSDP2, one unit a layer."""
+    for layer in encoder.encoder.layer:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def report_load(
+    part: str, job: Job, model: nn.Module, watching: Watch, report: anyrank.LoadReport
+) -> None:
+    """Memory, the report, and how far the embeddings are from the reference. All ranks."""
+    results = watching.by_rank()
+    reference = torch.load(os.path.join(job.scratch, "reference.pt"), weights_only=True)
+    difference = (embed(model, job) - reference).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    job.write(part, results | {"difference": difference.item(), "report": asdict(report)})
+
+
+@torch.no_grad()
+def embed(model: nn.Module, job: Job) -> torch.Tensor:
+    """Sentence embeddings, float32 [sentences, 384]: the mean over each sentence's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(job.weights)
+    batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
+    states = model.eval()(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1)
+    return (states * mask).sum(dim=1) / mask.sum(dim=1)
+
+
+# -- as in examples/finetune.py -------------------------------------------------------------------
+
+
+def read_docstrings() -> Iterator[str]:
+    """Docstrings of the standard library's modules, classes and functions."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                yield ast.get_docstring(node) or ""
+
+
+def masked_rows(tokenizer: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, int64 [number, COLUMNS] each, the same on every rank."""
+    tokens: list[int] = []
+    for text in islice(filter(None, read_docstrings()), 100 * number):
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) >= number * COLUMNS:
+            break
+    ids = torch.tensor(tokens[: number * COLUMNS]).view(number, COLUMNS)
+    # Equally many in each row: the mean over ranks is then the mean over tokens.
+    order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
+    hidden = order < MASKED
+    return ids.masked_fill(hidden, tokenizer.mask_token_id), ids.masked_fill(~hidden, -100)
+
+
+def train(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, rows: int) -> list[float]:
+    """One pass in steps of `rows` rows, shared by the ranks; the loss of each step."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = slice(rank * rows // size, (rank + 1) * rows // size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    losses: list[float] = []
+    for step_ids, step_labels in zip(ids.split(rows), labels.split(rows), strict=True):
+        loss = model(input_ids=step_ids[mine], labels=step_labels[mine]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / size
+        if size > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def run_part(part: Callable[[Job], None], job: Job) -> None:
+    """Join the other ranks' processes of this part, and run it."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = f"file://{os.path.abspath(job.scratch)}/{part.__name__}.store"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    part(job)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run the parts one after the other; the first that fails ends the rank."""
+    weights, scratch, steps = sys.argv[1:]
+    job = Job(weights, scratch, int(steps))
+    for part in PARTS:
+        process = multiprocessing.get_context("fork").Process(target=run_part, args=(part, job))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{part.__name__} ended with exit code {process.exitcode}")
+
+
+if __name__ == "__main__":
+    main()
