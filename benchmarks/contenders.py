@@ -22,7 +22,7 @@ from launch import settle
 from weights import local_part, rows_of, weight_map, wrong_tensors
 
 PAGE = 4096
-SCRATCH_BYTES = 2 << 20  # of the hand-written minimum's cast; stays in the core's cache
+SCRATCH_BYTES = 1 << 22  # of the hand-written minimum's cast; stays in the core's cache
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def by_hand(case: Case, model: nn.Module) -> nn.Module:
             files[where[name]] = fd, 8 + length, json.loads(os.pread(fd, length, 8))
         fd, base, header = files[where[name]]
         local = local_part(parameter).view(-1)
-        row = local_part(parameter).numel() // max(1, local_part(parameter).shape[0])
+        row = parameter.shape[1:].numel()
         start = base + header[name]["data_offsets"][0] + 2 * row * rows_of(parameter)[0]
         if local.dtype == torch.bfloat16:
             read_into(fd, local, start)

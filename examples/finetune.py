@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
 
 import anyrank
 
-COLUMNS, MASKED = 32, 5  # tokens of a row, and how many of them are masked
+COLUMNS, MASKED = 64, 10  # tokens of a row, and how many of them are masked
 
 
 def find_weights() -> str | None:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from rich.console import Console
+from rich.table import Table
 
 PIPE_COLUMNS = 200
 
@@ -22,3 +23,11 @@ def out() -> Console:
 def err() -> Console:
     """Standard error: progress, which must not mix with results."""
     return Console(stderr=True, highlight=False)
+
+
+def table(*titles: str) -> Table:
+    """A table without lines, whose first column is text and whose others are numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, title in enumerate(titles):
+        made.add_column(title, justify="right" if number else "left", no_wrap=True)
+    return made

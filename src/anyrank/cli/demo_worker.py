@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
 import anyrank
 from anyrank.loading.measure import rss_anon
 
-COLUMNS, MASKED = 32, 5  # tokens of a row, and how many of them are masked
+COLUMNS, MASKED = 64, 10  # tokens of a row, and how many of them are masked
 LEAST_ROWS = 16
 SAMPLE_SEC = 0.002
 SENTENCES = (

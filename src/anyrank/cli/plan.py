@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.padding import Padding
 
     from anyrank.loading.planning import LoadPlan
 
@@ -129,20 +129,27 @@ def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPl
         console.print(line, markup=False)
 
 
-def _table(plans: list[LoadPlan]) -> Table:
+def _table(plans: list[LoadPlan]) -> Padding:
     """One row a strategy, with the most that any rank and any node has."""
-    from rich import box
-    from rich.table import Table
+    from rich.padding import Padding
 
+    from anyrank.cli.console import table
     from anyrank.inspection.groups import in_units
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    table.add_column("strategy")
-    for title in ("rank holds", "peak", "reads", "sends", "node peak", "reads", "all read", "sec"):
-        table.add_column(title, justify="right", no_wrap=True)
+    ranks = ("rank\nholds", "rank\npeak", "rank\nreads", "rank\nsends")
+    made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "\nsec")
     for plan in plans:
-        ranks = (plan.share_bytes, plan.peak_bytes, plan.read_bytes, plan.sent_bytes)
-        most = [max(values) for values in (*ranks, plan.node_peak_bytes, plan.node_read_bytes)]
+        most = [
+            max(values)
+            for values in (
+                plan.share_bytes,
+                plan.peak_bytes,
+                plan.read_bytes,
+                plan.sent_bytes,
+                plan.node_peak_bytes,
+                plan.node_read_bytes,
+            )
+        ]
         cells = [in_units(nbytes) for nbytes in (*most, sum(plan.read_bytes))]
-        table.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
-    return table
+        made.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
+    return Padding.indent(made, 2)

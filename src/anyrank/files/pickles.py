@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import UnsafeFile
+from anyrank.tensors.names import NESTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +212,6 @@ def load(file: Any, path: str) -> Any:
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
     """The object that these bytes spell."""
     return TensorUnpickler(io.BytesIO(data), path, extra).tree()
-
-
-NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
 
 
 def find_weights(tree: Any, path: str) -> dict[str, TensorRef]:

@@ -16,10 +16,11 @@ from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Exchange, plan_transfers
+from anyrank.loading.fit import Options, Prepared
 from anyrank.loading.freeze import remember
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
-from anyrank.loading.prepare import Options, Prepared, prepare
+from anyrank.loading.prepare import prepare
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target

@@ -1,5 +1,5 @@
-"""Everything before the first byte of payload: who sees what, headers, targets, names,
-agreement.
+"""Everything before the first byte of payload: who sees what, headers, the plan, and agreement on
+it.
 """
 
 from __future__ import annotations
@@ -7,47 +7,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
-from anyrank.files.listing import Listing, join
 from anyrank.files.storage import storage_for
-from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.exchange import Coordinates, coordinates_of, replicas
+from anyrank.loading.fit import Options, Prepared, fit
 from anyrank.loading.freeze import frozen_parts
-from anyrank.loading.strategy import Decision, decide
-from anyrank.loading.targets import Target, find_targets
-from anyrank.tensors.names import Match, Rename, match, near, renamer
-from anyrank.tensors.spec import StoredTensor
+from anyrank.loading.strategy import decide
 from anyrank.world.ranks import Ranks
-
-MISSING = ("error", "init", "keep")
-UNEXPECTED = ("error", "ignore")
-CAST = ("float", "any")
-SHOWN = 10
-
-
-@dataclass(frozen=True)
-class Options:
-    """The caller's choices, checked."""
-
-    missing: str = "error"
-    unexpected: str = "error"
-    cast: str = "float"
-    rename: Rename = None
-    strategy: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("missing", MISSING), ("unexpected", UNEXPECTED), ("cast", CAST)):
-            if getattr(self, name) not in allowed:
-                raise LoadError(
-                    f"{name}={getattr(self, name)!r} is unknown; give one of {', '.join(allowed)}"
-                )
 
 
 @dataclass(frozen=True)
@@ -67,41 +39,6 @@ class Sight:
     seed: int
 
 
-@dataclass
-class Prepared:
-    """A load that can only fail by I/O from here on.
-
-    Attributes:
-        targets: every tensor of the model.
-        stored: index of a target -> its bytes.
-        initialise: indices of targets that a rule fills.
-        keep: indices of missing targets that keep their values.
-        match: names, for the report.
-        ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
-        frozen: frozen parts -> the source of their own that fills them.
-        retie: tensors whose declared tie was broken -> the tensor to hang in their place.
-        decision: who reads.
-        coordinates: of every rank, by global rank.
-        rebuild: whether any rank has non-persistent buffers on meta.
-        in_place: whether any rank writes into memory that held values before.
-    """
-
-    targets: list[Target]
-    listing: Listing
-    seed: int
-    stored: dict[int, StoredTensor]
-    initialise: list[int]
-    keep: list[int]
-    match: Match
-    ignored: list[str]
-    frozen: dict[str, str]
-    retie: dict[int, int]
-    decision: Decision = field(init=False)
-    coordinates: dict[int, Coordinates] = field(init=False)
-    rebuild: bool = False
-    in_place: bool = False
-
-
 def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:
     """Plan a load and agree on it. All ranks; nothing is changed.
 
@@ -115,7 +52,7 @@ def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Opti
     plans: list[Prepared] = []
 
     def plan_here() -> tuple[str, Coordinates, bool, bool, dict[str, str | None]]:
-        plans.append(_plan(model, listing, options, sights[0].seed))
+        plans.append(fit(model, listing, options, sights[0].seed))
         targets = plans[0].targets
         hollow = any(t.is_meta and t.kind == "derived" for t in targets)
         real = any(not targets[index].is_meta for index in plans[0].stored)
@@ -208,150 +145,6 @@ def _agreed_reader(sights: list[Sight], ranks: Ranks) -> int:
         if sight.given:
             return rank
     return ranks.ranks[0]
-
-
-def _plan(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prepared:
-    targets = find_targets(model)
-    loadable = [i for i, target in enumerate(targets) if target.kind != "derived"]
-    listing, rename = converted(model, targets, listing, renamer(options.rename))
-    found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
-    stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
-    missing = [loadable[i] for i in found.missing]
-    listing, frozen = _frozen_sources(targets, missing, stored, listing)
-    missing = [i for i in missing if i not in stored]
-    retie = _declared_ties(model, targets, missing, stored)
-    missing = [i for i in missing if i not in retie]
-    ignored = [key for key in found.unexpected if _is_ignorable(key, targets, model, rename)]
-    found.unexpected = [key for key in found.unexpected if key not in ignored]
-    adapters = [i for i in missing if targets[i].adapter]
-    absent = [i for i in missing if i not in adapters]
-    problems = _problems(targets, stored, absent, found, listing, options)
-    if problems:
-        raise LoadError("\n".join(problems))
-    init = options.missing == "init"
-    initialise = [i for i in missing if init or targets[i].is_meta]
-    initialise = [i for i in initialise if i not in adapters or targets[i].is_meta]
-    keep = [i for i in missing if i not in initialise]
-    found.missing = absent
-    return Prepared(targets, listing, seed, stored, initialise, keep, found, ignored, frozen, retie)
-
-
-def _frozen_sources(
-    targets: list[Target], missing: list[int], stored: dict[int, StoredTensor], listing: Listing
-) -> tuple[Listing, dict[str, str]]:
-    """Fill what the source lacks of frozen parts from the parts' own sources."""
-    parts: dict[int, list[int]] = {}
-    for index in missing:
-        part = targets[index].frozen
-        if part is not None and part.anyrank_frozen.source is not None:  # type: ignore[union-attr]
-            parts.setdefault(id(part), []).append(index)
-    frozen: dict[str, str] = {}
-    for indices in parts.values():
-        part: Any = targets[indices[0]].frozen
-        own = list_source(part.anyrank_frozen.source)
-        base = len(listing.files)
-        inner = find_targets(part)
-        kept = [t for t in inner if t.kind != "derived"]
-        keys = match([t.wanted() for t in kept], own.tensors, lambda key: key).keys
-        by_tensor = {id(t.tensor): keys.get(n) for n, t in enumerate(kept)}
-        renamed = {f"{base}/{key}": stored_tensor for key, stored_tensor in own.tensors.items()}
-        listing = join(listing.format, [listing, own.with_tensors(renamed)])
-        for index in indices:
-            key = by_tensor.get(id(targets[index].tensor))
-            if key is not None:
-                stored[index] = listing.tensors[f"{base}/{key}"]
-        frozen[targets[indices[0]].name.rsplit(".", 1)[0]] = str(part.anyrank_frozen.source)
-    return listing, frozen
-
-
-def _declared_ties(
-    model: nn.Module, targets: list[Target], missing: list[int], stored: Mapping[int, StoredTensor]
-) -> dict[int, int]:
-    """Missing tensors that the model says are others' (to_empty unties them): tied again, if
-    plain.
-    """
-    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    names = {name: i for i, t in enumerate(targets) for place in t.places for name in place.names}
-    ties: dict[int, int] = {}
-    for index in missing:
-        partner = next((declared[n] for n in targets[index].places[0].names if n in declared), None)
-        source = names.get(partner) if partner is not None else None
-        if source is None or source not in stored:
-            continue
-        if targets[source].layout is None and targets[index].layout is None:
-            ties[index] = source
-    return ties
-
-
-def _is_ignorable(key: str, targets: list[Target], model: nn.Module, rename: Any) -> bool:
-    derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
-    return rename(key) in derived or declared_ignorable(model, key)
-
-
-def _problems(
-    targets: list[Target],
-    stored: dict[int, StoredTensor],
-    absent: list[int],
-    found: Match,
-    listing: Listing,
-    options: Options,
-) -> list[str]:
-    """Everything that is wrong with names, shapes and dtypes, in one list."""
-    names = [name for target in targets for place in target.places for name in place.names[-1:]]
-    unfilled = [targets[i].name for i in absent]
-    lines: list[str] = []
-    on_meta = [targets[i].name for i in absent if targets[i].is_meta]
-    if options.missing == "error" and unfilled:
-        shown = [f"{name}{near(name, found.unexpected)}" for name in unfilled]
-        lines.append(
-            _listed("missing in the source", shown)
-            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
-            "'keep'"
-        )
-    elif options.missing == "keep" and on_meta:
-        lines.append(
-            _listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
-            + "\n  to go on: missing='init'"
-        )
-    if options.unexpected == "error" and found.unexpected:
-        shown = [f"{key}{near(key, unfilled or names)}" for key in found.unexpected]
-        lines.append(
-            _listed("unexpected in the source", shown)
-            + "\n  to go on: rename=..., or unexpected='ignore'"
-        )
-    for index, tensor in stored.items():
-        line = _misfit(targets[index], tensor, options.cast)
-        if line:
-            lines.append(line)
-    if lines:
-        where = listing.files[0].path if listing.files else listing.format
-        lines.insert(0, f"{where} ({listing.format}) does not fit the model:")
-    return lines
-
-
-def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:
-    if stored.shape != target.shape:
-        return (
-            f"{target.name}: the model has shape {list(target.shape)}, "
-            f"the source {list(stored.shape)} ({stored.name})"
-        )
-    have, want = stored.dtype, target.dtype
-    if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
-        return None
-    if have.is_complex and want.is_complex:
-        return None
-    same = not (have.is_floating_point or have.is_complex or want.is_floating_point)
-    if same and not want.is_complex and torch.can_cast(have, want):
-        return None
-    return (
-        f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
-        "by itself: ask for it with cast='any'"
-    )
-
-
-def _listed(title: str, items: list[str]) -> str:
-    more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return f"{title} ({len(items)}):\n  " + "\n  ".join(items[:SHOWN]) + more
 
 
 def _replicated(prepared: Prepared, node_of: Mapping[int, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anyrank.errors import LoadError
@@ -67,6 +67,22 @@ def candidates(key: str) -> Iterator[str]:
     yield ".".join(plain)
     base = ".".join(plain).removeprefix(PEFT_PREFIX)
     yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
+
+
+# Names under which training scripts keep the weights in a checkpoint of several parts.
+NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
+
+
+def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
+    """The prefix under which the weights are, when no key means a tensor of the model by itself."""
+    keys = list(keys)
+    if any(name in known for key in keys for name in candidates(key)):
+        return None
+    for part in NESTED:
+        inner = (key.removeprefix(f"{part}.") for key in keys if key.startswith(f"{part}."))
+        if any(name in known for key in inner for name in candidates(key)):
+            return f"{part}."
+    return None
 
 
 @dataclass(frozen=True)

