@@ -22,7 +22,7 @@ from launch import settle
 from weights import local_part, rows_of, weight_map, wrong_tensors
 
 PAGE = 4096
-SCRATCH_BYTES = 1 << 22  # of the hand-written minimum's cast; stays in the core's cache
+SCRATCH_BYTES = 1 << 20  # of the hand-written minimum's cast; stays in the core's cache
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ class LatentDiffusion(LightningModule):
         self.vae.witness.fill_(self.global_rank)
 
     def training_step(self, x: Tensor, index: int) -> Tensor:
-        assert self.training
         assert not any(module.training for module in self.vae.modules())
         latent = self.vae.encode(x)[1]
         noise, time = torch.randn_like(latent), torch.rand(len(latent), 1, device=self.device)

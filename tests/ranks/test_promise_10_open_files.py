@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -21,7 +22,6 @@ import anyrank
 from anyrank.files.formats import list_source
 from anyrank.files.safetensors import DTYPES
 from anyrank.testing import run_ranks
-from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 
 
 def state() -> dict[str, torch.Tensor]:

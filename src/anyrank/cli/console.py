@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 PIPE_COLUMNS = 200
@@ -23,6 +23,13 @@ def out() -> Console:
 def err() -> Console:
     """Standard error: progress, which must not mix with results."""
     return Console(stderr=True, highlight=False)
+
+
+def write(console: Console, title: str, *lines: RenderableType) -> None:
+    """Print a bold title and what follows. Text may come from files: none of it is markup."""
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=isinstance(line, str))
 
 
 def table(*titles: str) -> Table:

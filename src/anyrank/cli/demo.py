@@ -207,23 +207,22 @@ def write_results(results: dict[str, Any], out: str) -> None:
 
 def show(results: dict[str, Any], out: str, console: Console) -> None:
     """The summary, on one screen."""
-    from rich.text import Text
-
+    from anyrank.cli.console import write
     from anyrank.inspection.groups import in_units
 
     losses = results["training"]["losses"]
     bars = "" if console.options.ascii_only else f"  {sparkline(losses)}"
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
     where = f"{results['ranks']} CPU ranks, {results['cores']} cores, torch {results['torch']}"
-    for line in (
-        Text(f"all-MiniLM-L6-v2: {size}; {where}", "bold"),
+    write(
+        console,
+        f"all-MiniLM-L6-v2: {size}; {where}",
         _table(results),
-        f"training  {len(losses)} steps on FSDP2: loss {results['first_loss']:.2f} at first, "
+        f"  training  {len(losses)} steps on FSDP2, loss {results['first_loss']:.2f} at first, "
         f"{results['last_loss']:.2f} at last{bars}",
-        f"wrote     {', '.join(FILES)} and {LOG} in {out}",
-        f"took      {results['seconds']:.0f} s",
-    ):
-        console.print(line, markup=False, soft_wrap=isinstance(line, str))
+        f"  wrote     {', '.join(FILES)} and {LOG} in {out}",
+        f"  took      {results['seconds']:.0f} s",
+    )
 
 
 def _table(results: dict[str, Any]) -> Padding:

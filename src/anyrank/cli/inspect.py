@@ -35,9 +35,7 @@ def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
 
 
 def _show(inspection: Inspection, every: bool) -> None:
-    from rich.text import Text
-
-    from anyrank.cli.console import out
+    from anyrank.cli.console import out, write
     from anyrank.cli.tree import tree
     from anyrank.inspection.groups import Group, group, printable
 
@@ -45,8 +43,4 @@ def _show(inspection: Inspection, every: bool) -> None:
     groups = group(tensors)
     if every:
         groups = [Group(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
-    title, *kinds = inspection.summary()
-    lines = [Text(title, "bold"), *map(Text, kinds), tree(groups), *map(Text, inspection.notes())]
-    console = out()
-    for line in lines:
-        console.print(line, no_wrap=True, overflow="ellipsis")
+    write(out(), *inspection.summary(), tree(groups), *inspection.notes())

@@ -107,26 +107,22 @@ def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | No
 
 
 def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPlan]) -> None:
-    from rich.text import Text
-
-    from anyrank.cli.console import out
+    from anyrank.cli.console import out, write
     from anyrank.inspection.groups import in_units
     from anyrank.inspection.inspect import count
     from anyrank.loading.planning import READ_BYTES_PER_SEC, SEND_BYTES_PER_SEC
 
-    copies = math.prod(mesh[:-1])
-    console = out()
-    for line in (
-        Text(f"{path}: {chosen.format}, {in_units(chosen.source_bytes)}", "bold"),
-        f"  model  {in_units(chosen.model_bytes)}, {count(copies, 'copy', 'copies')} of "
-        f"{count(mesh[-1], 'shard')}: {count(chosen.world_size, 'rank')} on "
-        f"{count(chosen.nodes, 'node')}",
+    copies, shards = count(math.prod(mesh[:-1]), "copy", "copies"), count(mesh[-1], "shard")
+    places = f"{count(chosen.world_size, 'rank')} on {count(chosen.nodes, 'node')}"
+    storage, network = in_units(READ_BYTES_PER_SEC), in_units(SEND_BYTES_PER_SEC)
+    write(
+        out(),
+        f"{path}: {chosen.format}, {in_units(chosen.source_bytes)}",
+        f"  model  {in_units(chosen.model_bytes)}, {copies} of {shards}: {places}",
         f"  auto   {chosen.strategy}: {chosen.reason}",
         _table(plans),
-        f"  peak: share and read buffer; seconds: at {in_units(READ_BYTES_PER_SEC)}/s of storage a "
-        f"node, {in_units(SEND_BYTES_PER_SEC)}/s of network a rank",
-    ):
-        console.print(line, markup=False)
+        f"  peak: share and buffer; sec: at {storage}/s of storage a node, {network}/s sent by a rank",
+    )
 
 
 def _table(plans: list[LoadPlan]) -> Padding:

@@ -56,7 +56,9 @@ def tree(groups: Iterable[Group]) -> Tree:
     made = Tree("", hide_root=True, guide_style="dim")
     parents = [made]
     for level, name, (shape, dtype, times, size) in rows:
-        label = Text(name.ljust(name_columns - GUIDE_COLUMNS * level), no_wrap=True)
+        label = Text(
+            name.ljust(name_columns - GUIDE_COLUMNS * level), no_wrap=True, overflow="ellipsis"
+        )
         label.append(f"  {shape:<{widths[0]}}", "cyan")
         label.append(f"  {dtype:<{widths[1]}}", "green")
         label.append(f"  {times:>{widths[2]}}")

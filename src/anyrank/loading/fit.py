@@ -79,6 +79,11 @@ class Prepared:
     rebuild: bool = False
     in_place: bool = False
 
+    @property
+    def adapters_kept(self) -> bool:
+        """Whether the model has adapters that are real and not in the source; equal on all ranks."""
+        return any(self.targets[index].adapter for index in self.keep)
+
 
 def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prepared:
     """Match a model with a listing, by this rank alone.

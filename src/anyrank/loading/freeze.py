@@ -76,7 +76,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     if not isinstance(module, FrozenModule):
         module.__class__ = frozen_class(type(module))
         stay_whole(module)
-        module.register_load_state_dict_post_hook(remember)
+        module.register_load_state_dict_post_hook(remember_loaded)
     for part in walk(module):
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
@@ -243,11 +243,17 @@ def local(tensor: Any) -> torch.Tensor:
 # -- hashes ---------------------------------------------------------------------------------------
 
 
-def remember(module: nn.Module, incompatible: object = None) -> None:
-    """Record what the part holds now; also called after a load that may have changed it."""
+def remember(module: nn.Module) -> None:
+    """Record what the part holds now."""
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
-    if incompatible is None or info.source is None:
-        module.__dict__["anyrank_frozen"] = replace(info, tensors=describe(module))
+    module.__dict__["anyrank_frozen"] = replace(info, tensors=describe(module))
+
+
+def remember_loaded(module: nn.Module, incompatible: object) -> None:
+    """The same after a parent has loaded the part, which it does only when that has no source."""
+    info: FrozenInfo = module.__dict__["anyrank_frozen"]
+    if info.source is None:
+        remember(module)
 
 
 def describe(module: nn.Module) -> dict[str, str] | None:

@@ -272,7 +272,26 @@ class _Load:
         if self.prepared.rebuild:
             targets = self.prepared.targets
             self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
+        self._make_adapters_alike()
         self._move_buffers()
+
+    def _make_adapters_alike(self) -> None:
+        """New adapters that each rank drew for itself take the first rank's values."""
+        kept = [self.prepared.targets[i] for i in self.prepared.keep]
+        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
+        if not self.prepared.adapters_kept:
+            return
+        hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
+        every = self.ranks.gather(hashes)
+        differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))
+        if differ:
+            first = self.ranks.ranks[0]
+            values = self.ranks.from_one(
+                "sending adapters", first, lambda: {n: adapters[n].local().cpu() for n in differ}
+            )
+            for name, value in values.items():
+                adapters[name].local().copy_(value)
+                self.rules[name] = f"rank {first}, as the ranks had drawn different values"
 
     def _tie_again(self) -> None:
         targets = self.prepared.targets
