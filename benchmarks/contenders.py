@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import settle
 from torch import nn
+from weights import local_part, rows_of, weight_map, wrong_tensors
 
 import anyrank
-from launch import settle
-from weights import local_part, rows_of, weight_map, wrong_tensors
 
 PAGE = 4096
 SCRATCH_BYTES = 1 << 20  # of the hand-written minimum's cast; stays in the core's cache

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import importlib
 
-import accelerate.utils.fsdp_utils
+import contenders
 import safetensors.torch
 import torch._dynamo
-import torch.distributed.checkpoint
 import torch.distributed.checkpoint.hf_storage
 import torch.distributed.checkpoint.quantized_hf_storage
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import transformers.integrations
 import transformers.models.llama.modeling_llama
-import xxhash
 
 import anyrank
-import contenders
 
-MODULES = [accelerate, safetensors, torch, transformers, xxhash, contenders]
+with contextlib.suppress(ImportError):  # then its contender is left out
+    importlib.import_module("accelerate.utils.fsdp_utils")
+with contextlib.suppress(ImportError):
+    importlib.import_module("transformers.distributed")
+
+MODULES = [safetensors, torch, transformers, contenders]
 NAMES = [getattr(anyrank, name) for name in anyrank.__all__]
 
 gc.collect()

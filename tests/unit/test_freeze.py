@@ -215,6 +215,27 @@ def test_a_copy_is_frozen_too(duplicate: Callable[[Any], Any], whole: bool) -> N
     parent.load_state_dict(parent.state_dict())
 
 
+def test_a_copy_that_the_class_makes_itself_is_frozen_too() -> None:
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    anyrank.freeze(model[0], source=SOURCE)
+    copied = copy.deepcopy(model)
+    assert copied[0] is not model[0]
+    assert copied.state_dict().keys() == {"1.weight", "1.bias"}
+    assert same(values(copied[0]), values(model[0]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_torchscript_module_is_frozen_within_a_plain_one_only() -> None:
+    script = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="TorchScript module cannot be frozen"):
+        anyrank.freeze(script)
+    assert script.weight.requires_grad
+    parent = nn.Sequential(anyrank.freeze(nn.Sequential(script), source=SOURCE)).train()
+    assert not script.training
+    assert not list(parent.parameters())
+    assert not parent.state_dict()
+
+
 def test_a_lightning_copy_drops_its_trainer_as_lightning_wants() -> None:
     lightning = pytest.importorskip("lightning")
     module = anyrank.freeze(lightning.LightningModule())

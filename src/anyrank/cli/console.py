@@ -1,35 +1,30 @@
-"""How commands write: rich on a terminal, plain and unfolded text in a pipe."""
+"""How commands write to the terminal."""
 
 from __future__ import annotations
-
-import os
-import sys
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-PIPE_COLUMNS = 200
+# Wider than any line: a narrow terminal folds lines, but none loses the numbers at its end, and
+# what is printed does not depend on where. rich itself honours NO_COLOR and FORCE_COLOR.
+LINE_COLUMNS = 10_000
 
 
 def out() -> Console:
-    """Standard output, as wide as the terminal; in a pipe wide enough to cut nothing off.
-
-    rich itself honours COLUMNS, NO_COLOR and FORCE_COLOR.
-    """
-    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=PIPE_COLUMNS if wide else None, highlight=False)
+    """Standard output, for results."""
+    return Console(width=LINE_COLUMNS, highlight=False)
 
 
 def err() -> Console:
-    """Standard error: progress, which must not mix with results."""
+    """Standard error, for progress."""
     return Console(stderr=True, highlight=False)
 
 
 def write(console: Console, title: str, *lines: RenderableType) -> None:
     """Print a bold title and what follows. Text may come from files: none of it is markup."""
-    console.print(title, style="bold", markup=False, soft_wrap=True)
+    console.print(title, style="bold", markup=False)
     for line in lines:
-        console.print(line, markup=False, soft_wrap=isinstance(line, str))
+        console.print(line, markup=False)
 
 
 def table(*titles: str) -> Table:

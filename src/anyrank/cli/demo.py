@@ -237,7 +237,7 @@ def _table(results: dict[str, Any]) -> Padding:
     for part, title in TITLES.items():
         result = results[part]
         peak, total = max(result["peak_bytes"]), sum(result["peak_bytes"])
-        difference = f"{result['difference']:.1e}" if "difference" in result else ""
+        difference = f"{result['difference']:.1e}" if "difference" in result else "-"
         cells = [in_units(peak), in_units(total), f"{total / naive:.0%}"]
         made.add_row(title, *cells, f"{result['seconds']:.2f}", difference)
     return Padding.indent(made, 2)

@@ -121,7 +121,7 @@ def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPl
         f"  model  {in_units(chosen.model_bytes)}, {copies} of {shards}: {places}",
         f"  auto   {chosen.strategy}: {chosen.reason}",
         _table(plans),
-        f"  peak: share and buffer; sec: at {storage}/s of storage a node, {network}/s sent by a rank",
+        f"  peak: share and buffer; sec: at {storage}/s read by a node, {network}/s sent by a rank",
     )
 
 
@@ -133,7 +133,7 @@ def _table(plans: list[LoadPlan]) -> Padding:
     from anyrank.inspection.groups import in_units
 
     ranks = ("rank\nholds", "rank\npeak", "rank\nreads", "rank\nsends")
-    made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "\nsec")
+    made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "about\nsec")
     for plan in plans:
         most = [
             max(values)

@@ -81,7 +81,9 @@ class Prepared:
 
     @property
     def adapters_kept(self) -> bool:
-        """Whether the model has adapters that are real and not in the source; equal on all ranks."""
+        """Whether the model has adapters that are real and not in the source; equal on all
+        ranks.
+        """
         return any(self.targets[index].adapter for index in self.keep)
 
 

@@ -71,7 +71,15 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     Returns:
         The same module object.
+
+    Raises:
+        TypeError: a TorchScript module, whose class cannot change; a source that is no path.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "a TorchScript module cannot be frozen: its class is fixed; put it into a plain module "
+            "and freeze that"
+        )
     known: FrozenInfo = getattr(module, "anyrank_frozen", FrozenInfo())
     if not isinstance(module, FrozenModule):
         module.__class__ = frozen_class(type(module))
@@ -164,8 +172,17 @@ def frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass for a class. Of the same name, by which others look classes up."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
+    if hasattr(plain, "__deepcopy__"):  # a copy of its own making is of the plain class
+        body["__deepcopy__"] = copy_and_freeze
     bases = (FrozenModule, plain)
     return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))
+
+
+def copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
+    """Deep copy of a module whose class makes its own copies."""
+    plain: Any = module.anyrank_plain_class
+    copied: nn.Module = plain.__deepcopy__(module, memo)
+    return freeze(copied, source=module.anyrank_frozen.source)
 
 
 def rebuild(plain: type[nn.Module]) -> nn.Module:
