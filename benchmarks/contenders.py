@@ -291,7 +291,6 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """The job of one rank: prepare, load, check; see `Launcher.run`."""
     warnings.simplefilter("ignore")
-    os.environ["TQDM_DISABLE"] = "1"
     contender, case = CONTENDERS[name], Case(folder, dtype, layout, rank, size)
     start = time.perf_counter()
     model: Any = None

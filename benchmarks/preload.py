@@ -19,10 +19,11 @@ import transformers.models.llama.modeling_llama
 
 import anyrank
 
-with contextlib.suppress(ImportError):  # then its contender is left out
-    importlib.import_module("accelerate.utils.fsdp_utils")
-with contextlib.suppress(ImportError):
-    importlib.import_module("transformers.distributed")
+OPTIONAL = ("accelerate.utils.fsdp_utils", "transformers.distributed", "peft")
+for name in OPTIONAL:
+    with contextlib.suppress(ImportError):  # what needs it is left out
+        importlib.import_module(name)
+transformers.utils.logging.disable_progress_bar()
 
 MODULES = [safetensors, torch, transformers, contenders]
 NAMES = [getattr(anyrank, name) for name in anyrank.__all__]

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/fsdp2_pretrained.py --model llava --lora
 
 Every rank reads its own bytes. The outputs are compared with those of `from_pretrained` on one
-process, and the losses of three training steps are printed. The models are small, made from configs, and
-saved first, as no hub is needed; with a real folder only `folder` changes.
+process, and the losses of three training steps are printed. The models are small, made from configs,
+and saved first, as no hub is needed; with a real folder only `folder` changes.
 """
 
 from __future__ import annotations

@@ -32,6 +32,13 @@ PARTS = ("naive", "ddp", "fsdp2", "training")
 TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
 MOST_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
 LIMIT_SEC = 900
+RANK_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",  # host memory is what the demo measures
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 FILES = ("report.json", "loss.csv", "load.txt")
 LOG = "torchrun.log"
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
@@ -59,11 +66,11 @@ class MissingPackage(click.ClickException):
 )
 @click.option("--json", "as_json", is_flag=True, help="The results as a JSON object.")
 def command(ranks: int, steps: int, out: str, as_json: bool) -> None:
-    """Load a real model on several CPU ranks, compare, and train it for some steps.
+    """Load a real model on several ranks, compare, and train it.
 
-    MiniLM (22.7 million parameters) goes into FSDP2 and into DDP. Memory is compared with loading
-    naively, sentence embeddings with those of transformers. Then it learns to fill in masked words
-    in the docstrings of Python's standard library. About a minute on two cores; needs no network.
+    MiniLM (22.7 million parameters) goes into FSDP2 and into DDP, on CPU ranks. Memory is compared
+    with loading naively, sentence embeddings with those of transformers. Then it learns to fill in
+    masked words of the standard library's docstrings. A minute on two cores; needs no network.
     """
     from anyrank.cli.console import err
     from anyrank.cli.console import out as standard_out
@@ -129,19 +136,12 @@ def launch(command: list[str], log: str) -> None:
     Raises:
         AnyrankError: as above, with the last lines of the output.
     """
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",  # host memory is what the demo measures
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     with open(log, "wb") as file:
         process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | settings,
+            env=os.environ | RANK_SETTINGS,
             start_new_session=True,
         )
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.option("--quiet", is_flag=True, help="Only the names of the tensors, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="The whole inspection as a JSON object.")
 def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
-    """Show the tensors of PATH: shapes, dtypes and sizes, from its headers alone.
+    """Show the tensors of PATH, from its headers alone.
 
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
     or a URL. It is never loaded, and no code in it runs.

@@ -60,9 +60,9 @@ def command(
     strategy: str | None,
     as_json: bool,
 ) -> None:
-    """Show what loading PATH would read, send and hold, by rank and by machine.
+    """Show what loading PATH takes, by rank and by machine.
 
-    Needs no process group, no GPU and no model: headers alone, with the tensors of PATH as the
+    Needs no process group, no GPU and no model: headers alone. The tensors of PATH stand for the
     model's, cut along their first dim over the last axis of the mesh (FSDP2, HSDP). A mesh of 4x1
     is four whole copies (DDP).
     """

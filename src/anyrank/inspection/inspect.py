@@ -102,10 +102,10 @@ class Inspection:
         """Metadata and what was passed over, shortened: the lines below the tensors."""
         texts = [f"{key}: {value}" for key, value in self.metadata.items()]
         lines: list[str] = []
-        for title, items in (("metadata", texts), ("passed over", self.skipped)):
-            lines += [f"  {title:<11} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
+        for title, items in (("metadata", texts), ("skipped", self.skipped)):
+            lines += [f"  {title:<8} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
             if len(items) > SHOWN_NOTES:
-                lines.append(f"  {title:<11} and {len(items) - SHOWN_NOTES} more")
+                lines.append(f"  {title:<8} and {len(items) - SHOWN_NOTES} more")
         return lines
 
     def __str__(self) -> str:

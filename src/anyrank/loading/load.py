@@ -239,7 +239,7 @@ class _Load:
     def _exchange(self, reader: Reader) -> None:
         prepared = self.prepared
         wanted = [(i, prepared.targets[i], stored) for i, stored in prepared.stored.items()]
-        window = self.buffer_bytes
+        window = self.buffer_bytes // 2  # the other half is the reader's and the transport's
         transfers = plan_transfers(wanted, prepared.coordinates, prepared.decision.readers, window)
         exchange = Exchange(self.ranks, reader, self._local)
         exchange.run(transfers, window)

