@@ -265,6 +265,7 @@ def run(rank: int, size: int, name: str, way: str, source: str) -> Iterator[dict
     """The job of one rank; see `Launcher.run`."""
     row, heard = ROWS[name], Heard()
     logging.getLogger().addHandler(heard)
+    warnings.simplefilter("ignore")
     model = MODELS[row.model](size)
     settle()
     error = None
@@ -277,7 +278,6 @@ def run(rank: int, size: int, name: str, way: str, source: str) -> Iterator[dict
     heard.texts += [str(one.message) for one in caught]
     ran = os.path.exists(os.path.join(os.path.dirname(source), "ran-code"))
     yield {
-        "error": "",
         "class": "" if error is None else type(error).__name__,
         "text": "" if error is None else str(error)[:500],
         "wrong": [] if error is not None else wrong(model, row),
@@ -352,6 +352,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", help="file of the results; by default only of a whole run")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
     names, ways = options.rows.split(","), options.ways.split(",")
     launcher = Launcher("preload")
     cells: list[dict[str, Any]] = []

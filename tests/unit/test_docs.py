@@ -1,18 +1,18 @@
-"""The documentation, as its readers use it: examples run and print what the page says, links lead
-somewhere, commands exist, and every public name, argument and knob is explained.
+"""The documentation as its readers use it: examples run and print what the page says, links lead
+somewhere, commands exist, and every public name, argument, knob and private name is told of.
 
-A comment before a block of Python says how it runs; without one it runs in this process, after the
-blocks above it on its page:
+A block of Python runs in this process, after those above it on its page, unless a comment before it
+says otherwise:
 
-    <!-- file: NAME -->       it is the text of a file, which the blocks of every page can import
+    <!-- file: NAME -->       the text of a file, which is there when the page's examples run
     <!-- run: N ranks -->     on N ranks, with the imports, functions and classes above it
-    <!-- run: torchrun N -->  as a script, in this process and by torchrun on N ranks
+    <!-- run: torchrun N -->  in this process, and as a script that torchrun starts on N ranks
     <!-- run: tests -->       as a file of tests, each of which is called
-    <!-- skip: REASON -->     it only has to compile
-    <!-- check: CODE -->      after a block: what the example must have led to
+    <!-- skip: REASON -->     not at all; it has to compile
+    <!-- check: CODE -->      behind a block: what the example must have led to
 
-A block of text after it is what it prints, on the first rank, and the error that it ends in. Numbers
-with a decimal point (seconds, MiB) may differ.
+A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
+numbers with a decimal point may differ: seconds and MiB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,31 +34,45 @@ from typing import Any
 import click
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import nn
 
 import anyrank
 from anyrank import cli, settings
+from anyrank.files.formats import FILES
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src/anyrank"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-MARK = re.compile(r"<!-- (file|run|skip|check): (.*) -->$")
+MARK = re.compile(r"<!-- (file|run|skip|check): (.*) -->")
 SHELL = ("sh", "console")
+
+
+def name_of(page: Path) -> str:
+    """A page's name in test ids."""
+    return str(page.relative_to(ROOT))
+
+
+def read(page: str) -> str:
+    """The text of a page in docs."""
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+# -- blocks ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Block:
-    """One fenced block, and what the comments around it say.
+    """A fenced block, and what the comments around it say.
 
     Attributes:
         page: the file that it is in.
         line: number of its first line, from 1.
         kind: the word behind the fence.
-        text: its lines.
-        marks: "file", "run", "skip" or "check" -> what the comment says.
+        text: what is between the fences.
+        marks: "file", "run", "skip", "check" -> what the comment says.
         output: the block of text behind it, where there is one.
     """
 
@@ -69,25 +83,448 @@ class Block:
     marks: dict[str, str] = field(default_factory=dict[str, str])
     output: str | None = None
 
+    @property
+    def place(self) -> str:
+        """For tracebacks: line numbers are those of the page."""
+        return str(self.page)
+
+    @property
+    def source(self) -> str:
+        """The text, moved down to its line."""
+        return "\n" * (self.line - 1) + self.text
+
 
 def find_blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     made: list[Block] = []
     marks: dict[str, str] = {}
-    follows = False  # nothing but empty lines and checks since the last block
-    lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
-    for number, line in lines:
-        mark = MARK.match(line)
-        if mark and mark[1] == "check":
-            made[-1].marks["check"] = mark[2]
-        elif mark:
-            marks[mark[1]] = mark[2]
+    is_next = False  # only empty lines and checks since the last block
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        line, number = lines[number], number + 1
+        if mark := MARK.fullmatch(line):
+            target = made[-1].marks if mark[1] == "check" else marks
+            target[mark[1]] = mark[2]
         elif line.startswith("```"):
-            inside = [text for _, text in iter(lambda: next(lines), None) if not _ends(text)]
-            made.append(Block(page, number + 1, line[3:].strip(), "\n".join(inside), marks))
-            if follows and made[-1].kind == "text" and made[-2].kind == "python":
-                made[-2].output = made[-1].text
-            marks, follows = {}, True
+            end = lines.index("```", number)
+            block = Block(page, number + 1, line[3:].strip(), "\n".join(lines[number:end]), marks)
+            if is_next and block.kind == "text" and made[-1].kind == "python":
+                made[-1].output = block.text
+            made.append(block)
+            marks, is_next, number = {}, True, end + 1
         elif line:
-            follows = False
+            is_next = False
     return made
+
+
+def all_blocks() -> Iterator[Block]:
+    """Of all pages."""
+    for page in PAGES:
+        yield from find_blocks(page)
+
+
+# -- files that the examples use ------------------------------------------------------------------
+
+
+def write_files(folder: Path) -> None:
+    """The files that the examples name, with random values."""
+    for block in all_blocks():
+        if name := block.marks.get("file"):
+            (folder / name).write_text(block.text + "\n", encoding="utf-8")
+    namespace: dict[str, Any] = {}
+    exec((folder / "model.py").read_text(encoding="utf-8"), namespace)  # noqa: S102 - our page
+    torch.manual_seed(0)
+    net = {key: value.clone() for key, value in namespace["Net"]().state_dict().items()}
+    del net["head.weight"]  # tied to the embedding
+    save_file(net, folder / "weights.safetensors")
+    torch.save(net, folder / "weights.pt")
+    torch.save({"epoch": 3, "state_dict": {f"net.{k}": v for k, v in net.items()}},
+               folder / "run.ckpt")  # fmt: skip
+    (folder / "weights").mkdir()
+    names = sorted(net)
+    index: dict[str, str] = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: net[name] for name in part}, folder / "weights" / file)
+        index |= dict.fromkeys(part, file)
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "weights/model.safetensors.index.json").write_text(text, encoding="utf-8")
+    dcp.save({"model": net}, checkpoint_id=folder / "dcp", no_dist=True)
+    vae = namespace["AutoEncoder"]().state_dict()
+    torch.save(vae, folder / "vae.pt")
+    write_large(folder / "large.safetensors")
+
+
+def write_large(path: Path) -> None:
+    """32 matrices of 8192 x 8192 in bf16, 4 GiB; a hole in the file system takes their place."""
+    nbytes = 2 * 8192**2
+    header = json.dumps(
+        {
+            f"{n}.weight": {
+                "dtype": "BF16",
+                "shape": [8192, 8192],
+                "data_offsets": [n * nbytes, (n + 1) * nbytes],
+            }
+            for n in range(32)
+        }
+    ).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 32 * nbytes)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a reader who follows a page."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# -- running them ---------------------------------------------------------------------------------
+
+
+def execute(source: str, place: str, namespace: dict[str, Any], may_fail: bool) -> str:
+    """Run a block; what it prints, and the error that it ends in."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(source, place, "exec"), namespace)  # noqa: S102 - our page
+    except Exception as error:
+        if not may_fail:
+            raise
+        return f"{out.getvalue()}{type(error).__name__}: {error}"
+    return out.getvalue()
+
+
+def definitions(blocks: list[Block]) -> str:
+    """The imports, functions and classes of these blocks."""
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    nodes = [node for block in blocks for node in ast.parse(block.text).body]
+    return "\n".join(ast.unparse(node) for node in nodes if isinstance(node, kinds))
+
+
+def job(before: str, source: str, place: str, check: str, may_fail: bool) -> str:
+    """A block and its check on one rank."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(before, namespace)  # noqa: S102 - our page
+    printed = execute(source, place, namespace, may_fail)
+    execute(check, place, namespace, False)
+    return printed
+
+
+def run_torchrun(block: Block, num_ranks: str, folder: Path) -> str:
+    """What the script prints, all ranks together."""
+    script = folder / block.marks.get("file", "script.py")
+    script.write_text(block.text, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, num_ranks, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_tests(block: Block, folder: Path) -> str:
+    """Call every test of a block, as pytest would."""
+    path = folder / "test_of_reader.py"
+    path.write_text(block.text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("test_of_reader", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["test_of_reader"] = module
+    spec.loader.exec_module(module)
+    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+    return ""
+
+
+def run_block(block: Block, before: list[Block], namespace: dict[str, Any], folder: Path) -> None:
+    """Run one block of Python as its comments say, and compare what it prints."""
+    how, check = block.marks.get("run", ""), block.marks.get("check", "")
+    may_fail = block.output is not None
+    outputs: list[str] = []
+    if how.endswith(" ranks"):
+        num_ranks, above = int(how.split()[0]), definitions(before)
+        args = (above, block.source, block.place, check, may_fail)
+        outputs.append(run_ranks(num_ranks, job, *args, timeout=40)[0])
+    elif how == "tests":
+        outputs.append(run_tests(block, folder))
+    else:
+        outputs.append(execute(block.source, block.place, namespace, may_fail))
+        execute(check, block.place, namespace, False)
+        if how.startswith("torchrun "):
+            outputs.append(run_torchrun(block, how.split()[1], folder))
+    if block.output is not None:
+        for printed in outputs:
+            assert shape_of(printed) == shape_of(block.output), f"{block.place}:{block.line}"
+
+
+def shape_of(text: str) -> list[str]:
+    """Lines without trailing spaces, and without what differs from run to run."""
+    lines = text.rstrip("\n").splitlines()
+    # one number or one for each rank: "0.1 0.1 MiB"
+    return [re.sub(r"\d+\.\d+( \d+\.\d+)*", "#", line).rstrip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.kind == "python" for b in find_blocks(p))], ids=name_of
+)
+def test_examples_run_and_print_what_the_page_says(page: Path, workplace: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    before: list[Block] = []
+    for block in find_blocks(page):
+        if block.kind in SHELL:
+            for code in re.findall(r'python -c "(.*)"', block.text):
+                execute(code, block.place, {}, False)
+        if block.kind != "python" or set(block.marks) == {"file"}:
+            continue
+        compile(block.source, block.place, "exec")
+        if "skip" not in block.marks:
+            run_block(block, before, namespace, workplace)
+            before.append(block)
+    assert not dist.is_initialized()
+
+
+WRONG = {
+    "an error": ("1 / 0", "", ZeroDivisionError),
+    "another output": ("print(2)", "3", AssertionError),
+    "an error that does not come": ("print(2)", "ValueError: 2", AssertionError),
+    "an error on a rank": ("<!-- run: 2 ranks -->\nimport nothing_of_the_kind", "", Exception),
+    "a check": ("x = 1\n<!-- check: assert x == 2 -->", "", AssertionError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_example_that_is_wrong_is_found(name: str, tmp_path: Path) -> None:
+    text, output, kind = WRONG[name]
+    marks = {m[1]: m[2] for m in MARK.finditer(text)}
+    code = MARK.sub("", text)
+    block = Block(tmp_path / "page.md", 1, "python", code, marks, output or None)
+    with pytest.raises(kind):
+        run_block(block, [], {}, tmp_path)
+
+
+def test_outputs_may_differ_in_decimals_only() -> None:
+    assert shape_of("read  0.1 0.2 MiB") == shape_of("read  7.5 MiB\n")
+    assert shape_of("3 tensors") != shape_of("4 tensors")
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def without_code(text: str) -> str:
+    """A page without its blocks and without what stands between backticks."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page may say behind the #."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#{1,6} (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def find_broken_links(page: Path, text: str) -> list[str]:
+    """Links to files and headings that are not there. Other hosts are not asked."""
+    broken: list[str] = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"https://", link):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert find_broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    page = ROOT / "README.md"
+    text = "[a](docs/load.md) [b](docs/laod.md) [c](docs/load.md#nothing) `[d](e)`"
+    assert find_broken_links(page, text) == ["docs/laod.md", "docs/load.md#nothing"]
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
+ENVIRONMENT = r"(?:[A-Z_]+=\S+ )*"
+OTHERS = ("cd ", "git clone ", "#")
+
+
+def files_of_pages() -> set[str]:
+    """The names of the scripts that pages show in full."""
+    return {block.marks["file"] for block in all_blocks() if "file" in block.marks}
+
+
+def is_known(line: str) -> bool:
+    """Whether a line of shell names a target, a command or a script that is there."""
+    line = re.sub(rf"^(?:\$ )?{ENVIRONMENT}(?:[\w./]*/)?", "", line.split("  #")[0]).strip()
+    program, *words = line.split()
+    if program == "make":
+        return all(word in TARGETS or "=" in word for word in words)
+    if program == "anyrank":
+        return knows_command(words)
+    if program in ("python", "torchrun"):
+        if words[:1] == ["-c"]:
+            return True  # it runs with its page
+        scripts = [word for word in words if word.endswith(".py")]
+        return len(scripts) == 1 and (
+            (ROOT / scripts[0]).exists() or scripts[0] in files_of_pages()
+        )
+    return line.startswith(OTHERS)
+
+
+def knows_command(words: list[str]) -> bool:
+    """Whether `anyrank` has this command, with these options."""
+    names = [word for word in words if not word.startswith("-")]
+    if not names:
+        return set(words) <= {"--help", "-h", "--version"}
+    command = cli.main.get_command(click.Context(cli.main), names[0])
+    if command is None:
+        return False
+    known = {option for parameter in command.params for option in parameter.opts}
+    given = {word.split("=")[0] for word in words if word.startswith("-")}
+    return given <= known | {"--help", "-h"}
+
+
+def find_unknown_commands(text: str) -> list[str]:
+    """Lines of shell, and commands in the running text, that name nothing that is there."""
+    blocks = re.findall(rf"^```(?:{'|'.join(SHELL)})\n(.*?)^```$", text, flags=re.M | re.S)
+    prompt = [line for block in blocks for line in block.splitlines()]
+    if any(line.startswith("$ ") for line in prompt):  # what is without a prompt is output
+        prompt = [line for line in prompt if line.startswith("$ ")]
+    inline = re.findall(r"`((?:make|anyrank) [^`\n]+)`", text)
+    return [line for line in (*prompt, *inline) if line.strip() and not is_known(line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    assert find_unknown_commands(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_command_that_is_not_there_is_found() -> None:
+    good = ["make test", "make gpu VENV_PYTHON=python3", "anyrank plan x --ranks 8", "anyrank -h"]
+    good += [".venv/bin/anyrank demo", "python examples/finetune.py", "A=1 make docs"]
+    bad = [
+        "make tset",
+        "anyrank laod x",
+        "anyrank plan x --rank 8",
+        "python examples/no.py",
+        "rm x",
+    ]
+    text = "\n".join(["```sh", *good, *bad, "```", "`make nothing`"])
+    assert find_unknown_commands(text) == [*bad, "make nothing"]
+
+
+# -- nothing is left out --------------------------------------------------------------------------
+
+
+def lacks(text: str, names: list[str]) -> list[str]:
+    """Names that stand nowhere between backticks, alone or with =, ( or a dot behind or before."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    words = {word for span in spans for word in re.findall(r"\w+", span)}
+    return [name for name in names if name not in words]
+
+
+def test_every_public_name_is_told_of() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    names = [name for name in anyrank.__all__ if name != "__version__"]
+    assert lacks(text, names) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "function"),
+    [
+        ("load.md", anyrank.load),
+        ("load.md", anyrank.materialize),
+        ("strategies.md", anyrank.plan),
+        ("freeze-and-staging.md", anyrank.freeze),
+        ("testing.md", run_ranks),
+        ("testing.md", anyrank.testing.RankPool.run),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_every_argument_is_told_of(page: str, function: Callable[..., Any]) -> None:
+    names = set(inspect.signature(function).parameters) - {"self", "args", "kwargs"}
+    assert lacks(read(page), sorted(names)) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [("load.md", anyrank.LoadReport), ("strategies.md", anyrank.LoadPlan)]
+)
+def test_every_field_of_a_report_is_told_of(page: str, kind: Any) -> None:
+    assert lacks(read(page), [one.name for one in fields(kind)]) == []
+
+
+@pytest.mark.parametrize("knob", settings.KNOBS, ids=lambda knob: knob.name)
+def test_knobs_are_told_of_with_their_defaults(knob: settings.Knob) -> None:
+    row = next(
+        row for row in read("settings.md").splitlines() if row.startswith(f"| `{knob.name}`")
+    )
+    assert row.split("|")[2].strip().split()[0] == str(knob.default)
+
+
+def test_every_file_ending_is_told_of() -> None:
+    text = read("formats.md")
+    assert [ending for ending in FILES if f"`{ending}`" not in text] == []
+
+
+def test_every_fault_point_is_told_of() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in SRC.rglob("*.py"))
+    points = set(re.findall(r'faults\.point\("([^"]+)"\)', sources))
+    assert points
+    assert [point for point in points if f"`{point}`" not in read("testing.md")] == []
+
+
+# -- private names of other packages --------------------------------------------------------------
+
+# os._exit is public; the other is the end of a dtype's name
+NOT_PRIVATE = {"_exit", "_x2"}
+
+
+def private_names(sources: dict[Path, str]) -> set[str]:
+    """Names with one leading underscore that the sources use and do not define."""
+    defined, used = set[str](), set[str]()
+    for text in sources.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                used |= {part for alias in node.names for part in alias.name.split(".")}
+                used |= set((getattr(node, "module", None) or "").split("."))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used |= {node.value} if node.value.isidentifier() else set[str]()
+    return {n for n in used - defined - NOT_PRIVATE if re.match(r"_[a-zA-Z]", n)}
+
+
+def test_every_private_name_of_torch_is_told_of() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in SRC.rglob("*.py")}
+    assert lacks(read("design.md"), sorted(private_names(sources))) == []
+
+
+def test_a_private_name_is_found() -> None:
+    text = "import torch._a\nx = y._b\ngetattr(y, '_c')\ndef _d(): ...\n_d(); y.e; y.__f__"
+    assert private_names({Path("x.py"): text}) == {"_a", "_b", "_c"}

@@ -8,15 +8,9 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from anyrank.loading.measure import rss_anon
+
 SAMPLE_SECONDS = 0.002
-
-
-def rss_anon() -> int:
-    """Bytes of anonymous memory resident in this process (RssAnon).
-
-    Fast (some 30 us), but recent kernels batch the counter: up to a few MiB off per process.
-    """
-    return kib_field("/proc/self/status", b"RssAnon:") * 1024
 
 
 def pss_anon(pid: int | None = None) -> int:

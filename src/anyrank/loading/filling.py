@@ -1,0 +1,283 @@
+"""One load on one rank, between the plan and the report: memory, bytes, first values, the swap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import AnyrankError, LoadError
+from anyrank.files.reader import Job, Reader
+from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
+from anyrank.loading.buffers import rebuild
+from anyrank.loading.exchange import Exchange, plan_transfers
+from anyrank.loading.fit import Prepared
+from anyrank.loading.freeze import remember
+from anyrank.loading.initialise import Initialiser
+from anyrank.loading.measure import Meter
+from anyrank.loading.progress import Progress, progress_for
+from anyrank.loading.report import LoadReport
+from anyrank.loading.targets import Target
+from anyrank.loading.verify import content_hash
+from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
+from anyrank.tensors.plan import plan_reads
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+Measured = tuple[int, int, int, int, float]  # bytes read, sent; host and device peak; seconds
+
+
+class Filling:
+    """Carries out a prepared load. Its public methods are called by all ranks, in order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prepared: Prepared,
+        ranks: Ranks,
+        memory: Mapping[str, Any] | None,
+        meter: Meter,
+        buffer_bytes: int | None,
+        progress: bool | Callable[[int, int], None] | None,
+    ) -> None:
+        self.prepared = prepared
+        self.ranks = ranks
+        self.memory = memory
+        self.meter = meter
+        self.device = default_device(prepared.targets)
+        self.buffer_bytes = buffer_bytes or self._default_buffer()
+        self.progress = progress
+        self.fresh: dict[
+            int, torch.Tensor
+        ] = {}  # memory for meta targets, until it is put in place
+        self.initialiser = Initialiser(model, prepared.seed)
+        self.pinned: dict[int, torch.Tensor] = {}  # to be compared with a frozen part, then dropped
+        self.rules: dict[str, str] = {}
+        self.rebuilt: dict[str, str] = {}
+        self.bytes_read = self.bytes_sent = 0
+        self.measured: list[Measured] = []
+
+    def _default_buffer(self) -> int:
+        devices = {device_for(t, self.device).type for t in self.prepared.targets}
+        return (BUFFER_BYTES if devices <= {"cpu", "meta"} else CUDA_BUFFER_BYTES).get()
+
+    def fill(self) -> None:
+        """Read, receive and initialise. Real tensors are written in place, meta ones get new
+        memory.
+
+        Files are opened, and found unchanged, on all ranks before anything is written.
+        """
+        share = sum(self._wire_bytes(index) for index in self.prepared.stored)
+        first = self.ranks.index == 0
+        with progress_for(self.progress, first, share) as bar, self._reader(bar) as reader:
+            self.ranks.together("opening the files", lambda: self._open(reader))
+            try:
+                self.ranks.together("reading the weights", lambda: self._fill_here(reader))
+            except AnyrankError as error:
+                if not self.prepared.in_place:
+                    raise
+                text = (
+                    f"{error}\n  tensors that were real are partly overwritten: load again "
+                    "before use"
+                )
+                raise type(error)(text, causes=error.causes) from error
+            self.bytes_read = reader.bytes_read
+
+    def _open(self, reader: Reader) -> None:
+        readers = self.prepared.decision.readers or self.ranks.ranks
+        if self.ranks.rank in readers:
+            stored = self.prepared.stored.values()
+            reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
+
+    def _fill_here(self, reader: Reader) -> None:
+        prepared = self.prepared
+        for index in (*prepared.stored, *prepared.initialise):
+            target = prepared.targets[index]
+            if target.is_meta:
+                self.fresh[index] = allocate(target, device_for(target, self.device))
+            elif _is_pinned(target):
+                self.pinned[index] = allocate(target, device_for(target, self.device))
+        if prepared.decision.name == "own":
+            self._read_own(reader)
+        else:
+            self._exchange(reader)
+        for index in prepared.initialise:
+            self._initialise(index)
+        self.meter.sample()
+
+    def _wire_bytes(self, index: int) -> int:
+        target = self.prepared.targets[index]
+        return target.local_numel * self.prepared.stored[index].dtype.itemsize
+
+    def _reader(self, bar: Progress) -> Reader:
+        def count(nbytes: int) -> None:
+            bar.add(nbytes)
+            self.meter.sample()
+
+        return Reader(
+            self.prepared.listing,
+            self.memory,
+            buffer_bytes=self.buffer_bytes,
+            threads=read_threads(self.ranks.ranks_on_node),
+            check=self.ranks.check,
+            progress=count,
+        )
+
+    def _local(self, index: int) -> torch.Tensor:
+        for apart in (self.fresh, self.pinned):
+            if index in apart:
+                return apart[index]
+        return self.prepared.targets[index].local()
+
+    def _read_own(self, reader: Reader) -> None:
+        jobs: list[Job] = []
+        for index, stored in self.prepared.stored.items():
+            local = self._local(index)
+            for read in plan_reads(stored, self.prepared.targets[index].pieces):
+                jobs.append(Job(read, local[read.local_slices()]))
+        first = self.ranks.index * len(self.prepared.listing.files) // self.ranks.size
+        reader.run(jobs, first)
+
+    def _exchange(self, reader: Reader) -> None:
+        prepared = self.prepared
+        wanted = [(i, prepared.targets[i], stored) for i, stored in prepared.stored.items()]
+        window = self.buffer_bytes // 2  # the other half is the reader's and the transport's
+        transfers = plan_transfers(wanted, prepared.coordinates, prepared.decision.readers, window)
+        exchange = Exchange(self.ranks, reader, self._local)
+        exchange.run(transfers, window)
+        self.bytes_sent = exchange.bytes_sent
+
+    def _initialise(self, index: int) -> None:
+        target = self.prepared.targets[index]
+        rule = self.initialiser.fill(target, self._local(index))
+        if rule is None:
+            raise LoadError(
+                f"{target.name}: is not in the source, and no rule of the model gives it a first "
+                "value "
+                "(looked for _init_weights, reset_parameters, init_weights)"
+            )
+        self.rules[target.name] = rule
+
+    def finish(self) -> None:
+        """Put new memory in place, then see to non-persistent buffers."""
+
+        def commit() -> Measured:
+            self._compare_pinned()
+            for index, local in self.fresh.items():
+                put_in_place(self.prepared.targets[index], local)
+            self._tie_again()
+            for part in {id(p): p for t in self._filled() if (p := t.frozen) is not None}.values():
+                remember(part)
+            return self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds()
+
+        self.measured = self.ranks.together("putting the weights in place", commit)
+        if self.prepared.rebuild:
+            targets = self.prepared.targets
+            self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
+        self._make_adapters_alike()
+        self._move_buffers()
+
+    def _make_adapters_alike(self) -> None:
+        """New adapters that each rank drew for itself take the first rank's values."""
+        kept = [self.prepared.targets[i] for i in self.prepared.keep]
+        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
+        if not self.prepared.adapters_kept:
+            return
+        hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
+        every = self.ranks.gather(hashes)
+        differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))
+        if differ:
+            first = self.ranks.ranks[0]
+            values = self.ranks.from_one(
+                "sending adapters", first, lambda: {n: adapters[n].local().cpu() for n in differ}
+            )
+            for name, value in values.items():
+                adapters[name].local().copy_(value)
+                self.rules[name] = f"rank {first}, as the ranks had drawn different values"
+
+    def _tie_again(self) -> None:
+        targets = self.prepared.targets
+        for index, source in self.prepared.retie.items():
+            for place in targets[index].places:
+                setattr(place.module, place.attribute, targets[source].tensor)
+                targets[source].places.append(place)
+
+    def _filled(self) -> list[Target]:
+        return [self.prepared.targets[index] for index in self.prepared.stored]
+
+    def _compare_pinned(self) -> None:
+        """What a source holds of a frozen part must be what the part is.
+
+        Raises:
+            LoadError: it is not; the part is left as it is.
+        """
+        for index, given in self.pinned.items():
+            target = self.prepared.targets[index]
+            if content_hash(given) != content_hash(target.local()):
+                raise LoadError(
+                    f"{target.name}: is frozen, and the source holds other values: freeze the part "
+                    "with the weights that belong to this source, or remove them from the source"
+                )
+        self.pinned.clear()
+
+    def _move_buffers(self) -> None:
+        """Real CPU buffers of a plain model that came from meta follow its parameters to the
+        device.
+        """
+        moved = any(self.prepared.targets[i].layout is None for i in self.fresh)
+        if not moved or self.device.type == "cpu":
+            return
+        for target in self.prepared.targets:
+            if target.kind != "parameter" and target.tensor.device.type == "cpu":
+                for place in target.places:
+                    setattr(place.module, place.attribute, target.tensor.to(self.device))
+
+    def report(self, verified: str, nonfinite: dict[str, int]) -> LoadReport:
+        """The report, from every rank's measurements."""
+        prepared, match = self.prepared, self.prepared.match
+        read, sent, host, device, seconds = zip(*self.measured, strict=True)
+        targets = prepared.targets
+        return LoadReport(
+            missing=[targets[i].name for i in match.missing],
+            unexpected=[*match.unexpected],
+            initialised=self.rules,
+            rebuilt=self.rebuilt,
+            kept=[targets[i].name for i in prepared.keep],
+            tied={
+                t.name: [place.names[min(1, len(place.names) - 1)] for place in t.places[1:]]
+                for t in targets
+                if len(t.places) > 1
+            },
+            cast={
+                targets[i].name: f"{_short(stored.dtype)} -> {_short(targets[i].dtype)}"
+                for i, stored in prepared.stored.items()
+                if stored.dtype != targets[i].dtype
+            },
+            frozen=prepared.frozen,
+            format=prepared.listing.format,
+            strategy=prepared.decision.name,
+            reason=prepared.decision.reason,
+            nonfinite=nonfinite,
+            verified=verified,
+            skipped=[*prepared.listing.skipped, *(f"{k}: of no use" for k in prepared.ignored)],
+            tensors=len(prepared.stored),
+            bytes_read=list(read),
+            bytes_sent=list(sent),
+            peak_host_bytes=list(host),
+            peak_device_bytes=list(device),
+            seconds=max(seconds),
+        )
+
+
+def _is_pinned(target: Target) -> bool:
+    """Whether a tensor belongs to a frozen part that is whole and real: it is compared, not
+    written.
+    """
+    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    return info is not None and info.tensors is not None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
