@@ -152,7 +152,7 @@ def measure(launcher: Launcher, size: int, mib: int, kind: str, files: str) -> d
     row: dict[str, Any] = {"kind": kind, "title": KINDS[kind]}
     outcome = launcher.run(size, run, kind, mib, files, False)
     if outcome.error:
-        return row | {"error": outcome.error}
+        return row | {"error": outcome.error.strip().splitlines()[-1]}
     counted = outcome.stages[2]
     row["built_bytes"] = sum(table["built_bytes"] for table in counted)
     row["step_bytes"] = round(sum(table["step_bytes"] for table in counted))
@@ -161,7 +161,7 @@ def measure(launcher: Launcher, size: int, mib: int, kind: str, files: str) -> d
         return row
     outcome = launcher.run(size, run, kind, mib, files, True)
     if outcome.error:
-        return row | {"error": outcome.error}
+        return row | {"error": outcome.error.strip().splitlines()[-1]}
     told = [table["told"] for table in outcome.stages[1]]
     same = len({tuple(table["sums"]) for table in outcome.stages[2]}) == 1
     row["told"] = told[0]

@@ -92,7 +92,7 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
             outcome = launcher.run(1, run, name, str(folder), sample=sample)
             made: dict[str, Any] = {"contender": name, "repetition": repetition}
             if outcome.error:
-                made["error"] = outcome.error
+                made["error"] = outcome.error.strip().splitlines()[-1]
             else:
                 made |= outcome.stages[1][0] | outcome.stages[2][0]
                 made["host_bytes"] = outcome.peak_bytes - outcome.baseline_bytes if sample else None

@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ class Bench:
     def told(self, outcome: Outcome, group: Group, sample: bool) -> dict[str, Any]:
         """A run in numbers."""
         if outcome.error:
-            return {"error": outcome.error.strip().splitlines()[-1], "traceback": outcome.error}
+            print(outcome.error, file=sys.stderr)
+            return {"error": outcome.error.strip().splitlines()[-1]}
         prepared, loaded, checked = outcome.stages
         made: dict[str, Any] = {
             "usable_sec": round(max(table["usable_sec"] for table in loaded), 4),

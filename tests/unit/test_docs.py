@@ -26,6 +26,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -150,7 +151,9 @@ def write_files(folder: Path) -> None:
         index |= dict.fromkeys(part, file)
     text = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "weights/model.safetensors.index.json").write_text(text, encoding="utf-8")
-    dcp.save({"model": net}, checkpoint_id=folder / "dcp", no_dist=True)
+    with warnings.catch_warnings():  # it says that there is no process group, which is intended
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save({"model": net}, checkpoint_id=folder / "dcp", no_dist=True)
     vae = namespace["AutoEncoder"]().state_dict()
     torch.save(vae, folder / "vae.pt")
     write_large(folder / "large.safetensors")
