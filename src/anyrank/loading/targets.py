@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -213,7 +213,12 @@ def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]
 
 
 def _is_peft(module: nn.Module) -> bool:
-    return plain_class(module).__module__.startswith("peft.")
+    return _is_peft_class(type(module))
+
+
+@cache
+def _is_peft_class(kind: type[nn.Module]) -> bool:
+    return plain_of(kind).__module__.startswith("peft.")
 
 
 def _is_wrapping(module: nn.Module, child: str) -> bool:
@@ -246,7 +251,11 @@ def _is_adapter(place: Place) -> bool:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
-    kind = type(module)
+    return plain_of(type(module))
+
+
+def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """`plain_class` of a class."""
     while True:
         order = kind.__mro__
         if "anyrank_plain_class" in vars(kind):
