@@ -184,14 +184,14 @@ def test_the_curve_is_drawn_where_the_terminal_can(capsys: pytest.CaptureFixture
 
 def test_ranks_that_fail_are_one_error_with_their_last_lines(tmp_path: Path) -> None:
     script = (
-        "import os; print('x\\n' * 50, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
+        "import os; print('x\\n' * 99, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
     )
     log = str(tmp_path / "log")
     with pytest.raises(AnyrankError, match=r"exit code 3; its last lines:") as caught:
         demo.launch([sys.executable, "-c", script], log)
     assert str(caught.value).startswith(f"{log}: ")
     assert str(caught.value).endswith(" 1 boom\n")
-    assert len(str(caught.value).splitlines()) == 21
+    assert len(str(caught.value).splitlines()) == 51
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

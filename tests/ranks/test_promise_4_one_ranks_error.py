@@ -184,3 +184,32 @@ def test_a_missing_permission_is_told_by_the_rank_that_lacks_it(tmp_path: Any) -
     os.chmod(tmp_path / "w.safetensors", 0)
     with pytest.raises(anyrank.LoadError, match="Permission denied"):
         anyrank.load(net(), tmp_path / "w.safetensors")
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(path: str) -> None:
+    fault = Fault(rank=1, point="load.read", how="stop")
+    env = {"ANYRANK_TIMEOUT_SEC": "2"}
+    results = run_ranks(3, job_load, path, "", "own", faults=[fault], env=env)
+    assert isinstance(results[1], Died)
+    for rank in (0, 2):
+        kind, text, causes, seconds = results[rank]
+        assert kind == "RankError"
+        assert "rank 1 died or does not answer" in text
+        assert list(causes) == [1]
+        assert seconds < 2 + SECONDS + 3
+
+
+def job_absent(path: str) -> Any:
+    if torch.distributed.get_rank() == 1:
+        time.sleep(4)
+        return None
+    return outcome(lambda: anyrank.load(net(), path))
+
+
+def test_a_rank_that_does_not_come_is_told(path: str) -> None:
+    results = run_ranks(2, job_absent, path, env={"ANYRANK_TIMEOUT_SEC": "2"})
+    kind, text, _, seconds = results[0]
+    assert kind == "RankError"
+    assert "not all of ranks" in text, text
+    assert "process_group=" in text
+    assert seconds < 2 + SECONDS

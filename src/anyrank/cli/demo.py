@@ -32,6 +32,7 @@ PARTS = ("naive", "ddp", "fsdp2", "training")
 TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
 MOST_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
 LIMIT_SEC = 900
+TAIL_LINES = 50  # torchrun ends with some twenty of its own
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -154,7 +155,7 @@ def launch(command: list[str], log: str) -> None:
             raise
     if code:
         with open(log, encoding="utf-8", errors="replace") as file:
-            tail = "".join(file.readlines()[-20:])
+            tail = "".join(file.readlines()[-TAIL_LINES:])
         raise AnyrankError(f"{log}: torchrun ended with exit code {code}; its last lines:\n{tail}")
 
 
