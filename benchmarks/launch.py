@@ -248,6 +248,4 @@ def own_inherited_pages(libc: ctypes.CDLL) -> None:
             edges = np.flatnonzero(np.diff(np.concatenate(([False], mine, [False]))))
             for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
                 address, length = start + low * PAGE, (high - low) * PAGE
-                libc.madvise(
-                    ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_POPULATE_WRITE
-                )
+                libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_POPULATE_WRITE)

@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import gpu
 from contenders import CONTENDERS, run
 from launch import Launcher, Outcome
 from machine import describe_machine, load_average, meminfo, warm_files, warm_memory
-from weights import make_model, model_numel
+from weights import make_model, model_numel, weight_map
 
 RESULTS = Path(__file__).parent / "results"
 WARM_BYTES = 10 << 30
@@ -58,7 +58,9 @@ class Group:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4,8", help="of FSDP; HSDP and DDP run on 4")
     parser.add_argument("--dtype", default="bf16,fp32", help="of the parameters; the file is bf16")
     parser.add_argument("--layout", default="fsdp,hsdp,ddp")
@@ -267,9 +269,9 @@ def main() -> None:
         result = cpu_result(options, folder)
     result = describe_machine() | {"seconds": round(time.monotonic() - start), **result}
     result["load_average_after"] = round(load_average(), 1)
-    default = None if options.quick else RESULTS / ("load.json" if options.device == "cpu" else "load-cuda.json")
-    out = Path(options.out) if options.out else default
-    if out is not None:
+    name = "load.json" if options.device == "cpu" else "load-cuda.json"
+    if options.out or not options.quick:
+        out = Path(options.out or RESULTS / name)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"written to {out}")
@@ -283,22 +285,23 @@ def cpu_result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for row in rows:
         print(row_line(row))
     for goal in goals:
-        mark = "met " if goal["met"] else "MISS"
-        print(f"{mark} {goal['group']:12} {goal['what']}: {goal['value']} (at most {goal['at_most']})")
-    sizes = {"bf16_bytes": 2 * model_numel(folder), "shards": len(list(folder.glob("*.safetensors")))}
-    return {"model": sizes, "rows": rows, "goals": goals, "runs": runs}
+        mark, most = "met " if goal["met"] else "MISS", goal["at_most"]
+        print(f"{mark} {goal['group']:12} {goal['what']}: {goal['value']} (at most {most})")
+    shards = len(set(weight_map(folder).values()))
+    model = {"bf16_bytes": 2 * model_numel(folder), "shards": shards}
+    return {"model": model, "rows": rows, "goals": goals, "runs": runs}
 
 
 def row_line(row: dict[str, Any]) -> str:
     """One row of the summary on one line."""
     parts = [f"{row['group']:12} {row['contender']:16}"]
-    shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("usable_sec", "s", lambda v: f"{v['median']:.3f} [{v['least']:.3f}, {v['most']:.3f}]"),
-        ("time_x_hand", "x hand", lambda v: f"{v['median']:.2f} [{v['least']:.2f}, {v['most']:.2f}]"),
-        ("peak_x", "x peak", lambda v: f"{v['most']:.3f}"),
-        ("beyond_mib_per_rank", "MiB beyond", lambda v: f"{v['most']:+.1f}"),
-    )
-    parts += [f"{form(row[key])} {unit}" for key, unit, form in shown if key in row]
+    units = {"usable_sec": "s", "time_x_hand": "x hand", "peak_x": "x peak"}
+    for key, unit in {**units, "beyond_mib_per_rank": "MiB beyond"}.items():
+        if key in row:
+            known = row[key]
+            parts.append(
+                f"{known['median']:.3f} [{known['least']:.3f}, {known['most']:.3f}] {unit}"
+            )
     parts += [row["not_run"]] if "not_run" in row else []
     parts += [f"WRONG {row['wrong'][:3]}"] if row["wrong"] else []
     return "  ".join(parts)

@@ -26,6 +26,7 @@ from trap_files import FILES, reference, write_folder
 
 RESULTS = Path(__file__).parent / "results" / "traps.json"
 RANKS = 2
+MOST_TEXT = 400
 WAYS = {
     "anyrank": "anyrank.load",
     "strict": "load_state_dict",
@@ -65,8 +66,8 @@ ROWS = {
     "bit": Row("one flipped bit, the file came with a checksum", "bit_hub", verify=True),
     "bit_zip": Row("one flipped bit in a torch file", "bit_zip", verify=True),
     "bit_bare": Row("one flipped bit, no checksum anywhere", "bit", verify=True),
-    "nan": Row("a tensor overwritten with NaN, the file came with a checksum", "nan_hub", verify=True),
-    "nan_bare": Row("a tensor full of NaN, no checksum anywhere", "nan", verify=True),
+    "nan": Row("a tensor of NaN, the file came with a checksum", "nan_hub", verify=True),
+    "nan_bare": Row("a tensor of NaN, no checksum anywhere", "nan", verify=True),
     "ddp": Row("model in DDP", model="ddp"),
     "compile": Row("model compiled", model="compile"),
     "ddp_compile": Row("DDP of compiled", model="ddp_compile"),
@@ -276,7 +277,7 @@ def run(rank: int, size: int, name: str, way: str, source: str) -> Iterator[dict
     ran = os.path.exists(os.path.join(os.path.dirname(source), "ran-code"))
     yield {
         "class": "" if error is None else type(error).__name__,
-        "text": "" if error is None else str(error)[:500],
+        "text": "" if error is None else str(error),
         "wrong": [] if error is not None else wrong(model, row),
         "heard": heard.texts,
         "ran_code": ran,
@@ -334,11 +335,11 @@ def verdict(tables: list[dict[str, Any]], row: Row) -> str:
     if any(tells(text, row) for text in heard):
         return "told"
     count = max(len(table["wrong"]) for table in tables)
-    return f"SILENT: {count} tensors wrong" + (", warns" if heard else "")
+    return f"SILENT: {count} wrong" + (", warns" if heard else "")
 
 
 def tells(text: str, row: Row) -> bool:
-    """Whether a warning says what is wrong: that nothing could be compared, or what is not finite."""
+    """Whether a warning says that nothing could be compared, or what is not finite."""
     return row.verify and ("no checksums" in text or "not finite" in text)
 
 
@@ -366,9 +367,8 @@ def main() -> None:
             cells.append(row)
             told = [f"{way}: {cell['verdict']}" for way, cell in row["cells"].items()]
             print(f"{name:12} " + "; ".join(told), flush=True)
-    silent = [
-        row["row"] for row in cells if row["cells"].get("anyrank", {"verdict": ""})["verdict"][:6] == "SILENT"
-    ]
+    ours = {row["row"]: row["cells"].get("anyrank", {"verdict": ""})["verdict"] for row in cells}
+    silent = [name for name, said in ours.items() if said.startswith(("SILENT", "broken"))]
     print(f"anyrank silent: {silent or 'nowhere'}")
     whole = names == list(ROWS) and ways == list(WAYS)
     if whole or options.out:
@@ -384,8 +384,9 @@ def cell_of(stages: list[list[dict[str, Any]]], error: str, row: Row) -> dict[st
         last = error.strip().splitlines()[-1]
         return {"verdict": "error (hang)" if "in time" in error else "broken", "text": last}
     told = next((table["text"] for table in stages[0] if table["text"]), "")
+    told = told.strip().splitlines()[-1] if "Traceback" in told else told
     heard = next((text for table in stages[0] for text in table["heard"]), "")
-    return {"verdict": verdict(stages[0], row), "text": told or heard[:500]}
+    return {"verdict": verdict(stages[0], row), "text": (told or heard)[:MOST_TEXT]}
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ def run_block(block: Block, before: list[Block], namespace: dict[str, Any], fold
         num_ranks, above = int(how.split()[0]), definitions(before)
         args = (above, block.source, block.place, check, may_fail)
         outputs.append(run_ranks(num_ranks, job, *args, timeout=40)[0])
+        exec(definitions([block]), namespace)  # noqa: S102 - blocks below may use them
     elif how == "tests":
         outputs.append(run_tests(block, folder))
     else:

@@ -1,4 +1,4 @@
-"""Promise 3, the part that needs no GPU: the rank's device by its local rank, and files that name others.
+"""Promise 3 without a GPU: the rank's device by its local rank, and files that name others.
 
 `test_staging.py` has the guard around third-party loaders, `tests/gpu` what only a device can show.
 """

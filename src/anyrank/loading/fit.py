@@ -16,6 +16,7 @@ from anyrank.files.formats import list_source
 from anyrank.files.listing import Listing, join
 from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.exchange import Coordinates
+from anyrank.loading.freeze import frozen_parts
 from anyrank.loading.strategy import Decision
 from anyrank.loading.targets import Target, find_targets
 from anyrank.tensors.names import Match, Rename, inner_prefix, match, near, renamer
@@ -100,7 +101,7 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     missing = [loadable[i] for i in found.missing]
-    listing, frozen = _frozen_sources(targets, missing, stored, listing)
+    listing, frozen = _frozen_sources(model, targets, missing, stored, listing)
     missing = [i for i in missing if i not in stored]
     retie = _declared_ties(model, targets, missing, stored)
     missing = [i for i in missing if i not in retie]
@@ -131,31 +132,35 @@ def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
 
 
 def _frozen_sources(
-    targets: list[Target], missing: list[int], stored: dict[int, StoredTensor], listing: Listing
+    model: nn.Module,
+    targets: list[Target],
+    missing: list[int],
+    stored: dict[int, StoredTensor],
+    listing: Listing,
 ) -> tuple[Listing, dict[str, str]]:
     """Fill what the source lacks of frozen parts from the parts' own sources."""
-    parts: dict[int, list[int]] = {}
-    for index in missing:
-        part = targets[index].frozen
-        if part is not None and part.anyrank_frozen.source is not None:  # type: ignore[union-attr]
-            parts.setdefault(id(part), []).append(index)
     frozen: dict[str, str] = {}
-    for indices in parts.values():
-        part: Any = targets[indices[0]].frozen
-        own = list_source(part.anyrank_frozen.source)
-        base = len(listing.files)
-        inner = find_targets(part)
-        kept = [t for t in inner if t.kind != "derived"]
-        keys = match([t.wanted() for t in kept], own.tensors, lambda key: key).keys
-        by_tensor = {id(t.tensor): keys.get(n) for n, t in enumerate(kept)}
-        renamed = {f"{base}/{key}": stored_tensor for key, stored_tensor in own.tensors.items()}
-        listing = join(listing.format, [listing, own.with_tensors(renamed)])
+    for name, part in frozen_parts(model):
+        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+        indices = [index for index in missing if targets[index].frozen is part]
+        if source is None or not indices:
+            continue
+        own = list_source(source)
+        inner = [target for target in find_targets(part) if target.kind != "derived"]
+        found = match([target.wanted() for target in inner], own.tensors, lambda key: key)
+        keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
+        prefix = f"{name}/"  # no key of the source can be meant by it
+        listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
         for index in indices:
-            key = by_tensor.get(id(targets[index].tensor))
+            key = keys.get(id(targets[index].tensor))
             if key is not None:
-                stored[index] = listing.tensors[f"{base}/{key}"]
-        frozen[targets[indices[0]].name.rsplit(".", 1)[0]] = str(part.anyrank_frozen.source)
+                stored[index] = listing.tensors[prefix + key]
+        frozen[name] = str(source)
     return listing, frozen
+
+
+def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
+    return {prefix + key: stored for key, stored in listing.tensors.items()}
 
 
 def _declared_ties(

@@ -1,0 +1,172 @@
+"""The tables of docs/benchmarks.md, from the result files. Pure text; imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+MIB = 1 << 20
+DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
+
+
+def read(name: str) -> dict[str, Any]:
+    """One result file."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def provenance(result: dict[str, Any]) -> str:
+    """Where and how a result was measured."""
+    kinds = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"`{result['command']}`, {result['date']}: {result['machine']}; {kinds}."
+
+
+# -- load -----------------------------------------------------------------------------------------
+
+
+def load_tables(result: dict[str, Any]) -> str:
+    """Memory and time of every contender and layout."""
+    rows = {(row["group"], row["contender"]): row for row in result["rows"]}
+    groups = list(dict.fromkeys(group for group, _ in rows))
+    titles = {row["contender"]: row["title"] for row in result["rows"]}
+    runs = [row["usable_sec"]["n"] for row in rows.values() if "usable_sec" in row]
+    size = result["model"]["bf16_bytes"] / MIB
+    parts = [
+        f"A random Llama of {size:.0f} MiB in bf16, in {result['model']['shards']} shards. Time: "
+        f"median and range of the ratio to the hand-written minimum of the same repetition, "
+        f"n = {max(runs)}. Memory: the highest of all repetitions. {provenance(result)}"
+    ]
+    for layout, kind in dict.fromkeys(tuple(group.split()[:2]) for group in groups):
+        sizes = [group.split()[2] for group in groups if group.split()[:2] == [layout, kind]]
+        head = ["", *(f"memory, {n} ranks" for n in sizes), *(f"time, {n} ranks" for n in sizes)]
+        body: list[list[str]] = []
+        for name, title in titles.items():
+            ours = [rows.get((f"{layout} {kind} {n}", name)) for n in sizes]
+            if any(ours):
+                body.append([title, *map(memory_cell, ours), *map(time_cell, ours)])
+        parts += [f"**{layout.upper()}, {DTYPES[kind]}**", table(head, body)]
+    return "\n\n".join(parts)
+
+
+def memory_cell(row: dict[str, Any] | None) -> str:
+    """Peak of added memory over the target's bytes."""
+    if row is None:
+        return ""
+    if "peak_x" not in row:
+        return "too large" if "memory" in row.get("not_run", "") else "not run"
+    return f"{row['peak_x']['most']:.3f}" + (" WRONG" if row["wrong"] else "")
+
+
+def time_cell(row: dict[str, Any] | None) -> str:
+    """Time over the hand-written minimum's."""
+    if row is None or "usable_sec" not in row:
+        return ""
+    if row["contender"] == "hand":
+        return f"{row['usable_sec']['median']:.2f} s"
+    if "time_x_hand" not in row:
+        return f"{row['usable_sec']['median']:.2f} s"
+    ratio = row["time_x_hand"]
+    return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"
+
+
+def goal_table(result: dict[str, Any]) -> str:
+    """What anyrank is to reach, and what was measured."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for goal in result["goals"]:
+        rows.setdefault(goal["what"], []).append(goal)
+    body = [
+        [
+            what,
+            f"{goals[0]['at_most']:g}",
+            ", ".join(f"{goal['value']:.2f} ({goal['group']})" for goal in worst(goals)),
+            "yes" if all(goal["met"] for goal in goals) else "**no**",
+        ]
+        for what, goals in rows.items()
+    ]
+    return table(["", "at most", "worst measured", "met everywhere"], body)
+
+
+def worst(goals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worst value of each dtype of FSDP, and of the other layouts together."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for goal in goals:
+        layout, dtype, _ = goal["group"].split()
+        key = dtype if layout == "fsdp" else "other"
+        if key not in kinds or goal["value"] > kinds[key]["value"]:
+            kinds[key] = goal
+    return list(kinds.values())
+
+
+# -- traps and frozen parts -----------------------------------------------------------------------
+
+
+def trap_table(result: dict[str, Any]) -> str:
+    """Trap by way of loading."""
+    ways = result["ways"]
+    body = [
+        [row["title"], *(bold(row["cells"][way]["verdict"]) for way in ways)]
+        for row in result["rows"]
+    ]
+    return f"{provenance(result)}\n\n{table(['', *ways.values()], body)}"
+
+
+def bold(verdict: str) -> str:
+    """A cell, with what is silently wrong made to stand out."""
+    return f"**{verdict}**" if verdict.startswith("SILENT") else verdict
+
+
+def frozen_table(result: dict[str, Any]) -> str:
+    """What a frozen part costs under DDP."""
+    body = [
+        [
+            row["title"],
+            amount(row["frozen_built_bytes"]),
+            amount(row["frozen_step_bytes"]),
+            bold(row["a_rank_that_differs"]),
+        ]
+        for row in result["rows"]
+        if row["kind"] != "none"
+    ]
+    head = ["", "sent at construction", "sent per step", "a rank whose part differs"]
+    size = f"{result['mib']} MiB of parameters and {result['mib']} MiB of buffers"
+    return f"{size}, {result['ranks']} ranks. {provenance(result)}\n\n{table(head, body)}"
+
+
+def amount(nbytes: int) -> str:
+    """Bytes, in MiB when there are many."""
+    return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} B"
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+SECTIONS = {
+    "load": lambda: load_tables(read("load")),
+    "goals": lambda: goal_table(read("load")),
+    "traps": lambda: trap_table(read("traps")),
+    "frozen": lambda: frozen_table(read("frozen")),
+}
+
+
+def filled(page: str) -> str:
+    """The page with every section between its two marker comments written anew.
+
+    Raises:
+        ValueError: a section has no markers.
+    """
+    for name, make in SECTIONS.items():
+        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
+        if page.count(start) != 1 or page.count(stop) != 1:
+            raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{make()}\n\n{stop}{rest.split(stop)[1]}"
+    return page

@@ -1,0 +1,106 @@
+"""`load` and frozen parts: filled from their own source, compared, equal on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+
+class Pair(nn.Module):
+    """A frozen encoder with a buffer, and a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 2)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    torch.manual_seed(0)
+    model = Pair()
+    nn.init.normal_(model.encoder[1].running_mean)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, pair: Pair) -> Path:
+    save_file(pair.encoder.state_dict(), tmp_path / "encoder.safetensors")
+    save_file(pair.head.state_dict(), tmp_path / "head.safetensors")
+    save_file(pair.state_dict(), tmp_path / "all.safetensors")
+    return tmp_path
+
+
+def job_from_meta(folder: str, kind: str) -> tuple[dict[str, torch.Tensor], Any, str]:
+    with anyrank.meta():
+        model = Pair()
+    anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
+    whole: Any = fully_shard(model) if kind == "fsdp" else model
+    rename = {"weight": "head.weight", "bias": "head.bias"}
+    report = anyrank.load(whole, f"{folder}/head.safetensors", rename=rename, verify=True)
+    if kind == "ddp":
+        whole = DistributedDataParallel(model)
+    weights = {k: v.clone() for k, v in model.encoder.state_dict().items()}
+    assert not model.encoder.training
+    assert not any(name.startswith("encoder") for name in whole.state_dict())
+    return weights, report, model.encoder.anyrank_frozen.digest
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_part_on_meta_comes_from_its_own_source(folder: Path, pair: Pair, kind: str) -> None:
+    expected = anyrank.freeze(pair.encoder).anyrank_frozen.digest
+    for weights, report, digest in run_ranks(2, job_from_meta, str(folder), kind):
+        for name, value in pair.encoder.state_dict().items():
+            assert torch.equal(weights[name], value), name
+        assert report.frozen == {"encoder": f"{folder}/encoder.safetensors"}
+        assert digest == expected
+
+
+def test_a_source_that_holds_the_same_values_passes(folder: Path, pair: Pair) -> None:
+    anyrank.freeze(pair.encoder, source=f"{folder}/encoder.safetensors")
+    anyrank.load(pair, folder / "all.safetensors")
+
+
+def test_a_source_that_holds_other_values_is_refused(folder: Path, pair: Pair) -> None:
+    before = pair.encoder[0].weight.clone()
+    tensors = {k: v.clone() for k, v in pair.state_dict().items()}
+    tensors["encoder.0.weight"] += 1
+    save_file(tensors, folder / "other.safetensors")
+    anyrank.freeze(pair.encoder, source=f"{folder}/encoder.safetensors")
+    with pytest.raises(
+        anyrank.LoadError, match=r"encoder.0.weight: is frozen, and the source holds"
+    ):
+        anyrank.load(pair, folder / "other.safetensors")
+    assert torch.equal(pair.encoder[0].weight, before)
+
+
+def test_a_part_that_something_wrote_to_is_noticed(folder: Path, pair: Pair) -> None:
+    anyrank.freeze(pair.encoder, source=f"{folder}/encoder.safetensors")
+    pair.encoder[0].weight.data.add_(1)
+    with pytest.raises(anyrank.LoadError, match=r"encoder.0.weight: is frozen"):
+        anyrank.load(pair, folder / "all.safetensors")
+
+
+def job_unequal(folder: str) -> str:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Pair()
+    anyrank.freeze(model.encoder)
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(model, f"{folder}/all.safetensors")
+    return str(caught.value)
+
+
+def test_parts_that_differ_between_ranks_are_refused(folder: Path) -> None:
+    """Nobody broadcasts them, so nobody would ever notice."""
+    for text in run_ranks(2, job_unequal, str(folder)):
+        assert "the frozen part encoder differs between ranks" in text
