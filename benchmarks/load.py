@@ -173,6 +173,8 @@ def measure_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any
     """Every contender of every group, in turns; who begins changes with the repetition."""
     bench = Bench(options, folder)
     names, groups = names_of(options), groups_of(options)
+    bench.measure(groups[0], names[0], 0, False)  # starts the server, and is not counted
+    bench.runs.clear()
     kinds = [(number, False) for number in range(options.repeats)]
     kinds += [(number, True) for number in range(options.memory_repeats)]
     for repetition, sample in kinds:

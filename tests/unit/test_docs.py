@@ -9,10 +9,10 @@ says otherwise:
     <!-- run: torchrun N -->  in this process, and as a script that torchrun starts on N ranks
     <!-- run: tests -->       as a file of tests, each of which is called
     <!-- skip: REASON -->     not at all; it has to compile
-    <!-- check: CODE -->      behind a block: what the example must have led to
+    <!-- check: CODE -->      behind a block or its output: what the example must have led to
 
 A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
-numbers with a decimal point may differ: seconds and MiB.
+numbers with a decimal point (seconds, MiB) and checksums may differ.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def find_blocks(page: Path) -> list[Block]:
     while number < len(lines):
         line, number = lines[number], number + 1
         if mark := MARK.fullmatch(line):
-            target = made[-1].marks if mark[1] == "check" else marks
-            target[mark[1]] = mark[2]
+            if mark[1] == "check":
+                next(b for b in reversed(made) if b.kind == "python").marks["check"] = mark[2]
+            else:
+                marks[mark[1]] = mark[2]
         elif line.startswith("```"):
             end = lines.index("```", number)
             block = Block(page, number + 1, line[3:].strip(), "\n".join(lines[number:end]), marks)
@@ -280,9 +282,9 @@ def run_block(block: Block, before: list[Block], namespace: dict[str, Any], fold
 
 def shape_of(text: str) -> list[str]:
     """Lines without trailing spaces, and without what differs from run to run."""
-    lines = text.rstrip("\n").splitlines()
-    # one number or one for each rank: "0.1 0.1 MiB"
-    return [re.sub(r"\d+\.\d+( \d+\.\d+)*", "#", line).rstrip() for line in lines]
+    # one number or one for each rank, "0.1 0.1 MiB"; a CRC-32
+    loose = re.compile(r"\d+\.\d+( \d+\.\d+)*|\b[0-9a-f]{8}\b")
+    return [loose.sub("#", line).rstrip() for line in text.rstrip("\n").splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,12 @@ def test_a_mesh_that_does_not_multiply_to_the_world(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "w.safetensors")
     with pytest.raises(anyrank.LoadError, match="a mesh of 2x3 has 6 ranks, not 8"):
         anyrank.plan(net(), tmp_path / "w.safetensors", world_size=8, mesh=(2, 3))
+
+
+def test_the_arguments_of_a_load_fit_a_plan(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    same: dict[str, Any] = {"missing": "error", "strategy": "own", "progress": False}
+    plain = anyrank.plan(net(), tmp_path / "w.pt", **same, verify=False)
+    checked = anyrank.plan(net(), tmp_path / "w.pt", **same, verify=True)
+    assert checked.read_bytes == [2 * plain.read_bytes[0]]
+    anyrank.load(net(), tmp_path / "w.pt", **same, verify=True)

@@ -57,6 +57,8 @@ def plan(
     strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
     buffer_bytes: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    progress: object = None,
+    verify: bool = False,
 ) -> LoadPlan:
     """Plan a load without payload: the same checks and the same errors as `load`, nothing changed.
 
@@ -72,6 +74,8 @@ def plan(
         mesh: sizes of the axes, the sharded one last: (2, 8) is HSDP with 2 replicas of 8 shards.
         ranks_per_node: for `world_size` and `mesh`; default: at most 8.
         missing, unexpected, cast, rename, strategy, buffer_bytes, process_group: as for `load`.
+        progress: taken so that a load's arguments fit; no payload moves, so there is none to show.
+        verify: count the bytes that a comparison with the source's checksums would read as well.
 
     Raises:
         LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
@@ -80,9 +84,9 @@ def plan(
     buffer = buffer_bytes or BUFFER_BYTES.get()
     if world_size is None and mesh is None:
         with open_ranks(process_group) as ranks:
-            return _plan_of(
-                prepare(model, source, ranks, options), ranks.ranks, ranks.nodes, buffer
-            )
+            prepared = prepare(model, source, ranks, options)
+            made = _plan_of(prepared, ranks.ranks, ranks.nodes, buffer)
+        return _with_check(made, prepared) if verify else made
     prepared = prepare(model, source, one_process(), options)
     tensors = [
         Tensor(
@@ -95,7 +99,23 @@ def plan(
         tensors, world_size, mesh, ranks_per_node, strategy, buffer, prepared.listing.format
     )
     absent = [prepared.targets[i].name for i in prepared.match.missing]
-    return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
+    made = replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
+    return _with_check(made, prepared) if verify else made
+
+
+def _with_check(made: LoadPlan, prepared: Prepared) -> LoadPlan:
+    """The plan of a load that compares the files with their checksums first, each byte once."""
+    listing = prepared.listing
+    checked = sum(info.size for info in listing.files if info.sha256)
+    checked += sum(record.stop - record.start for record in listing.checksums)
+    seconds = made.seconds + checked / made.nodes / READ_BYTES_PER_SEC
+    each = checked // made.world_size
+    return replace(
+        made,
+        read_bytes=[nbytes + each for nbytes in made.read_bytes],
+        node_read_bytes=[nbytes + checked // made.nodes for nbytes in made.node_read_bytes],
+        seconds=seconds,
+    )
 
 
 def plan_source(
