@@ -9,6 +9,7 @@ says otherwise:
     <!-- run: torchrun N -->  in this process, and as a script that torchrun starts on N ranks
     <!-- run: tests -->       as a file of tests, each of which is called
     <!-- skip: REASON -->     not at all; it has to compile
+    <!-- setup: CODE -->      what the example takes for granted
     <!-- check: CODE -->      behind a block or its output: what the example must have led to
 
 A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
@@ -47,7 +48,7 @@ from anyrank.testing import run_ranks
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src/anyrank"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-MARK = re.compile(r"<!-- (file|run|skip|check): (.*) -->")
+MARK = re.compile(r"<!-- (file|run|skip|setup|check): (.*) -->")
 SHELL = ("sh", "console")
 
 
@@ -73,7 +74,7 @@ class Block:
         line: number of its first line, from 1.
         kind: the word behind the fence.
         text: what is between the fences.
-        marks: "file", "run", "skip", "check" -> what the comment says.
+        marks: "file", "run", "skip", "setup", "check" -> what the comment says.
         output: the block of text behind it, where there is one.
     """
 
@@ -215,13 +216,19 @@ def definitions(blocks: list[Block]) -> str:
     return "\n".join(ast.unparse(node) for node in nodes if isinstance(node, kinds))
 
 
-def job(before: str, source: str, place: str, check: str, may_fail: bool) -> str:
-    """A block and its check on one rank."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(before, namespace)  # noqa: S102 - our page
-    printed = execute(source, place, namespace, may_fail)
-    execute(check, place, namespace, False)
+def run_here(block: Block, namespace: dict[str, Any]) -> str:
+    """Run a block between its setup and its check; what it prints."""
+    execute(block.marks.get("setup", ""), block.place, namespace, False)
+    printed = execute(block.source, block.place, namespace, block.output is not None)
+    execute(block.marks.get("check", ""), block.place, namespace, False)
     return printed
+
+
+def job(above: str, block: Block) -> str:
+    """The same on one rank, with definitions from above."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    execute(above, block.place, namespace, False)
+    return run_here(block, namespace)
 
 
 def run_torchrun(block: Block, num_ranks: str, folder: Path) -> str:
@@ -258,26 +265,26 @@ def run_tests(block: Block, folder: Path) -> str:
     return ""
 
 
-def run_block(block: Block, before: list[Block], namespace: dict[str, Any], folder: Path) -> None:
-    """Run one block of Python as its comments say, and compare what it prints."""
-    how, check = block.marks.get("run", ""), block.marks.get("check", "")
-    may_fail = block.output is not None
-    outputs: list[str] = []
+def run_block(block: Block, before: list[Block], namespace: dict[str, Any], folder: Path) -> str:
+    """Run a block of Python as its comments say; what it prints, on all ranks together or first."""
+    how = block.marks.get("run", "")
+    if how == "tests":
+        return run_tests(block, folder)
     if how.endswith(" ranks"):
-        num_ranks, above = int(how.split()[0]), definitions(before)
-        args = (above, block.source, block.place, check, may_fail)
-        outputs.append(run_ranks(num_ranks, job, *args, timeout=40)[0])
-        exec(definitions([block]), namespace)  # noqa: S102 - blocks below may use them
-    elif how == "tests":
-        outputs.append(run_tests(block, folder))
-    else:
-        outputs.append(execute(block.source, block.place, namespace, may_fail))
-        execute(check, block.place, namespace, False)
-        if how.startswith("torchrun "):
-            outputs.append(run_torchrun(block, how.split()[1], folder))
+        # blocks below it may use what it defines
+        execute(definitions([block]), block.place, namespace, False)
+        return run_ranks(int(how.split()[0]), job, definitions(before), block, timeout=40)[0]
+    printed = run_here(block, namespace)
+    if how.startswith("torchrun "):
+        compare(block, printed)
+        return run_torchrun(block, how.split()[1], folder)
+    return printed
+
+
+def compare(block: Block, printed: str) -> None:
+    """What a block prints must be what the page says."""
     if block.output is not None:
-        for printed in outputs:
-            assert shape_of(printed) == shape_of(block.output), f"{block.place}:{block.line}"
+        assert shape_of(printed) == shape_of(block.output), f"{block.place}:{block.line}"
 
 
 def shape_of(text: str) -> list[str]:
@@ -297,11 +304,11 @@ def test_examples_run_and_print_what_the_page_says(page: Path, workplace: Path) 
         if block.kind in SHELL:
             for code in re.findall(r'python -c "(.*)"', block.text):
                 execute(code, block.place, {}, False)
-        if block.kind != "python" or set(block.marks) == {"file"}:
+        if block.kind != "python" or set(block.marks) == {"file"}:  # run by those that import it
             continue
         compile(block.source, block.place, "exec")
         if "skip" not in block.marks:
-            run_block(block, before, namespace, workplace)
+            compare(block, run_block(block, before, namespace, workplace))
             before.append(block)
     assert not dist.is_initialized()
 
@@ -322,7 +329,7 @@ def test_an_example_that_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     code = MARK.sub("", text)
     block = Block(tmp_path / "page.md", 1, "python", code, marks, output or None)
     with pytest.raises(kind):
-        run_block(block, [], {}, tmp_path)
+        compare(block, run_block(block, [], {}, tmp_path))
 
 
 def test_outputs_may_differ_in_decimals_only() -> None:
@@ -373,6 +380,7 @@ def test_a_broken_link_is_found() -> None:
 
 TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
 ENVIRONMENT = r"(?:[A-Z_]+=\S+ )*"
+PROGRAMS = "make|anyrank|python|torchrun"
 OTHERS = ("cd ", "git clone ", "#")
 
 
@@ -414,12 +422,14 @@ def knows_command(words: list[str]) -> bool:
 
 def find_unknown_commands(text: str) -> list[str]:
     """Lines of shell, and commands in the running text, that name nothing that is there."""
-    blocks = re.findall(rf"^```(?:{'|'.join(SHELL)})\n(.*?)^```$", text, flags=re.M | re.S)
-    prompt = [line for block in blocks for line in block.splitlines()]
-    if any(line.startswith("$ ") for line in prompt):  # what is without a prompt is output
-        prompt = [line for line in prompt if line.startswith("$ ")]
-    inline = re.findall(r"`((?:make|anyrank) [^`\n]+)`", text)
-    return [line for line in (*prompt, *inline) if line.strip() and not is_known(line)]
+    lines = re.findall(r"`((?:make|anyrank) [^`\n]+)`", text)
+    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
+        prompts = re.findall(r"^\$ (.+)$", block, flags=re.M)  # the rest is output
+        if kind in SHELL:
+            lines += prompts or [line for line in block.splitlines() if line.strip()]
+        elif not kind:
+            lines += prompts or re.findall(rf"^(?:{PROGRAMS}) .+$", block, flags=re.M)
+    return [line for line in lines if not is_known(line)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -438,7 +448,7 @@ def test_a_command_that_is_not_there_is_found() -> None:
         "rm x",
     ]
     text = "\n".join(["```sh", *good, *bad, "```", "`make nothing`"])
-    assert find_unknown_commands(text) == [*bad, "make nothing"]
+    assert find_unknown_commands(text) == ["make nothing", *bad]
 
 
 # -- nothing is left out --------------------------------------------------------------------------

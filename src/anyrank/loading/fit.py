@@ -184,7 +184,9 @@ def _declared_ties(
 
 def _is_ignorable(key: str, targets: list[Target], model: nn.Module, rename: Any) -> bool:
     derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
-    return rename(key) in derived or declared_ignorable(model, key)
+    name = rename(key)
+    prefix = getattr(model, "base_model_prefix", "")
+    return bool({name, f"{prefix}.{name}"} & derived) or declared_ignorable(model, key)
 
 
 def _problems(

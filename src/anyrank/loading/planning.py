@@ -254,11 +254,12 @@ def _made(
     model_bytes: int,
     source_bytes: int,
 ) -> LoadPlan:
-    peak = [one + buffer for one in share]
+    staged = [min(buffer, max(one, other)) for one, other in zip(read, sent, strict=True)]
+    peak = [one + most for one, most in zip(share, staged, strict=True)]
     count = max(nodes) + 1
     node_read, node_peak = [0] * count, [0] * count
     for node, one, most in zip(nodes, read, peak, strict=True):
-        node_read[node] += one
+        node_read[node] = min(node_read[node] + one, source_bytes)  # then it is in the page cache
         node_peak[node] += most
     seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
     return LoadPlan(

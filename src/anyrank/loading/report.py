@@ -108,7 +108,8 @@ class LoadPlan:
         read_bytes: what each rank reads from storage.
         sent_bytes: what each rank sends to others.
         peak_bytes: most memory of each rank, share and staging together.
-        node_read_bytes, node_peak_bytes: sums over each machine's ranks.
+        node_read_bytes: what each machine takes from storage, each byte at most once.
+        node_peak_bytes: sums over each machine's ranks.
         seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a
             rank).
         format: of the source.

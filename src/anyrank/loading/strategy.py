@@ -71,4 +71,4 @@ def decide(
         return Decision("own", "all ranks share one machine, whose page cache holds each byte once")
     if replicated_bytes < LEAST_STRIPE_BYTES:
         return Decision("own", "machines hold little or nothing alike")
-    return Decision("stripe", f"machines hold {replicated_bytes >> 20} MiB alike")
+    return Decision("stripe", f"machines hold {replicated_bytes / 2**30:.1f} GiB alike")

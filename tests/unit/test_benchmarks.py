@@ -1,0 +1,158 @@
+"""The benchmarks parse, sum up as they say, and their committed results hold every figure.
+
+Nothing is measured here: a measurement in a test suite tells how busy the machine was.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+Import = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
+    """Imports a benchmark's module as the script itself does, and forgets all of them after."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for script in SCRIPTS:
+        sys.modules.pop(script.stem, None)
+
+
+def result(name: str) -> dict[str, Any]:
+    return dict(json.loads((FOLDER / "results" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def summed(times: dict[str, list[float]], peaks: dict[str, float], load: Any) -> Any:
+    """Rows of made-up runs on 4 ranks, by contender."""
+    runs: list[dict[str, Any]] = [
+        {
+            "group": "fsdp bf16 4",
+            "contender": name,
+            "kind": "time",
+            "repetition": n,
+            "usable_sec": s,
+        }
+        for name, seconds in times.items()
+        for n, s in enumerate(seconds)
+    ]
+    for name, peak in peaks.items():
+        numbers = {"peak_x": peak, "final_x": 1.0, "beyond_mib_per_rank": 2.0}
+        made = {"group": "fsdp bf16 4", "contender": name, "kind": "memory", "repetition": 0}
+        runs.append({**made, **numbers, "usable_sec": 99.0})
+    return load.summarise(runs)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses_and_says_what_it_is(script: Path) -> None:
+    assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+
+
+def test_random_model_has_the_size_asked_for(module: Import) -> None:
+    for gib in (0.1, 1.0, 1.4, 2.0):
+        sizes = module("weights").llama_config(gib)
+        hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+        layer = 4 * hidden * hidden + 3 * hidden * inner
+        nbytes = 2 * (sizes["num_hidden_layers"] * layer + 2 * hidden * sizes["vocab_size"])
+        assert nbytes == pytest.approx(gib * 2**30, rel=0.06)
+
+
+def test_ratios_are_of_the_same_repetition_and_skip_memory_runs(module: Import) -> None:
+    rows = summed({"hand": [1.0, 4.0], "anyrank": [2.0, 2.0]}, {"anyrank": 1.01}, module("load"))
+    ours = next(row for row in rows if row["contender"] == "anyrank")
+    assert ours["time_x_hand"] == {"median": 1.25, "least": 0.5, "most": 2.0, "n": 2}
+    assert ours["usable_sec"]["most"] == 2.0
+
+
+def test_goals_can_be_missed(module: Import) -> None:
+    load = module("load")
+    good = summed({"hand": [1.0], "dcp": [2.0], "anyrank": [1.0]}, {"anyrank": 1.02}, load)
+    assert [goal["met"] for goal in load.goals_of(good)] == [True] * 4
+    bad = summed({"hand": [1.0], "dcp": [1.0], "anyrank": [1.1]}, {"anyrank": 1.04}, load)
+    assert [goal["met"] for goal in load.goals_of(bad)] == [False, True, False, False]
+
+
+def test_results_of_loading_cover_all_and_nothing_was_loaded_wrong(module: Import) -> None:
+    load = module("load")
+    rows = result("load")["rows"]
+    named = {
+        (group.name, name) for group in load.groups_of(load.parse([])) for name in load.CONTENDERS
+    }
+    able = {
+        (group, name) for group, name in named if group.split()[0] in load.CONTENDERS[name].layouts
+    }
+    assert {(row["group"], row["contender"]) for row in rows} == able
+    assert [row for row in rows if row["wrong"]] == []
+    left_out = {row["not_run"] for row in rows if "not_run" in row}
+    assert all("GiB of memory" in reason for reason in left_out)
+    assert [
+        row for row in rows if row["contender"] in ("hand", "anyrank") and "not_run" in row
+    ] == []
+
+
+def test_results_of_loading_keep_the_promised_memory() -> None:
+    goals = [goal for goal in result("load")["goals"] if "memory" in goal["what"]]
+    goals += [goal for goal in result("load")["goals"] if "MiB" in goal["what"]]
+    assert len(goals) >= 16
+    assert [goal for goal in goals if goal["value"] > goal["at_most"]] == []
+
+
+def test_no_trap_is_silent_in_anyrank(module: Import) -> None:
+    found, traps = result("traps"), module("traps")
+    assert [row["row"] for row in found["rows"]] == list(traps.ROWS)
+    assert found["ways"] == traps.WAYS
+    ours = {row["row"]: row["cells"]["anyrank"]["verdict"] for row in found["rows"]}
+    assert {
+        name: said for name, said in ours.items() if said.split()[0] in ("SILENT:", "broken", "-")
+    } == {}
+    peers = [cell["verdict"] for row in found["rows"] for cell in row["cells"].values()]
+    assert sum(verdict.startswith("SILENT") for verdict in peers) > 20
+    assert "broken" not in peers
+
+
+def test_trap_verdicts(module: Import) -> None:
+    traps = module("traps")
+    row, plain = traps.Row("damaged", verify=True), traps.Row("plain")
+
+    def cell(**changed: Any) -> dict[str, Any]:
+        return {"class": "", "wrong": [], "heard": [], "ran_code": False, **changed}
+
+    warned = cell(wrong=["a"], heard=["1 tensors not finite: a"])
+    assert traps.verdict([cell(), cell()], plain) == "right"
+    assert traps.verdict([cell(), cell(wrong=["a"])], plain) == "SILENT: 1 wrong"
+    assert traps.verdict([warned, cell()], row) == "told"
+    assert traps.verdict([warned, cell()], plain) == "SILENT: 1 wrong, warns"
+    assert traps.verdict([cell(**{"class": "LoadError"})] * 2, plain) == "error (LoadError)"
+    assert traps.verdict([cell(ran_code=True)], plain) == "SILENT: ran code"
+
+
+def test_frozen_part_costs_nothing_under_ddp() -> None:
+    rows = {row["kind"]: row for row in result("frozen")["rows"]}
+    frozen = rows["freeze"]
+    assert (frozen["frozen_built_bytes"], frozen["frozen_step_bytes"]) == (0, 0)
+    assert frozen["a_rank_that_differs"] == "raises on all ranks"
+    assert rows["default"]["frozen_step_bytes"] > 3 * 128 * 2**20
+
+
+def test_page_holds_the_figures_of_the_results(module: Import) -> None:
+    tables = module("tables")
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.filled(page) == page, "run `python benchmarks/plot.py`"
+    assert (ROOT / "docs/load-memory.svg").exists()
+
+
+def test_page_without_a_marker_is_refused(module: Import) -> None:
+    with pytest.raises(ValueError, match="end of load"):
+        module("tables").filled("<!-- load: made by benchmarks/plot.py -->")
