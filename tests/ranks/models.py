@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 
 class Block(nn.Module):
-    """An MLP with a norm, an odd width, a 0-d parameter and both kinds of buffers."""
+    """An MLP with a norm, a 0-d buffer, and buffers inside and outside of the state."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -25,6 +25,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width, bias=False)
         self.register_buffer("count", torch.arange(3.0))
+        self.register_buffer("steps", torch.tensor(2.0))
         self.register_buffer("table", torch.linspace(0, 1, width), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,6 +59,7 @@ def reference(**sizes: int) -> Net:
         for block in net.blocks:
             block.norm.weight.normal_()
             block.count.normal_()
+            block.steps.fill_(5)
     return net
 
 

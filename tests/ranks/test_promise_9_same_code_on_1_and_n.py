@@ -62,6 +62,7 @@ def job_scratch(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
     if kind == "zoo":
         for block in model.blocks:
             block.count, block.table = torch.arange(3.0), torch.linspace(0, 1, 8)
+            block.steps = torch.tensor(2.0)
     report = anyrank.materialize(model)
     return whole(model), report
 
@@ -98,6 +99,7 @@ def job_missing(layout: str) -> dict[str, torch.Tensor]:
         "scale": torch.ones(1, 8),
         "empty": torch.empty(0, 8),
         "blocks.1.count": torch.ones(3),
+        "blocks.1.steps": torch.tensor(1.0),
     }
     report = anyrank.load(net, given, missing="init")
     assert "blocks.1.up.weight" in report.initialised

@@ -294,9 +294,16 @@ def shape_of(text: str) -> list[str]:
     return [loose.sub("#", line).rstrip() for line in text.rstrip("\n").splitlines()]
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.kind == "python" for b in find_blocks(p))], ids=name_of
-)
+def with_examples() -> Iterator[Any]:
+    """The pages that have blocks of Python; slow where torchrun starts one."""
+    for page in PAGES:
+        blocks = [block for block in find_blocks(page) if block.kind == "python"]
+        slow = any("torchrun" in block.marks.get("run", "") for block in blocks)
+        if blocks:
+            yield pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("page", list(with_examples()))
 def test_examples_run_and_print_what_the_page_says(page: Path, workplace: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     before: list[Block] = []
@@ -509,6 +516,16 @@ def test_every_fault_point_is_told_of() -> None:
     points = set(re.findall(r'faults\.point\("([^"]+)"\)', sources))
     assert points
     assert [point for point in points if f"`{point}`" not in read("testing.md")] == []
+
+
+def test_versions_are_those_of_the_constraints() -> None:
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    rows = [line for line in read("design.md").splitlines() if line.startswith("| anyrank | ")]
+    packages = [cell.strip().lower() for cell in rows[0].strip("|").split("|")][1:-1]
+    row = next(line for line in read("design.md").splitlines() if line.startswith("| 0."))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert anyrank.__version__.startswith(cells[0])
+    assert cells[1:-1] == [pins[package] for package in packages]
 
 
 # -- private names of other packages --------------------------------------------------------------
