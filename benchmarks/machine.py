@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import platform
@@ -65,20 +66,18 @@ def load_average() -> float:
 
 
 def warm_memory(nbytes: int) -> None:
-    """Touch memory once, so that the first contender does not pay for the hypervisor giving it.
+    """Touch memory once, so that no contender pays for the hypervisor giving it to this machine.
 
     Args:
-        nbytes: how much; at most 60 % of what is available is taken.
+        nbytes: how much; at most 85 % of what is free is taken.
     """
-    nbytes = min(nbytes, meminfo("MemAvailable") * 6 // 10)
+    nbytes = min(nbytes, meminfo("MemFree") * 85 // 100)
     process = multiprocessing.get_context("spawn").Process(target=_touch, args=(nbytes,))
     process.start()
     process.join()
 
 
 def _touch(nbytes: int) -> None:
-    import mmap
-
     memory = mmap.mmap(-1, nbytes)
     for position in range(0, nbytes, PAGE):
         memory[position] = 1

@@ -528,6 +528,19 @@ def test_versions_are_those_of_the_constraints() -> None:
     assert cells[1:-1] == [pins[package] for package in packages]
 
 
+def test_memory_in_the_readme_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "benchmarks/results/load.json").read_text(encoding="utf-8"))
+    measured = [row for row in results["rows"] if "peak_x" in row]  # others were too large
+    peaks = {(row["group"], row["contender"]): row["peak_x"] for row in measured}
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith("| memory of 4 ranks"))
+    ways = ("load_file", "dcp", "transformers", "accelerate", "anyrank")
+    assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
+        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]['most']:.1f}" for dtype in ("bf16", "fp32"))
+        for way in ways
+    ]
+
+
 # -- private names of other packages --------------------------------------------------------------
 
 # os._exit is public; the other is the end of a dtype's name
