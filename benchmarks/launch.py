@@ -22,11 +22,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from machine import MADV_POPULATE_WRITE, PAGE, warm_memory
+
 HERE = Path(__file__).parent
 SAMPLE_SEC = 0.015
 START_SEC = 120.0
-PAGE = 4096
-MADV_POPULATE_WRITE = 23
 PRESENT, FILE_OR_SHARED = 1 << 63, 1 << 61
 
 Stages = Iterator[dict[str, Any]]
@@ -72,6 +72,7 @@ class Launcher:
         job: Callable[..., Stages],
         *args: Any,
         sample: bool = False,
+        warm_bytes: int = 0,
         timeout_sec: float = 300.0,
     ) -> Outcome:
         """Run a job on fresh ranks, all stages in step.
@@ -82,6 +83,7 @@ class Launcher:
                 table when it is ready, one after its timed stage, and one for every stage after.
             args: of the job.
             sample: sum the ranks' Pss_Anon during the timed stage.
+            warm_bytes: memory to touch and free right before the timed stage.
             timeout_sec: for the whole of it; the ranks are killed then.
         """
         outcome = Outcome()
@@ -99,7 +101,7 @@ class Launcher:
                 ends.append(ours)
                 processes.append(process)
             pids = [process.pid or 0 for process in processes]
-            self._stages(outcome, ends, pids, sample, deadline)
+            self._stages(outcome, ends, pids, sample, warm_bytes, deadline)
         except (EOFError, OSError, TimeoutError) as error:
             outcome.error = outcome.error or f"{type(error).__name__}: {error}"
         finally:
@@ -118,10 +120,13 @@ class Launcher:
         ends: list[connection.Connection],
         pids: list[int],
         sample: bool,
+        warm_bytes: int,
         deadline: float,
     ) -> None:
         while True:
             timed = len(outcome.stages) == 1
+            if timed and warm_bytes:
+                warm_memory(warm_bytes)
             watch = pids if sample and timed else []
             if watch:
                 outcome.baseline_bytes = outcome.peak_bytes = summed_pss(pids)

@@ -24,11 +24,10 @@ from typing import Any
 import gpu
 from contenders import CONTENDERS, run
 from launch import Launcher, Outcome
-from machine import describe_machine, load_average, meminfo, warm_files, warm_memory
+from machine import describe_machine, load_average, meminfo, warm_files
 from weights import make_model, model_numel, weight_map
 
 RESULTS = Path(__file__).parent / "results"
-WARM_BYTES = 64 << 30  # as much as there is
 MIB = 1 << 20
 OTHER_RANKS = 4  # hsdp and ddp are measured at one size
 MOST_MEMORY = 0.8  # of what is available
@@ -117,9 +116,9 @@ class Bench:
         if short := self.too_large(group, name):
             made["skipped"] = short
         else:
-            outcome = self.launcher.run(
-                group.ranks, run, name, str(self.folder), group.dtype, group.layout, sample=sample
-            )
+            given = (name, str(self.folder), group.dtype, group.layout)
+            warm = 0 if sample else self.need_bytes(group, name)
+            outcome = self.launcher.run(group.ranks, run, *given, sample=sample, warm_bytes=warm)
             made |= self.told(outcome, group, sample)
         self.runs.append(made)
         print(f"{group.name:12} {name:16} {repetition} {line_of(made)}", flush=True)
@@ -147,16 +146,18 @@ class Bench:
             made["beyond_mib_per_rank"] = round((peak - target) / group.ranks / MIB, 2)
         return made
 
-    def too_large(self, group: Group, name: str) -> str:
-        """Why this machine cannot run a contender; "" when it can."""
-        model = self.numel * (2 if group.dtype == "bf16" else 4)
+    def need_bytes(self, group: Group, name: str) -> int:
+        """Private memory that a contender takes, at its highest, roughly."""
         fixed, per_rank = CONTENDERS[name].full_copies
         copies = fixed + per_rank * group.ranks
-        if group.layout == "ddp":
-            copies = max(copies, 1.1 * group.ranks)
-        need, have = copies * model, MOST_MEMORY * meminfo("MemAvailable")
-        gib = 1 << 30
-        return "" if need < have else f"needs some {need / gib:.0f} GiB of memory"
+        if group.layout != "fsdp":
+            copies = max(copies, 1.1 * (2 if group.layout == "hsdp" else group.ranks))
+        return round(copies * self.numel * (2 if group.dtype == "bf16" else 4))
+
+    def too_large(self, group: Group, name: str) -> str:
+        """Why this machine cannot run a contender; "" when it can."""
+        need, have = self.need_bytes(group, name), MOST_MEMORY * meminfo("MemAvailable")
+        return "" if need < have else f"needs some {need / (1 << 30):.0f} GiB of memory"
 
 
 def line_of(made: dict[str, Any]) -> str:
@@ -265,8 +266,6 @@ def main() -> None:
     if options.device == "cuda":
         result = gpu.measure(folder, options.repeats)
     else:
-        if not options.quick:
-            warm_memory(WARM_BYTES)
         warm_files(folder)
         result = cpu_result(options, folder)
     result = describe_machine() | {"seconds": round(time.monotonic() - start), **result}

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/fsdp2_pretrained.py --model llava --lora
 
 Every rank reads its own bytes. The outputs are compared with those of `from_pretrained` on one
-process, and the losses of three training steps are printed. The models are small, made from configs,
+process, and the losses of three training steps are printed. The models are small, from configs,
 and saved first, as no hub is needed; with a real folder only `folder` changes.
 """
 

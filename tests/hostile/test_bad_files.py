@@ -305,3 +305,39 @@ def test_tensors_that_hold_no_bytes() -> None:
     )
     sparse = {**WEIGHTS, "0.weight": torch.eye(4).to_sparse()}
     refused(sparse, anyrank.LoadError, "layout torch.sparse_coo")
+
+
+def test_integers_are_widened_only() -> None:
+    for have, want in (
+        (torch.int64, torch.int8),
+        (torch.int8, torch.uint8),
+        (torch.int8, torch.bool),
+    ):
+        module = nn.Module()
+        module.register_buffer("n", torch.zeros(1, dtype=want))
+        with pytest.raises(anyrank.LoadError, match="cast='any'"):
+            anyrank.load(module, {"n": torch.tensor([300]).to(have)})
+    wide = nn.Module()
+    wide.register_buffer("n", torch.zeros(1, dtype=torch.int64))
+    report = anyrank.load(wide, {"n": torch.tensor([-3], dtype=torch.int8)})
+    assert wide.n.item() == -3
+    assert report.cast == {"n": "int8 -> int64"}
+
+
+def test_a_table_inside_a_table() -> None:
+    refused({"state_dict": WEIGHTS, "epoch": 3}, anyrank.LoadError, r"source\['state_dict'\]")
+    refused({"epoch": 3}, anyrank.LoadError, "the table holds no tensors, only epoch")
+
+
+def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "ema": WEIGHTS}, tmp_path / "w.pt")
+    refused(tmp_path / "w.pt", anyrank.LoadError, r"found epoch, ema: give the table itself")
+
+
+def test_a_rename_that_forgets_to_return() -> None:
+    refused(WEIGHTS, anyrank.LoadError, "rename= gave None for 0.weight", rename=lambda key: None)
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_a_buffer_of_no_bytes(size: int) -> None:
+    refused(WEIGHTS, anyrank.LoadError, f"buffer_bytes={size} is not", buffer_bytes=size)

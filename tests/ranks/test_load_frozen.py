@@ -104,3 +104,21 @@ def test_parts_that_differ_between_ranks_are_refused(folder: Path) -> None:
     """Nobody broadcasts them, so nobody would ever notice."""
     for text in run_ranks(2, job_unequal, str(folder)):
         assert "the frozen part encoder differs between ranks" in text
+
+
+def test_a_part_on_meta_and_a_source_that_holds_other_values(folder: Path, pair: Pair) -> None:
+    tensors = {k: v.clone() for k, v in pair.state_dict().items()}
+    tensors["encoder.0.weight"] += 1
+    save_file(tensors, folder / "other.safetensors")
+    for name, fits in (("other", False), ("all", True)):
+        with anyrank.meta():
+            model = Pair()
+        anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
+        if fits:
+            report = anyrank.load(model, folder / f"{name}.safetensors")
+            assert report.frozen == {"encoder": f"{folder}/encoder.safetensors"}
+            assert torch.equal(model.encoder[0].weight, pair.encoder[0].weight)
+        else:
+            with pytest.raises(anyrank.LoadError, match=r"encoder.0.weight: is frozen"):
+                anyrank.load(model, folder / f"{name}.safetensors")
+            assert model.head.weight.is_meta

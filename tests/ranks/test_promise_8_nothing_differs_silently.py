@@ -260,3 +260,83 @@ def test_replicas_that_differ_raise_with_their_names() -> None:
     """Every rank has a table of its own, and they differ."""
     for text in run_ranks(4, job_diverged):
         assert "weight: ranks [0, 1] differs from ranks [2, 3]" in text
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2, bias=False)
+        self.other = nn.Linear(2, 2, bias=False)
+        self.other.weight = self.one.weight
+
+
+def test_both_ends_of_a_tie_in_the_source(caplog: pytest.LogCaptureFixture) -> None:
+    same = {"one.weight": torch.ones(2, 2), "other.weight": torch.ones(2, 2)}
+    report = anyrank.load(Tied(), same)
+    assert report.doubled == {"other.weight": "one.weight"}
+    assert "one.weight was taken, and not compared" in caplog.text
+    anyrank.load(Tied(), same, verify=True)
+    differ = {**same, "other.weight": torch.zeros(2, 2)}
+    with pytest.raises(anyrank.LoadError, match=r"hold different values in\s+the source"):
+        anyrank.load(Tied(), differ, verify=True)
+
+
+def job_other_strides() -> torch.Tensor:
+    """The same table on both ranks, but it lies differently in their memory."""
+    value = torch.arange(12.0).reshape(3, 4)
+    weight = value.t() if torch.distributed.get_rank() == 0 else value.t().contiguous()
+    linear = nn.Linear(3, 4, bias=False)
+    anyrank.load(linear, {"weight": weight})
+    return linear.weight.detach()
+
+
+def test_a_table_that_lies_differently_in_each_ranks_memory() -> None:
+    for weight in run_ranks(2, job_other_strides):
+        assert torch.equal(weight, torch.arange(12.0).reshape(3, 4).t())
+
+
+def job_other_keys(strategy: str) -> str:
+    table = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    if torch.distributed.get_rank() == 1:
+        del table["bias"]
+    linear = nn.Linear(2, 2)
+    before = linear.weight.detach().clone()
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(linear, table, strategy=strategy)
+    assert torch.equal(linear.weight, before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe"])
+def test_a_table_that_lacks_a_key_on_one_rank(strategy: str) -> None:
+    for text in run_ranks(2, job_other_keys, strategy):
+        assert "[rank 1]" in text
+        assert "bias" in text
+
+
+def job_other_buffer(strategy: str) -> None:
+    size = 4096 if torch.distributed.get_rank() == 0 else 1 << 20
+    linear = nn.Linear(300, 300)
+    table = {"weight": torch.ones(300, 300), "bias": torch.ones(300)}
+    anyrank.load(linear, table, strategy=strategy, buffer_bytes=size)
+    assert bool((linear.weight == 1).all())
+
+
+@pytest.mark.parametrize("strategy", ["stripe", "scatter"])
+def test_buffers_of_different_size_agree_on_one(strategy: str) -> None:
+    run_ranks(3, job_other_buffer, strategy)
+
+
+def test_a_failed_rebuild_leaves_the_parameters_on_meta() -> None:
+    with torch.device("meta"):
+        model = Derived()
+    with pytest.raises(anyrank.LoadError, match="rebuilds: table"):
+        anyrank.load(model, {"weight": torch.zeros(2)})
+    assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])
+def test_every_strategy_works_without_a_process_group(strategy: str) -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    anyrank.load(linear, {"weight": torch.ones(2, 2)}, strategy=strategy)
+    assert bool((linear.weight == 1).all())

@@ -62,7 +62,7 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(net(), source)
     assert str(caught.value) == (
-        "0.weight (memory) does not fit the model:\n"
+        "the table (memory) does not fit the model:\n"
         "missing in the source (1):\n"
         "  1.weight (near: 1.wieght)\n"
         "  to go on: rename=..., or missing='init' for the model's own first values, or 'keep'\n"

@@ -13,6 +13,7 @@ from anyrank.files import dcp, huggingface, run_folder, safetensors, torch_file
 from anyrank.files.listing import FileInfo, Listing, join
 from anyrank.files.storage import Storage, read_range, storage_for
 from anyrank.tensors.box import Box
+from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
@@ -89,6 +90,16 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
     skipped: list[str] = []
+    nested = (tensors.get(name) for name in NESTED)
+    if not any(isinstance(value, torch.Tensor) for value in tensors.values()):
+        inner = next((table for table in nested if isinstance(table, Mapping)), None)
+        if inner is None:
+            keys = ", ".join(map(str, list(tensors)[:20]))
+            raise LoadError(f"the table holds no tensors, only {keys}: give the table of weights")
+        raise LoadError(
+            "the table holds the weights in a table of its own: give that one, for instance "
+            f"source[{next(name for name in NESTED if tensors.get(name) is inner)!r}]"
+        )
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             skipped.append(f"{key}: not a tensor")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anyrank.errors import UnsafeFile
+from anyrank.errors import LoadError, UnsafeFile
 from anyrank.tensors.names import NESTED
 
 
@@ -218,7 +218,7 @@ def find_weights(tree: Any, path: str) -> dict[str, TensorRef]:
     """The table of weights in a checkpoint: the tree itself, or its first entry named in NESTED.
 
     Raises:
-        UnsafeFile: there is none.
+        LoadError: there is none.
     """
     if isinstance(tree, TensorRef):
         return {"": tree}
@@ -230,10 +230,11 @@ def find_weights(tree: Any, path: str) -> dict[str, TensorRef]:
             if isinstance(tree.get(name), dict) and (found := dict(_tensors(tree[name]))):
                 return found
         keys = ", ".join(str(key) for key in list(tree)[:20])
-        raise UnsafeFile(
-            f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}"
+        raise LoadError(
+            f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
+            "give the table itself, as torch.load(path, weights_only=True)[key]"
         )
-    raise UnsafeFile(f"{path}: holds a {type(tree).__name__}, not a table of weights")
+    raise LoadError(f"{path}: holds a {type(tree).__name__}, not a table of weights")
 
 
 def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:

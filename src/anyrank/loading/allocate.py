@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from anyrank.errors import LoadError
 from anyrank.loading.targets import Target
+from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import rank_device
 
 
@@ -38,6 +39,13 @@ def default_device(targets: list[Target]) -> torch.device:
     """
     real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
     return real[0].local().device if real else rank_device()
+
+
+def default_buffer(targets: list[Target]) -> int:
+    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    default = default_device(targets)
+    devices = {device_for(target, default).type for target in targets}
+    return (BUFFER_BYTES if devices <= {"cpu"} else CUDA_BUFFER_BYTES).get()
 
 
 def _offloads(path: tuple[nn.Module, ...]) -> bool:

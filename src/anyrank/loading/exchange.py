@@ -31,7 +31,7 @@ class Transfer:
     """One block: read by `reader`, wanted by `members` (global ranks).
 
     Attributes:
-        target: index of the target.
+        target: position in the list of what is wanted.
         read: the box in the file, and where it goes in each member's local tensor.
     """
 
@@ -70,12 +70,12 @@ def plan_transfers(
     """
     block = max(LEAST_BLOCK_BYTES, window_bytes // len(coordinates))
     turn = 0
-    for index, target, stored in wanted:
+    for number, (index, target, stored) in enumerate(wanted):
         for pieces, members in replicas(index, target, coordinates).items():
             who = tuple(readers) if readers is not None else members
             for read in plan_reads(stored, pieces):
                 for part in _parts(read, block):
-                    yield Transfer(index, part, who[turn % len(who)], members)
+                    yield Transfer(number, part, who[turn % len(who)], members)
                     turn += 1
 
 
@@ -123,7 +123,7 @@ class Exchange:
     Args:
         ranks: the group.
         reader: reads this rank's blocks.
-        locals_of: this rank's memory of a target, by index.
+        locals_of: this rank's memory for a position in the list of what is wanted.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class Exchange:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.ranks.roll_call(error) from error
+            raise self.ranks.roll_call() from error
 
     def _agree(self, problem: Exception | None) -> None:
         status = torch.tensor([0 if problem is None else 1])
         try:
             dist.all_reduce(status, group=self.ranks.group)
         except RuntimeError as error:
-            raise self.ranks.roll_call(error) from error
+            raise self.ranks.roll_call() from error
         if problem is not None:
             raise problem
         if status.item():

@@ -21,8 +21,8 @@ from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target
 from anyrank.loading.verify import content_hash
-from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -39,7 +39,6 @@ class Filling:
         ranks: Ranks,
         memory: Mapping[str, Any] | None,
         meter: Meter,
-        buffer_bytes: int | None,
         progress: bool | Callable[[int, int], None] | None,
     ) -> None:
         self.prepared = prepared
@@ -47,7 +46,6 @@ class Filling:
         self.memory = memory
         self.meter = meter
         self.device = default_device(prepared.targets)
-        self.buffer_bytes = buffer_bytes or self._default_buffer()
         self.progress = progress
         self.fresh: dict[
             int, torch.Tensor
@@ -58,10 +56,6 @@ class Filling:
         self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
         self.measured: list[Measured] = []
-
-    def _default_buffer(self) -> int:
-        devices = {device_for(t, self.device).type for t in self.prepared.targets}
-        return (BUFFER_BYTES if devices <= {"cpu", "meta"} else CUDA_BUFFER_BYTES).get()
 
     def fill(self) -> None:
         """Read, receive and initialise. Real tensors are written in place, meta ones get new
@@ -88,7 +82,7 @@ class Filling:
     def _open(self, reader: Reader) -> None:
         readers = self.prepared.decision.readers or self.ranks.ranks
         if self.ranks.rank in readers:
-            stored = self.prepared.stored.values()
+            stored = (*self.prepared.stored.values(), *self.prepared.compared.values())
             reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
 
     def _fill_here(self, reader: Reader) -> None:
@@ -97,8 +91,9 @@ class Filling:
             target = prepared.targets[index]
             if target.is_meta:
                 self.fresh[index] = allocate(target, device_for(target, self.device))
-            elif _is_pinned(target):
-                self.pinned[index] = allocate(target, device_for(target, self.device))
+        for index in prepared.compared:
+            target = prepared.targets[index]
+            self.pinned[index] = allocate(target, device_for(target, self.device))
         if prepared.decision.name == "own":
             self._read_own(reader)
         else:
@@ -119,22 +114,24 @@ class Filling:
         return Reader(
             self.prepared.listing,
             self.memory,
-            buffer_bytes=self.buffer_bytes,
+            buffer_bytes=self.prepared.buffer_bytes,
             threads=read_threads(self.ranks.ranks_on_node),
             check=self.ranks.check,
             progress=count,
         )
 
+    def _wanted(self) -> list[tuple[int, StoredTensor, torch.Tensor]]:
+        """Index of a target, bytes at rest, and this rank's memory for them."""
+        filled = [(i, stored, self._local(i)) for i, stored in self.prepared.stored.items()]
+        return filled + [(i, one, self.pinned[i]) for i, one in self.prepared.compared.items()]
+
     def _local(self, index: int) -> torch.Tensor:
-        for apart in (self.fresh, self.pinned):
-            if index in apart:
-                return apart[index]
-        return self.prepared.targets[index].local()
+        fresh = self.fresh.get(index)
+        return self.prepared.targets[index].local() if fresh is None else fresh
 
     def _read_own(self, reader: Reader) -> None:
         jobs: list[Job] = []
-        for index, stored in self.prepared.stored.items():
-            local = self._local(index)
+        for index, stored, local in self._wanted():
             for read in plan_reads(stored, self.prepared.targets[index].pieces):
                 jobs.append(Job(read, local[read.local_slices()]))
         first = self.ranks.index * len(self.prepared.listing.files) // self.ranks.size
@@ -142,10 +139,11 @@ class Filling:
 
     def _exchange(self, reader: Reader) -> None:
         prepared = self.prepared
-        wanted = [(i, prepared.targets[i], stored) for i, stored in prepared.stored.items()]
-        window = self.buffer_bytes // 2  # the other half is the reader's and the transport's
-        transfers = plan_transfers(wanted, prepared.coordinates, prepared.decision.readers, window)
-        exchange = Exchange(self.ranks, reader, self._local)
+        wanted = self._wanted()
+        listed = [(i, prepared.targets[i], stored) for i, stored, _ in wanted]
+        window = prepared.buffer_bytes // 2  # the rest is the reader's and the transport's
+        transfers = plan_transfers(listed, prepared.coordinates, prepared.decision.readers, window)
+        exchange = Exchange(self.ranks, reader, lambda n: wanted[n][2])
         exchange.run(transfers, window)
         self.bytes_sent = exchange.bytes_sent
 
@@ -161,7 +159,7 @@ class Filling:
         self.rules[target.name] = rule
 
     def finish(self) -> None:
-        """Put new memory in place, then see to non-persistent buffers."""
+        """See to non-persistent buffers, then put new memory in place."""
 
         def commit() -> Measured:
             self._compare_pinned()
@@ -172,10 +170,10 @@ class Filling:
                 remember(part)
             return self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds()
 
-        self.measured = self.ranks.together("putting the weights in place", commit)
-        if self.prepared.rebuild:
+        if self.prepared.rebuild:  # first, so that a failure leaves the parameters on meta
             targets = self.prepared.targets
             self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
+        self.measured = self.ranks.together("putting the weights in place", commit)
         self._make_adapters_alike()
         self._move_buffers()
 
@@ -215,7 +213,7 @@ class Filling:
         """
         for index, given in self.pinned.items():
             target = self.prepared.targets[index]
-            if content_hash(given) != content_hash(target.local()):
+            if content_hash(given) != content_hash(self._local(index)):
                 raise LoadError(
                     f"{target.name}: is frozen, and the source holds other values: freeze the part "
                     "with the weights that belong to this source, or remove them from the source"
@@ -261,22 +259,18 @@ class Filling:
             reason=prepared.decision.reason,
             nonfinite=nonfinite,
             verified=verified,
-            skipped=[*prepared.listing.skipped, *(f"{k}: of no use" for k in prepared.ignored)],
-            tensors=len(prepared.stored),
+            skipped=[
+                *prepared.listing.skipped,
+                *(f"{key}: of no use" for key in prepared.ignored),
+            ],
+            doubled=match.doubled,
+            tensors=len({*prepared.stored, *prepared.compared}),
             bytes_read=list(read),
             bytes_sent=list(sent),
             peak_host_bytes=list(host),
             peak_device_bytes=list(device),
             seconds=max(seconds),
         )
-
-
-def _is_pinned(target: Target) -> bool:
-    """Whether a tensor belongs to a frozen part that is whole and real: it is compared, not
-    written.
-    """
-    info: Any = getattr(target.frozen, "anyrank_frozen", None)
-    return info is not None and info.tensors is not None
 
 
 def _short(dtype: torch.dtype) -> str:

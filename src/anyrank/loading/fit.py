@@ -37,6 +37,7 @@ class Options:
     cast: str = "float"
     rename: Rename = None
     strategy: str = "auto"
+    buffer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("missing", MISSING), ("unexpected", UNEXPECTED), ("cast", CAST)):
@@ -44,6 +45,8 @@ class Options:
                 raise LoadError(
                     f"{name}={getattr(self, name)!r} is unknown; give one of {', '.join(allowed)}"
                 )
+        if self.buffer_bytes is not None and self.buffer_bytes < 1:
+            raise LoadError(f"buffer_bytes={self.buffer_bytes} is not a positive number of bytes")
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Prepared:
     Attributes:
         targets: every tensor of the model.
         stored: index of a target -> its bytes.
+        compared: index of a frozen target -> bytes that must be what the target holds in the end.
         initialise: indices of targets that a rule fills.
         keep: indices of missing targets that keep their values.
         match: names, for the report.
@@ -60,6 +64,7 @@ class Prepared:
         frozen: frozen parts -> the source of their own that fills them.
         retie: tensors whose declared tie was broken -> the tensor to hang in their place.
         decision: who reads.
+        buffer_bytes: staging memory; the smallest that any rank has, since exchanges need one size.
         coordinates: of every rank, by global rank.
         rebuild: whether any rank has non-persistent buffers on meta.
         in_place: whether any rank writes into memory that held values before.
@@ -69,6 +74,7 @@ class Prepared:
     listing: Listing
     seed: int
     stored: dict[int, StoredTensor]
+    compared: dict[int, StoredTensor]
     initialise: list[int]
     keep: list[int]
     match: Match
@@ -77,6 +83,7 @@ class Prepared:
     retie: dict[int, int]
     decision: Decision = field(init=False)
     coordinates: dict[int, Coordinates] = field(init=False)
+    buffer_bytes: int = field(init=False)
     rebuild: bool = False
     in_place: bool = False
 
@@ -101,15 +108,19 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     missing = [loadable[i] for i in found.missing]
-    listing, frozen = _frozen_sources(model, targets, missing, stored, listing)
-    missing = [i for i in missing if i not in stored]
+    listing, frozen, compared = _frozen_sources(model, targets, stored, listing)
+    missing = [i for i in missing if i not in stored and i not in compared]
     retie = _declared_ties(model, targets, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = [key for key in found.unexpected if _is_ignorable(key, targets, model, rename)]
     found.unexpected = [key for key in found.unexpected if key not in ignored]
     adapters = [i for i in missing if targets[i].adapter]
     absent = [i for i in missing if i not in adapters]
-    problems = _problems(targets, stored, absent, found, listing, options)
+    problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
+    if problems:
+        where = listing.files[0].path if listing.files else "the source"
+        where = "the table" if listing.format == "memory" else where
+        problems.insert(0, f"{where} ({listing.format}) does not fit the model:")
     if problems:
         raise LoadError("\n".join(problems))
     init = options.missing == "init"
@@ -117,7 +128,9 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     initialise = [i for i in initialise if i not in adapters or targets[i].is_meta]
     keep = [i for i in missing if i not in initialise]
     found.missing = absent
-    return Prepared(targets, listing, seed, stored, initialise, keep, found, ignored, frozen, retie)
+    return Prepared(
+        targets, listing, seed, stored, compared, initialise, keep, found, ignored, frozen, retie
+    )
 
 
 def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
@@ -132,17 +145,15 @@ def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
 
 
 def _frozen_sources(
-    model: nn.Module,
-    targets: list[Target],
-    missing: list[int],
-    stored: dict[int, StoredTensor],
-    listing: Listing,
-) -> tuple[Listing, dict[str, str]]:
-    """Fill what the source lacks of frozen parts from the parts' own sources."""
+    model: nn.Module, targets: list[Target], stored: dict[int, StoredTensor], listing: Listing
+) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
+    """Fill frozen parts from their own sources; what the source holds of them is for comparison."""
     frozen: dict[str, str] = {}
+    compared: dict[int, StoredTensor] = {}
     for name, part in frozen_parts(model):
         source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
-        indices = [index for index in missing if targets[index].frozen is part]
+        mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
+        indices = [i for i in mine if i not in stored or targets[i].is_meta]
         if source is None or not indices:
             continue
         own = list_source(source)
@@ -154,9 +165,19 @@ def _frozen_sources(
         for index in indices:
             key = keys.get(id(targets[index].tensor))
             if key is not None:
+                if index in stored:
+                    compared[index] = stored[index]
                 stored[index] = listing.tensors[prefix + key]
         frozen[name] = str(source)
-    return listing, frozen
+    for index in [index for index in stored if _is_pinned(targets[index])]:
+        compared[index] = stored.pop(index)
+    return listing, frozen, compared
+
+
+def _is_pinned(target: Target) -> bool:
+    """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
+    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    return info is not None and info.tensors is not None and not target.is_meta
 
 
 def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
@@ -191,10 +212,9 @@ def _is_ignorable(key: str, targets: list[Target], model: nn.Module, rename: Any
 
 def _problems(
     targets: list[Target],
-    stored: dict[int, StoredTensor],
+    stored: list[tuple[int, StoredTensor]],
     absent: list[int],
     found: Match,
-    listing: Listing,
     options: Options,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
@@ -220,13 +240,10 @@ def _problems(
             _listed("unexpected in the source", shown)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
-    for index, tensor in stored.items():
+    for index, tensor in stored:
         line = _misfit(targets[index], tensor, options.cast)
         if line:
             lines.append(line)
-    if lines:
-        where = listing.files[0].path if listing.files else listing.format
-        lines.insert(0, f"{where} ({listing.format}) does not fit the model:")
     return lines
 
 
@@ -241,13 +258,23 @@ def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:
         return None
     if have.is_complex and want.is_complex:
         return None
-    same = not (have.is_floating_point or have.is_complex or want.is_floating_point)
-    if same and not want.is_complex and torch.can_cast(have, want):
+    if _holds_all_of(want, have):
         return None
     return (
         f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
         "by itself: ask for it with cast='any'"
     )
+
+
+def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
+    """Whether every value of one integer dtype is a value of another."""
+    floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
+    if floats or want == torch.bool:
+        return False
+    if have == torch.bool:
+        return True
+    small, large = torch.iinfo(have), torch.iinfo(want)
+    return large.min <= small.min and small.max <= large.max
 
 
 def _listed(title: str, items: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +15,12 @@ from anyrank.loading.fit import Options, Prepared
 from anyrank.loading.measure import Meter
 from anyrank.loading.prepare import prepare
 from anyrank.loading.report import LoadReport
-from anyrank.loading.verify import check_files, compare_replicas, count_nonfinite
+from anyrank.loading.verify import (
+    check_files,
+    compare_doubled,
+    compare_replicas,
+    count_nonfinite,
+)
 from anyrank.tensors.names import Rename
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -75,13 +80,13 @@ def load(
     """
     meter = Meter()
     with open_ranks(process_group) as ranks:
-        options = Options(missing, unexpected, cast, rename, strategy)
+        options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
         prepared = prepare(model, source, ranks, options)
         memory = source if isinstance(source, Mapping) else None
-        filling = Filling(model, prepared, ranks, memory, meter, buffer_bytes, progress)
+        filling = Filling(model, prepared, ranks, memory, meter, progress)
         said = ["replicas"] if verify else []
         if verify:
-            said += _check_source(prepared, ranks)
+            said += _check_source(prepared, ranks, memory)
         filling.fill()
         filling.finish()
         nonfinite: dict[str, int] = {}
@@ -94,13 +99,15 @@ def load(
     return report
 
 
-def _check_source(prepared: Prepared, ranks: Ranks) -> list[str]:
+def _check_source(prepared: Prepared, ranks: Ranks, memory: Mapping[str, Any] | None) -> list[str]:
     readers = prepared.decision.readers or ranks.ranks
 
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
-        return check_files(prepared.listing, readers.index(ranks.rank), len(readers), ranks.check)
+        compare_doubled(prepared.listing, memory, prepared.match.doubled)
+        number, count = readers.index(ranks.rank), len(readers)
+        return check_files(prepared.listing, number, count, ranks.check)
 
     said = next((words for words in ranks.together("checking the files", check) if words), [])
     return said or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
@@ -119,5 +126,11 @@ def _tell(report: LoadReport, ranks: Ranks) -> None:
     ):
         if items:
             log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
+    if report.doubled and not report.verified:
+        log.warning(
+            "the source holds both ends of tied tensors; %s was taken, and not compared: "
+            "verify=True does",
+            ", ".join(list(report.doubled.values())[:10]),
+        )
     if "no checksums" in report.verified:
         log.warning("%s", report.verified)

@@ -81,8 +81,8 @@ def materialize(
             for target, local in fresh:
                 put_in_place(target, local)
 
-        ranks.together("putting the values in place", commit)
         rebuilt = rebuild(mine, ranks, initialiser, place)
+        ranks.together("putting the values in place", commit)
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(

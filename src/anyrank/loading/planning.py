@@ -80,12 +80,11 @@ def plan(
     Raises:
         LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
     """
-    options = Options(missing, unexpected, cast, rename, strategy)
-    buffer = buffer_bytes or BUFFER_BYTES.get()
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
     if world_size is None and mesh is None:
         with open_ranks(process_group) as ranks:
             prepared = prepare(model, source, ranks, options)
-            made = _plan_of(prepared, ranks.ranks, ranks.nodes, buffer)
+            made = _plan_of(prepared, ranks.ranks, ranks.nodes)
         return _with_check(made, prepared) if verify else made
     prepared = prepare(model, source, one_process(), options)
     tensors = [
@@ -95,9 +94,8 @@ def plan(
         for i, t in enumerate(prepared.targets)
         if t.kind != "derived"
     ]
-    made = closed_form(
-        tensors, world_size, mesh, ranks_per_node, strategy, buffer, prepared.listing.format
-    )
+    buffer, name = prepared.buffer_bytes, prepared.listing.format
+    made = closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, name)
     absent = [prepared.targets[i].name for i in prepared.match.missing]
     made = replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
     return _with_check(made, prepared) if verify else made
@@ -204,14 +202,14 @@ def closed_form(
     )
 
 
-def _plan_of(
-    prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int], buffer: int
-) -> LoadPlan:
+def _plan_of(prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
     """The plan of a prepared load, from every rank's pieces."""
     share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
     model_bytes = source_bytes = 0
     name, readers = prepared.decision.name, prepared.decision.readers
     for index, target in enumerate(prepared.targets):
+        if target.kind == "derived":
+            continue
         stored = prepared.stored.get(index)
         model_bytes += math.prod(target.shape) * target.dtype.itemsize
         source_bytes += stored.nbytes if stored is not None else 0
@@ -234,7 +232,7 @@ def _plan_of(
         lists[0],
         lists[1],
         lists[2],
-        buffer,
+        prepared.buffer_bytes,
         prepared.listing.format,
         model_bytes,
         source_bytes,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anyrank.errors import LoadError
-from anyrank.files.formats import Source, list_source
+from anyrank.errors import AnyrankError, LoadError
+from anyrank.files.formats import Source, list_memory, list_source
 from anyrank.files.storage import storage_for
+from anyrank.loading.allocate import default_buffer
 from anyrank.loading.exchange import Coordinates, coordinates_of, replicas
 from anyrank.loading.fit import Options, Prepared, fit
 from anyrank.loading.freeze import frozen_parts
@@ -51,23 +52,27 @@ def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Opti
 
     plans: list[Prepared] = []
 
-    def plan_here() -> tuple[str, Coordinates, bool, bool, dict[str, str | None]]:
-        plans.append(fit(model, listing, options, sights[0].seed))
+    def plan_here() -> tuple[str, Coordinates, bool, bool, dict[str, str | None], int]:
+        # A table lies differently in each rank's memory, so each looks at its own.
+        mine = list_memory(source) if isinstance(source, Mapping) and source else listing
+        plans.append(fit(model, mine, options, sights[0].seed))
         targets = plans[0].targets
+        buffer = options.buffer_bytes or default_buffer(targets)
         hollow = any(t.is_meta and t.kind == "derived" for t in targets)
         real = any(not targets[index].is_meta for index in plans[0].stored)
         parts: dict[str, str | None] = {
             name: part.anyrank_frozen.digest  # type: ignore[union-attr]
             for name, part in frozen_parts(model)
         }
-        return _digest(plans[0]), coordinates_of(targets), hollow, real, parts
+        return _digest(plans[0]), coordinates_of(targets), hollow, real, parts, buffer
 
     answers = ranks.together("planning the load", plan_here)
-    digests, coordinates, hollow, real, parts = zip(*answers, strict=True)
+    digests, coordinates, hollow, real, parts, buffers = zip(*answers, strict=True)
     if len(set(digests)) > 1:
         _explain_difference(plans[0], ranks)
     _compare_frozen(parts, ranks)
     plans[0].rebuild, plans[0].in_place = any(hollow), any(real)
+    plans[0].buffer_bytes = min(buffers)
     return _decided(plans[0], options, ranks, coordinates, [sight.there for sight in sights])
 
 
@@ -116,8 +121,13 @@ def _look(source: Source | None) -> Sight:
     paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
     there = True
     for path in paths:
-        storage = storage_for(path)
-        there = there and (storage.is_file(path) or storage.is_dir(path))
+        try:
+            storage = storage_for(path)
+            there = there and (storage.is_file(path) or storage.is_dir(path))
+        except (AnyrankError, ImportError):
+            raise
+        except Exception as error:  # each of fsspec's file systems has errors of its own
+            raise LoadError(f"{path}: cannot be reached: {error}") from error
     return Sight(", ".join(paths), there, False, seed)
 
 
@@ -162,7 +172,12 @@ def _replicated(prepared: Prepared, node_of: Mapping[int, int]) -> int:
 
 def _digest(prepared: Prepared) -> str:
     table = [
-        (target.describe(), index in prepared.stored, index in prepared.initialise)
+        (
+            target.describe(),
+            str(prepared.stored[index].dtype) if index in prepared.stored else "",
+            index in prepared.compared,
+            index in prepared.initialise,
+        )
         for index, target in enumerate(prepared.targets)
     ]
     return hashlib.blake2b(repr(table).encode(), digest_size=16).hexdigest()
@@ -183,7 +198,10 @@ def _explain_difference(prepared: Prepared, ranks: Ranks) -> None:
                 f"the ranks' models differ: rank {ranks.ranks[0]} has {len(tables[0])} tensors, "
                 f"rank {rank} has {len(table)}"
             )
-    raise LoadError("the ranks were called with different options (missing=, rename=, ...)")
+    raise LoadError(
+        "the ranks were called with different options (missing=, rename=, ...), or with tables of "
+        "other keys or dtypes"
+    )
 
 
 def _told(described: tuple[str, tuple[int, ...], str, str]) -> str:

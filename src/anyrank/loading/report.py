@@ -22,6 +22,8 @@ class LoadReport:
         rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
+        doubled: keys of a tied tensor's other ends that the source holds as well -> the key taken;
+            compared with `verify=True` only.
         cast: tensor -> "dtype in the source -> dtype in the model".
         frozen: parts passed to `freeze()` -> where their values came from.
         format: of the source.
@@ -42,6 +44,7 @@ class LoadReport:
     rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     kept: list[str] = field(default_factory=list[str])
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    doubled: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
     format: str = ""

@@ -52,6 +52,8 @@ def decide(
     """
     if strategy not in STRATEGIES:
         raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
+    if len(ranks) == 1:
+        return Decision("own", "there is one rank")
     seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)
     blind = len(ranks) - len(seeing)
     if strategy == "scatter":

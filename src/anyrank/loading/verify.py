@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
+from anyrank.files.reader import Job, Reader, memory_of
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
 from anyrank.loading.targets import Target
-from anyrank.tensors.layout import Piece
+from anyrank.tensors.layout import Piece, local_pieces
+from anyrank.tensors.plan import plan_reads
 from anyrank.world.ranks import Ranks
 
 BLOCK_BYTES = 1 << 20
@@ -62,6 +65,30 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
     if listing.checksums:
         said.append(f"CRC-32 of {len(listing.checksums)} records")
     return said
+
+
+def compare_doubled(
+    listing: Listing, memory: Mapping[str, Any] | None, doubled: Mapping[str, str]
+) -> None:
+    """Compare the ends of tied tensors that a source holds more than once. Each rank by itself.
+
+    Raises:
+        LoadError: two ends hold different values, so that tying them would drop one.
+    """
+    with Reader(listing, memory, buffer_bytes=BLOCK_BYTES) as reader:
+        for key, taken in doubled.items():
+            ends: list[torch.Tensor] = []
+            for name in (key, taken):
+                stored = listing.tensors[name]
+                ends.append(torch.empty(stored.shape, dtype=stored.dtype))
+                reads = plan_reads(stored, local_pieces(stored.shape, None, None))
+                reader.open({chunk.file for chunk in stored.chunks})
+                reader.run([Job(read, ends[-1][read.local_slices()]) for read in reads])
+            if content_hash(ends[0]) != content_hash(ends[1]):
+                raise LoadError(
+                    f"{key} and {taken} are one tensor in the model, and hold different values in "
+                    "the source: untie them in the model, or remove the one that does not count"
+                )
 
 
 def _feed(
@@ -136,8 +163,6 @@ def content_hash(tensor: torch.Tensor) -> str:
     buffer.
     """
     import xxhash  # only verification needs it
-
-    from anyrank.files.reader import memory_of
 
     digest = xxhash.xxh3_128()
     flat = tensor.detach().reshape(-1)

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from anyrank.errors import LoadError
 
@@ -27,7 +28,15 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     if rename is None:
         return lambda key: key
     if callable(rename):
-        return rename
+        given = cast("Callable[[str], object]", rename)
+
+        def by_function(key: str) -> str:
+            name = given(key)
+            if not isinstance(name, str):
+                raise LoadError(f"rename= gave {name!r} for {key}: it must return a name")
+            return name
+
+        return by_function
     if isinstance(rename, Mapping):
         table = dict(rename)
         return lambda key: _by_table(key, table)

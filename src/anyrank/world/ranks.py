@@ -107,7 +107,7 @@ class Ranks:
                 tails = self._gather_bytes(sized[HEAD_BYTES:], longest - HEAD_BYTES)
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         except RuntimeError as error:
-            raise self.roll_call(error) from error
+            raise self.roll_call() from error
         return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
@@ -162,7 +162,7 @@ class Ranks:
         try:
             dist.broadcast(payload, src=rank, group=self.group)
         except RuntimeError as error:
-            raise self.roll_call(error) from error
+            raise self.roll_call() from error
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
 
@@ -178,7 +178,7 @@ class Ranks:
         if self.store.check(["failed"]):
             raise Interrupted
 
-    def roll_call(self, error: Exception) -> RankError:
+    def roll_call(self) -> RankError:
         """The error that names the ranks which no longer answer. For survivors of a broken
         group.
         """
@@ -201,7 +201,7 @@ class Ranks:
         else:
             text = "the connection between the ranks broke although all of them are alive"
         causes = dict.fromkeys(missing or (), "no answer")
-        return RankError(f"{text} ({str(error).splitlines()[0][:200]})", causes=causes)
+        return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
 
     def _raise_flag(self) -> None:
         with contextlib.suppress(Exception):  # the gather that follows reports what is wrong
