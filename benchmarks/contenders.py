@@ -63,6 +63,7 @@ class Contender:
             building it is part of the way, and of its time.
         full_copies: whole models in private memory at its highest: a fixed number, and one for
             every rank; decides what this machine can run.
+        repeats: most repetitions of a slow way that no goal speaks of.
     """
 
     title: str
@@ -70,6 +71,7 @@ class Contender:
     layouts: tuple[str, ...]
     sharded_before: bool = False
     full_copies: tuple[float, float] = (1.1, 0.0)
+    repeats: int = 1000
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -259,18 +261,18 @@ CONTENDERS = {
         "transformers DistributedConfig", transformers_distributed, SHARDED, False, (1.2, 0)
     ),
     "from_pretrained": Contender(
-        "from_pretrained on every rank", every_rank_from_pretrained, EVERY, False, (1.1, 1.1)
+        "from_pretrained on every rank", every_rank_from_pretrained, EVERY, False, (1.1, 1.1), 2
     ),
     "rank0": Contender(
         "rank 0 + set_model_state_dict", rank0_broadcast, SHARDED, False, (2.5, 0.0)
     ),
     "accelerate": Contender(
-        "accelerate fsdp2_prepare_model", accelerate_fsdp2, ("fsdp",), False, (1.2, 1.1)
+        "accelerate fsdp2_prepare_model", accelerate_fsdp2, ("fsdp",), False, (1.2, 1.1), 2
     ),
     "load_file": Contender(
-        "load_file on every rank", every_rank_loads_all, EVERY, False, (1.1, 1.1)
+        "load_file on every rank", every_rank_loads_all, EVERY, False, (1.1, 1.1), 2
     ),
-    "ddp_sends": Contender("rank 0, sent by DDP", ddp_sends, ("ddp",), False, (1.1, 1.1)),
+    "ddp_sends": Contender("rank 0, sent by DDP", ddp_sends, ("ddp",), False, (1.1, 1.1), 2),
 }
 
 

@@ -171,7 +171,7 @@ def line_of(made: dict[str, Any]) -> str:
 
 
 def measure_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Every contender of every group, in turns; who begins changes with the repetition."""
+    """Every contender of every group, in turns; another one begins in each repetition."""
     bench = Bench(options, folder)
     names, groups = names_of(options), groups_of(options)
     bench.measure(groups[0], names[0], 0, False)  # starts the server, and is not counted
@@ -180,7 +180,12 @@ def measure_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any
     kinds += [(number, True) for number in range(options.memory_repeats)]
     for repetition, sample in kinds:
         for group in groups:
-            able = [name for name in names if group.layout in CONTENDERS[name].layouts]
+            able = [
+                name
+                for name in names
+                if group.layout in CONTENDERS[name].layouts
+                and repetition < CONTENDERS[name].repeats
+            ]
             first = repetition % max(1, len(able))
             for name in able[first:] + able[:first]:
                 bench.measure(group, name, repetition, sample)
@@ -253,7 +258,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             beyond = row["beyond_mib_per_rank"]["most"]
             add(group, "MiB per rank beyond the shares", MOST_BEYOND_MIB, beyond)
         for what, other, most in GOALS:
-            if f"time_x_{other}" in row and group.endswith(" 4"):
+            if f"time_x_{other}" in row and group.startswith("fsdp") and group.endswith(" 4"):
                 add(group, what, most, row[f"time_x_{other}"]["median"])
     return goals
 

@@ -29,7 +29,12 @@ def draw(result: dict[str, Any]) -> None:
     )
     for axis, kind in zip(axes[0], kinds, strict=True):
         panel(axis, rows, kind)
-    figure.suptitle("Peak of added host memory / model bytes, FSDP2 on 2, 4 and 8 ranks")
+    axes[0][0].invert_yaxis()  # shared by all
+    handles = [mpl.patches.Patch(color=COLOURS[size], label=f"{size} ranks") for size in COLOURS]
+    axes[0][-1].legend(handles=handles, loc="lower right", frameon=False)
+    figure.suptitle(
+        "Peak of added host memory / model bytes (and time / hand-written minimum), FSDP2"
+    )
     figure.savefig(PLOT, metadata={"Date": None})
 
 
@@ -52,7 +57,6 @@ def panel(axis: Any, rows: dict[tuple[str, str], dict[str, Any]], kind: str) -> 
             axis.text(value, height, text, va="center", fontsize=6)
     titles = {name: row["title"] for (_, name), row in rows.items()}
     axis.set_yticks(range(len(names)), [titles[name] for name in names])
-    axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.6, linestyle=":")
     axis.set_title(DTYPES[kind], fontsize=8)
     peaks = [row["peak_x"]["most"] for row in rows.values() if "peak_x" in row]

@@ -39,12 +39,12 @@ def load_tables(result: dict[str, Any]) -> str:
     rows = {(row["group"], row["contender"]): row for row in result["rows"]}
     groups = list(dict.fromkeys(group for group, _ in rows))
     titles = {row["contender"]: row["title"] for row in result["rows"]}
-    runs = [row["usable_sec"]["n"] for row in rows.values() if "usable_sec" in row]
     size = result["model"]["bf16_bytes"] / MIB
     parts = [
         f"A random Llama of {size:.0f} MiB in bf16, in {result['model']['shards']} shards. Time: "
-        f"median and range of the ratio to the hand-written minimum of the same repetition, "
-        f"n = {max(runs)}. Memory: the highest of all repetitions. {provenance(result)}"
+        "median and range of the ratio to the hand-written minimum of the same repetition, "
+        f"{counts(result['rows'], 'usable_sec')}. Memory: the highest of all repetitions, "
+        f"{counts(result['rows'], 'peak_x')}. {provenance(result)}"
     ]
     for layout, kind in dict.fromkeys(tuple(group.split()[:2]) for group in groups):
         sizes = [group.split()[2] for group in groups if group.split()[:2] == [layout, kind]]
@@ -56,6 +56,21 @@ def load_tables(result: dict[str, Any]) -> str:
                 body.append([title, *map(memory_cell, ours), *map(time_cell, ours)])
         parts += [f"**{layout.upper()}, {DTYPES[kind]}**", table(head, body)]
     return "\n\n".join(parts)
+
+
+def counts(rows: list[dict[str, Any]], key: str) -> str:
+    """How many repetitions there are, and of what fewer."""
+    most: dict[str, int] = {}
+    for row in rows:
+        if key in row:
+            most[row["title"]] = max(most.get(row["title"], 0), row[key]["n"])
+    whole = max(most.values())
+    fewer: dict[int, list[str]] = {}
+    for title, number in most.items():
+        if number < whole:
+            fewer.setdefault(number, []).append(title)
+    extra = "".join(f"; {number} of {', '.join(titles)}" for number, titles in fewer.items())
+    return f"n = {whole}{extra}"
 
 
 def memory_cell(row: dict[str, Any] | None) -> str:
@@ -71,12 +86,11 @@ def time_cell(row: dict[str, Any] | None) -> str:
     """Time over the hand-written minimum's."""
     if row is None or "usable_sec" not in row:
         return ""
-    if row["contender"] == "hand":
-        return f"{row['usable_sec']['median']:.2f} s"
-    if "time_x_hand" not in row:
+    if row["contender"] == "hand" or "time_x_hand" not in row:
         return f"{row['usable_sec']['median']:.2f} s"
     ratio = row["time_x_hand"]
-    return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"
+    spread = f" ({ratio['least']:.2f} to {ratio['most']:.2f})" if ratio["n"] > 1 else ""
+    return f"{ratio['median']:.2f}{spread}"
 
 
 def goal_table(result: dict[str, Any]) -> str:
@@ -88,7 +102,7 @@ def goal_table(result: dict[str, Any]) -> str:
         [
             what,
             f"{goals[0]['at_most']:g}",
-            ", ".join(f"{goal['value']:.2f} ({goal['group']})" for goal in worst(goals)),
+            ", ".join(f"{goal['value']:.3f} ({goal['group']})" for goal in worst(goals)),
             "yes" if all(goal["met"] for goal in goals) else "**no**",
         ]
         for what, goals in rows.items()

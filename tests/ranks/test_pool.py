@@ -286,7 +286,6 @@ def test_an_exception_ends_the_others() -> None:
     with pytest.raises(RanksFailed, match=r"\[rank1\] KeyError: 'no luck on 1'") as caught:
         run_ranks(3, fail_on, 1, grace=10)
     assert time.monotonic() - start < 5
-    assert next(iter(caught.value.errors)) == 1
     # The others waited in a collective: the connections closed, nobody had to be killed.
     assert [type(caught.value.errors[rank]) for rank in (0, 2)] == [RuntimeError] * 2
     assert isinstance(caught.value.errors[1], KeyError)

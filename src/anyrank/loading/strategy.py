@@ -13,6 +13,7 @@ STRATEGIES = ("auto", "own", "stripe", "scatter")
 
 # Below this, the latency of exchanging costs more than a second read of the same bytes saves.
 LEAST_STRIPE_BYTES = 256 << 20
+ONE_MACHINE = "all ranks share one machine, whose page cache holds each byte once"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def decide(
     if strategy not in STRATEGIES:
         raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
     if len(ranks) == 1:
-        return Decision("own", "there is one rank")
+        return Decision("own", ONE_MACHINE)
     seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)
     blind = len(ranks) - len(seeing)
     if strategy == "scatter":
@@ -70,7 +71,7 @@ def decide(
     if strategy != "auto":
         return Decision(strategy, "asked for")
     if len(set(nodes)) == 1:
-        return Decision("own", "all ranks share one machine, whose page cache holds each byte once")
+        return Decision("own", ONE_MACHINE)
     if replicated_bytes < LEAST_STRIPE_BYTES:
         return Decision("own", "machines hold little or nothing alike")
     return Decision("stripe", f"machines hold {replicated_bytes / 2**30:.1f} GiB alike")
