@@ -33,7 +33,7 @@ def draw(result: dict[str, Any]) -> None:
     handles = [mpl.patches.Patch(color=COLOURS[size], label=f"{size} ranks") for size in COLOURS]
     axes[0][-1].legend(handles=handles, loc="lower right", frameon=False)
     figure.suptitle(
-        "Peak of added host memory / model bytes (and time / hand-written minimum), FSDP2"
+        "Peak of added host memory / model bytes (time / hand-written minimum's), FSDP2"
     )
     figure.savefig(PLOT, metadata={"Date": None})
 
