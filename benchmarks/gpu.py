@@ -83,6 +83,8 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
     import torch
     from machine import warm_files
 
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no CUDA device here")
     warm_files(folder)
     launcher = Launcher("preload")
     runs: list[dict[str, Any]] = []
@@ -113,5 +115,4 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
                     "wrong": sorted({tensor for one in ours for tensor in one["wrong"]}),
                 }
             )
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device"
-    return {"device": device, "rows": rows, "runs": runs}
+    return {"device": torch.cuda.get_device_name(0), "rows": rows, "runs": runs}
