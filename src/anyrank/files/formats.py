@@ -90,15 +90,14 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
     skipped: list[str] = []
-    nested = (tensors.get(name) for name in NESTED)
     if not any(isinstance(value, torch.Tensor) for value in tensors.values()):
-        inner = next((table for table in nested if isinstance(table, Mapping)), None)
+        inner = next((name for name in NESTED if isinstance(tensors.get(name), Mapping)), None)
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
             raise LoadError(f"the table holds no tensors, only {keys}: give the table of weights")
         raise LoadError(
             "the table holds the weights in a table of its own: give that one, for instance "
-            f"source[{next(name for name in NESTED if tensors.get(name) is inner)!r}]"
+            f"source[{inner!r}]"
         )
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -107,10 +106,8 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         if value.layout != torch.strided or hasattr(value, "placements") or value.is_meta:
             raise LoadError(
                 f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
-                "no "
-                "bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
-                "save it "
-                "with torch.distributed.checkpoint and load the folder)"
+                "no bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
+                "save it with torch.distributed.checkpoint and load the folder)"
             )
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))

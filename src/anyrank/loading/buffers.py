@@ -55,8 +55,7 @@ def rebuild(
             "non-persistent buffers on meta that no rule of their module rebuilds: "
             f"{', '.join(lost)}"
             "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
-            "the "
-            "module a reset_parameters() that fills them"
+            "the module a reset_parameters() that fills them"
         )
     for name, local in made.items():
         put_in_place(wanted[name], local)

@@ -47,9 +47,7 @@ class Filling:
         self.meter = meter
         self.device = default_device(prepared.targets)
         self.progress = progress
-        self.fresh: dict[
-            int, torch.Tensor
-        ] = {}  # memory for meta targets, until it is put in place
+        self.fresh: dict[int, torch.Tensor] = {}  # for meta targets, until it is put in place
         self.initialiser = Initialiser(model, prepared.seed)
         self.pinned: dict[int, torch.Tensor] = {}  # to be compared with a frozen part, then dropped
         self.rules: dict[str, str] = {}
@@ -153,8 +151,7 @@ class Filling:
         if rule is None:
             raise LoadError(
                 f"{target.name}: is not in the source, and no rule of the model gives it a first "
-                "value "
-                "(looked for _init_weights, reset_parameters, init_weights)"
+                "value (looked for _init_weights, reset_parameters, init_weights)"
             )
         self.rules[target.name] = rule
 
@@ -179,10 +176,10 @@ class Filling:
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""
-        kept = [self.prepared.targets[i] for i in self.prepared.keep]
-        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
         if not self.prepared.adapters_kept:
             return
+        kept = [self.prepared.targets[i] for i in self.prepared.keep]
+        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
         hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
         every = self.ranks.gather(hashes)
         differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))

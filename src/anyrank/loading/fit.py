@@ -120,9 +120,8 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     if problems:
         where = listing.files[0].path if listing.files else "the source"
         where = "the table" if listing.format == "memory" else where
-        problems.insert(0, f"{where} ({listing.format}) does not fit the model:")
-    if problems:
-        raise LoadError("\n".join(problems))
+        title = f"{where} ({listing.format}) does not fit the model:"
+        raise LoadError("\n".join([title, *problems]))
     init = options.missing == "init"
     initialise = [i for i in missing if init or targets[i].is_meta]
     initialise = [i for i in initialise if i not in adapters or targets[i].is_meta]

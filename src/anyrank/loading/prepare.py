@@ -145,8 +145,7 @@ def _agreed_reader(sights: list[Sight], ranks: Ranks) -> int:
         (one, rank), (other, other_rank) = list(given.items())[:2]
         raise LoadError(
             f"ranks were given different sources: rank {rank} {one!r}, rank {other_rank} "
-            f"{other!r}; "
-            "give all ranks the same one, or None to those that have none"
+            f"{other!r}; give all ranks the same one, or None to those that have none"
         )
     for sight, rank in zip(sights, ranks.ranks, strict=True):
         if sight.there:
