@@ -52,4 +52,8 @@ TIMEOUT_SEC = Knob(
     "ANYRANK_TIMEOUT_SEC", 1800, "how long a rank waits for the others before it names the missing"
 )
 
-KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC)
+LOCK_SEC = Knob(
+    "ANYRANK_LOCK_SEC", 600, "silence after which another machine's lock on a run folder is stale"
+)
+
+KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

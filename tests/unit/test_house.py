@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "world": BASE,
     "loading": CORE,
     "memory": BASE | {"tensors", "world"},
-    "resume": CORE,
+    "resume": CORE | {"loading"},
     "inspection": CORE - {"world"},
     "doctor": CORE,
     "integrations": {"anyrank"},

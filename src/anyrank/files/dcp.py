@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
@@ -128,7 +129,7 @@ class _Reader:
         if not isinstance(tree, pickles.TensorRef) or tree.shape != box.sizes:
             raise UnsafeFile(f"{path}: {fqn}: byte {start} does not hold its piece {box.sizes}")
         stored = torch_file.stored_tensor(fqn, tree, records, self.files[number], path)
-        self.checksums += (Checksum(number, c.start, c.stop, c.crc32, fqn) for c in checksums)
+        self.checksums += (replace(c, file=number, what=fqn) for c in checksums)
         inner = stored.chunks[0]
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 

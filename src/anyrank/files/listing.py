@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
@@ -30,13 +31,22 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A CRC-32 that the format itself keeps for a range of bytes."""
+    """A checksum that the format itself keeps for a range of bytes, in hex.
+
+    Attributes:
+        file: index of the file in its listing.
+        start, stop: the byte range.
+        digest: 8 hex digits of a CRC-32, or 16 of an xxh3-64.
+        what: the range's name in errors.
+        kind: which of the two.
+    """
 
     file: int
     start: int
     stop: int
-    crc32: int
+    digest: str
     what: str
+    kind: Literal["CRC-32", "xxh3-64"] = "CRC-32"
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         files += listing.files
         metadata.update(listing.metadata)
         passed += listing.skipped
-        checksums += (
-            Checksum(c.file + base, c.start, c.stop, c.crc32, c.what) for c in listing.checksums
-        )
+        checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"

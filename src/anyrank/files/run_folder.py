@@ -1,17 +1,48 @@
-"""anyrank's own run folders, for their weights: `step-N/` folders, each DCP plus `anyrank.json`."""
+"""anyrank's own run folders: `step-N/` folders, each a DCP folder plus `anyrank.json`.
+
+The tensors' places are in `tensors.json` as well as in DCP's pickled `.metadata`, so that anyrank
+reads a run without unpickling anything, and without opening each piece's zip.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from anyrank.errors import LoadError
-from anyrank.files import dcp
-from anyrank.files.listing import Listing
-from anyrank.files.storage import Storage, join_path
+import torch
 
-MANIFEST = "anyrank.json"
+from anyrank.errors import AnyrankError, CorruptCheckpoint, LoadError
+from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
+from anyrank.files.storage import Storage, inside, join_path
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.spec import Chunk, StoredTensor
+
 STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .bad-... are no checkpoints
 WEIGHTS = "model."
+INDEX = "tensors.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one box of a tensor lies: the file, and the byte of its first element.
+
+    Attributes:
+        start, length: byte range of the torch zip around it, as DCP's metadata counts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    file: str
+    offset: int
+    start: int
+    length: int
 
 
 def recognises(names: list[str]) -> bool:
@@ -19,22 +50,121 @@ def recognises(names: list[str]) -> bool:
     return MANIFEST in names or any(STEP.match(name) for name in names)
 
 
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:08d}"
+
+
+def steps_of(names: Iterable[str]) -> list[tuple[int, str]]:
+    """Step and folder name of what looks like a step, the newest first."""
+    return sorted(((int(m[1]), name) for name in names if (m := STEP.match(name))), reverse=True)
+
+
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of a step, or of the newest committed step of a run.
 
     Raises:
-        LoadError: the run has no committed step.
+        LoadError: the run has no committed step, or the step is damaged.
     """
     names = storage.names(folder)
     if MANIFEST not in names:
-        steps = sorted((int(m[1]), name) for name in names if (m := STEP.match(name)))
-        for _, name in reversed(steps):
+        steps = steps_of(names)
+        for _, name in steps:
             step = join_path(folder, name)
             if MANIFEST in storage.names(step):
                 return list_folder(storage, step)
         raise LoadError(f"{folder}: none of its {len(steps)} steps was committed ({MANIFEST})")
-    listing = dcp.list_folder(storage, folder)
+    try:
+        listing = list_step(storage, folder, read_manifest(storage, folder))
+    except AnyrankError as error:
+        raise LoadError(str(error)) from error
     weights = {k: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
     others = tuple(f"{k}: not weights" for k in listing.tensors if k not in weights)
     renamed = {k[len(WEIGHTS) :]: t for k, t in weights.items()}
     return Listing("anyrank run", listing.files, renamed, {}, others, listing.checksums)
+
+
+def list_step(storage: Storage, folder: str, manifest: Manifest) -> Listing:
+    """Every tensor of a committed step, by `tensors.json`.
+
+    Raises:
+        CorruptCheckpoint: the index is damaged, or a file is gone or has another size.
+    """
+    path = join_path(folder, INDEX)
+    if INDEX not in manifest.files:
+        raise CorruptCheckpoint(f"{folder}: its manifest does not list {INDEX}")
+    table = json.loads(read_small(storage, folder, INDEX, manifest.files))
+    files: list[FileInfo] = []
+    checksums: list[Checksum] = []
+    for number, name in enumerate(table["files"]):
+        info = _found(storage, inside(folder, name), manifest, name)
+        files.append(info)
+        record = manifest.files[name]
+        for start, digest in zip(range(0, info.size, record.block), record.xxh3_64, strict=False):
+            stop = min(info.size, start + record.block)
+            what = f"bytes {start} to {stop}"
+            checksums.append(Checksum(number, start, stop, digest, what, "xxh3-64"))
+    try:
+        tensors = {key: _tensor(key, one) for key, one in table["tensors"].items()}
+        for alias, key in table["aliases"].items():
+            tensors[alias] = tensors[key].renamed(alias)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
+    return Listing("anyrank run", tuple(files), tensors, checksums=tuple(checksums))
+
+
+def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """Compare every file's size with the manifest, and the small ones' bytes.
+
+    Raises:
+        CorruptCheckpoint: a file is gone, or is not what was written.
+    """
+    for name in manifest.files:
+        _found(storage, inside(folder, name), manifest, name)
+        if not name.endswith(".distcp"):
+            read_small(storage, folder, name, manifest.files)
+
+
+def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
+    if name not in manifest.files:
+        raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
+    if not storage.is_file(path):
+        raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
+    info = storage.info(path)
+    if info.size != manifest.files[name].size:
+        raise CorruptCheckpoint(
+            f"{path}: has {info.size} bytes, {MANIFEST} says {manifest.files[name].size}: "
+            "the file is truncated or was written to"
+        )
+    return info
+
+
+def _tensor(key: str, table: Mapping[str, Any]) -> StoredTensor:
+    shape = tuple(int(size) for size in table["shape"])
+    dtype = getattr(torch, table["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key}: {table['dtype']} is no dtype")
+    chunks: list[Chunk] = []
+    for offsets, sizes, file, offset in table["chunks"]:
+        box = Box(tuple(offsets), tuple(sizes))
+        chunks.append(Chunk(box, int(file), int(offset), row_major(box.sizes)))
+    if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"{key}: its pieces do not make up its shape {list(shape)}")
+    return StoredTensor(key, shape, dtype, tuple(chunks))
+
+
+def index_of(places: Iterable[Place], aliases: Mapping[str, str]) -> bytes:
+    """`tensors.json`, from every rank's places."""
+    files: dict[str, int] = {}
+    tensors: dict[str, Any] = {}
+    for place in places:
+        number = files.setdefault(place.file, len(files))
+        described = {
+            "dtype": str(place.dtype).removeprefix("torch."),
+            "shape": place.shape,
+            "chunks": list[Any](),
+        }
+        entry = tensors.setdefault(place.name, described)
+        entry["chunks"].append((place.box.offsets, place.box.sizes, number, place.offset))
+    table = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
+    return (json.dumps(table, separators=(",", ":")) + "\n").encode()

@@ -127,7 +127,7 @@ def read_zip(
             offset += 30 + sum(struct.unpack("<HH", header[26:30]))
             places[name[5:]] = (offset, entry.file_size)
             checksums.append(
-                Checksum(0, offset, offset + entry.file_size, entry.CRC, f"record {name}")
+                Checksum(0, offset, offset + entry.file_size, f"{entry.CRC:08x}", f"record {name}")
             )
     try:
         order = archive.read("".join((pickled.filename[: -len("data.pkl")], "byteorder")))

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from anyrank import faults
 from anyrank.files.reader import Job, Reader, copy_into
-from anyrank.loading.targets import Target
+from anyrank.loading.strategy import Decision
 from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece, local_pieces
+from anyrank.tensors.held import Coordinates, Held, replicas
 from anyrank.tensors.plan import Read, plan_reads
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Interrupted, Ranks
@@ -42,19 +42,53 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Coordinates:
-    """One rank's mesh coordinates: distinct ones, and which of them each target has."""
+class Wanted:
+    """A share to be filled.
 
-    table: tuple[tuple[int, ...] | None, ...]
-    which: tuple[int, ...]
+    Attributes:
+        index: position of the tensor in the list that `coordinates` counts.
+        held: the tensor, and what this rank holds of it.
+        stored: its bytes at rest.
+        local: this rank's memory, of the held tensor's local shape.
+    """
 
-    def of(self, index: int) -> tuple[int, ...] | None:
-        """The coordinate in the mesh of a target."""
-        return self.table[self.which[index]]
+    index: int
+    held: Held
+    stored: StoredTensor
+    local: torch.Tensor
+
+
+def move(
+    wanted: Sequence[Wanted],
+    reader: Reader,
+    ranks: Ranks,
+    decision: Decision,
+    coordinates: Mapping[int, Coordinates],
+    buffer_bytes: int,
+) -> int:
+    """Fill every rank's shares as decided; bytes that this rank sent. All ranks, the same list.
+
+    Raises:
+        Interrupted: another rank failed.
+        LoadError: this rank failed to read.
+    """
+    if decision.name != "own":
+        window = buffer_bytes // 2  # the rest is the reader's and the transport's
+        transfers = plan_transfers(wanted, coordinates, decision.readers, window)
+        exchange = Exchange(ranks, reader, lambda n: wanted[n].local)
+        exchange.run(transfers, window)
+        return exchange.bytes_sent
+    jobs = [
+        Job(read, one.local[read.local_slices()])
+        for one in wanted
+        for read in plan_reads(one.stored, one.held.pieces)
+    ]
+    reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
+    return 0
 
 
 def plan_transfers(
-    wanted: Sequence[tuple[int, Target, StoredTensor]],
+    wanted: Sequence[Wanted],
     coordinates: Mapping[int, Coordinates],
     readers: Sequence[int] | None,
     window_bytes: int,
@@ -62,7 +96,7 @@ def plan_transfers(
     """Cut what all ranks want into blocks and give each one reader.
 
     Args:
-        wanted: index, target and stored tensor, in the same order on all ranks.
+        wanted: in the same order on all ranks.
         coordinates: of every rank.
         readers: the ranks that see the files, in turn; None lets the ranks that want a block take
             turns.
@@ -70,37 +104,13 @@ def plan_transfers(
     """
     block = max(LEAST_BLOCK_BYTES, window_bytes // len(coordinates))
     turn = 0
-    for number, (index, target, stored) in enumerate(wanted):
-        for pieces, members in replicas(index, target, coordinates).items():
+    for number, one in enumerate(wanted):
+        for pieces, members in replicas(one.index, one.held, coordinates).items():
             who = tuple(readers) if readers is not None else members
-            for read in plan_reads(stored, pieces):
+            for read in plan_reads(one.stored, pieces):
                 for part in _parts(read, block):
                     yield Transfer(number, part, who[turn % len(who)], members)
                     turn += 1
-
-
-def coordinates_of(targets: Sequence[Target]) -> Coordinates:
-    """This rank's place in the mesh of each target, which the others need to know what it wants."""
-    table = tuple(dict.fromkeys(target.coordinate for target in targets))
-    return Coordinates(table, tuple(table.index(target.coordinate) for target in targets))
-
-
-def replicas(
-    index: int, target: Target, coordinates: Mapping[int, Coordinates]
-) -> dict[tuple[Piece, ...], tuple[int, ...]]:
-    """The ranks that hold the same pieces of a target, by pieces; ranks that hold nothing are left
-    out.
-    """
-    if target.layout is None:
-        return {target.pieces: tuple(coordinates)} if target.pieces else {}
-    at: dict[tuple[int, ...] | None, list[int]] = {}
-    for rank, known in coordinates.items():
-        at.setdefault(known.of(index), []).append(rank)
-    groups: dict[tuple[Piece, ...], list[int]] = {}
-    for coordinate, ranks in at.items():
-        pieces = local_pieces(target.shape, target.layout, coordinate)
-        groups.setdefault(pieces, []).extend(ranks)
-    return {pieces: tuple(sorted(ranks)) for pieces, ranks in groups.items() if pieces}
 
 
 def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[Transfer]]:

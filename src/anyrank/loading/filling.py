@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
-from anyrank.files.reader import Job, Reader
+from anyrank.files.reader import Reader
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.buffers import rebuild
-from anyrank.loading.exchange import Exchange, plan_transfers
+from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.fit import Prepared
 from anyrank.loading.freeze import remember
 from anyrank.loading.initialise import Initialiser
@@ -21,8 +21,6 @@ from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target
 from anyrank.loading.verify import content_hash
-from anyrank.tensors.plan import plan_reads
-from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -92,10 +90,14 @@ class Filling:
         for index in prepared.compared:
             target = prepared.targets[index]
             self.pinned[index] = allocate(target, device_for(target, self.device))
-        if prepared.decision.name == "own":
-            self._read_own(reader)
-        else:
-            self._exchange(reader)
+        self.bytes_sent = move(
+            self._wanted(),
+            reader,
+            self.ranks,
+            prepared.decision,
+            prepared.coordinates,
+            prepared.buffer_bytes,
+        )
         for index in prepared.initialise:
             self._initialise(index)
         self.meter.sample()
@@ -118,32 +120,15 @@ class Filling:
             progress=count,
         )
 
-    def _wanted(self) -> list[tuple[int, StoredTensor, torch.Tensor]]:
-        """Index of a target, bytes at rest, and this rank's memory for them."""
-        filled = [(i, stored, self._local(i)) for i, stored in self.prepared.stored.items()]
-        return filled + [(i, one, self.pinned[i]) for i, one in self.prepared.compared.items()]
+    def _wanted(self) -> list[Wanted]:
+        prepared = self.prepared
+        filled = [(i, stored, self._local(i)) for i, stored in prepared.stored.items()]
+        filled += [(i, one, self.pinned[i]) for i, one in prepared.compared.items()]
+        return [Wanted(i, prepared.targets[i], stored, local) for i, stored, local in filled]
 
     def _local(self, index: int) -> torch.Tensor:
         fresh = self.fresh.get(index)
         return self.prepared.targets[index].local() if fresh is None else fresh
-
-    def _read_own(self, reader: Reader) -> None:
-        jobs: list[Job] = []
-        for index, stored, local in self._wanted():
-            for read in plan_reads(stored, self.prepared.targets[index].pieces):
-                jobs.append(Job(read, local[read.local_slices()]))
-        first = self.ranks.index * len(self.prepared.listing.files) // self.ranks.size
-        reader.run(jobs, first)
-
-    def _exchange(self, reader: Reader) -> None:
-        prepared = self.prepared
-        wanted = self._wanted()
-        listed = [(i, prepared.targets[i], stored) for i, stored, _ in wanted]
-        window = prepared.buffer_bytes // 2  # the rest is the reader's and the transport's
-        transfers = plan_transfers(listed, prepared.coordinates, prepared.decision.readers, window)
-        exchange = Exchange(self.ranks, reader, lambda n: wanted[n][2])
-        exchange.run(transfers, window)
-        self.bytes_sent = exchange.bytes_sent
 
     def _initialise(self, index: int) -> None:
         target = self.prepared.targets[index]

@@ -15,10 +15,10 @@ from anyrank.errors import LoadError
 from anyrank.files.formats import list_source
 from anyrank.files.listing import Listing, join
 from anyrank.loading.conversions import converted, declared_ignorable
-from anyrank.loading.exchange import Coordinates
 from anyrank.loading.freeze import frozen_parts
 from anyrank.loading.strategy import Decision
 from anyrank.loading.targets import Target, find_targets
+from anyrank.tensors.held import Coordinates
 from anyrank.tensors.names import Match, Rename, inner_prefix, match, near, renamer
 from anyrank.tensors.spec import StoredTensor
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
-from anyrank.loading.exchange import replicas
 from anyrank.loading.fit import Options, Prepared
 from anyrank.loading.prepare import prepare
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
+from anyrank.tensors.held import replicas
 from anyrank.tensors.names import Rename
 from anyrank.world.ranks import one_process, open_ranks
 

@@ -16,10 +16,10 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.formats import Source, list_memory, list_source
 from anyrank.files.storage import storage_for
 from anyrank.loading.allocate import default_buffer
-from anyrank.loading.exchange import Coordinates, coordinates_of, replicas
 from anyrank.loading.fit import Options, Prepared, fit
 from anyrank.loading.freeze import frozen_parts
 from anyrank.loading.strategy import decide
+from anyrank.tensors.held import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 
 

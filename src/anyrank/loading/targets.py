@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from anyrank.errors import LoadError
-from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
+from anyrank.tensors.held import Held, layout_of
 from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
@@ -37,74 +35,24 @@ class Place:
 
 
 @dataclass
-class Target:
-    """One tensor of the model, however often it hangs in it.
+class Target(Held):
+    """One tensor of the model, however often it hangs in it; its object never changes.
 
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
         places: where it hangs; several when it is tied.
-        tensor: the Parameter or buffer object, whose identity never changes.
-        shape: global shape.
-        layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
-        coordinate: where this rank is in the layout's mesh; None outside it.
         adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
         frozen: the module passed to `freeze()` that it belongs to, if any.
     """
 
     kind: Kind
     places: list[Place]
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    layout: Layout | None
-    coordinate: tuple[int, ...] | None = None
     adapter: bool = False
     frozen: nn.Module | None = None
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What this rank holds."""
-        return local_pieces(self.shape, self.layout, self.coordinate)
-
-    @property
-    def name(self) -> str:
-        """The name without wrappers, as the reports show it."""
-        names = self.places[0].names
-        return names[min(1, len(names) - 1)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def is_meta(self) -> bool:
-        return self.tensor.is_meta
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds."""
-        return local_shape(self.shape, self.layout, self.coordinate)
-
-    @property
-    def local_numel(self) -> int:
-        return sum(piece.box.numel for piece in self.pieces)
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of what this rank holds, in the model's dtype."""
-        return self.local_numel * self.dtype.itemsize
 
     def wanted(self) -> Wanted:
         """What the matcher needs to know."""
         return Wanted(tuple(place.names for place in self.places))
-
-    def local(self) -> torch.Tensor:
-        """This rank's memory, to be written to in place."""
-        tensor: Any = self.tensor.detach()
-        return tensor.to_local() if self.layout else tensor
-
-    def describe(self) -> tuple[str, tuple[int, ...], str, str]:
-        """What must be equal on all ranks: name, global shape, dtype and layout."""
-        return self.name, self.shape, str(self.dtype), str(self.layout)
 
 
 def find_targets(model: nn.Module) -> list[Target]:
@@ -131,40 +79,10 @@ def find_targets(model: nn.Module) -> list[Target]:
         layout, coordinate = layout_of(tensor, place.names[0])
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)
-        target = Target(kind, [place], tensor, shape, layout, coordinate, adapter, frozen)
+        name = place.names[min(1, len(place.names) - 1)]  # the one without wrappers
+        target = Target(name, tensor, shape, layout, coordinate, kind, [place], adapter, frozen)
         found[id(tensor)] = target
     return list(found.values())
-
-
-def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
-    """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
-
-    Raises:
-        LoadError: a tensor subclass or placement whose bytes cannot be placed.
-    """
-    placements: Any = getattr(tensor, "placements", None)
-    if placements is None:
-        kind = type(tensor).__name__
-        if kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
-            raise LoadError(
-                f"{name}: is a {kind}, whose bytes are not the tensor's: load before it is wrapped "
-                "or quantised, or use fully_shard (FSDP2)"
-            )
-        return None, None
-    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    shape = tuple(int(size) for size in mesh.shape)
-    coordinate = mesh.get_coordinate()
-    layout = Layout(shape, tuple(_placement(one, name) for one in placements))
-    return layout, None if coordinate is None else tuple(coordinate)
-
-
-def _placement(placement: Any, name: str) -> Placement:
-    if placement.is_replicate():
-        return Placement("replicate")
-    dim = getattr(placement, "dim", None)
-    if placement.is_partial() or dim is None:
-        raise LoadError(f"{name}: has placement {placement}, which holds no value to load into")
-    return Placement("shard", int(dim), int(getattr(placement, "split_factor", 1)))
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:

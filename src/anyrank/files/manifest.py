@@ -1,0 +1,150 @@
+"""`anyrank.json`: what a step of a run consists of, its own checksum included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.storage import Storage, join_path, read_range
+from anyrank.files.store import BLOCK_BYTES, Digester, Written
+
+MANIFEST = "anyrank.json"
+FORMAT = "anyrank run"
+VERSION = 1  # of the format, apart from the package's
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a step: bytes, and the xxh3-64 of each `block` bytes of it."""
+
+    size: int
+    xxh3_64: tuple[str, ...]
+    block: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed step.
+
+    Attributes:
+        run: id of the run, the same over all its resumes.
+        step, epoch, samples: how far the run is, in optimizer steps, epochs and samples.
+        saved_on: ranks, and how the tensors lay on them.
+        lineage: for each time the run was resumed: from which step, on how many ranks.
+        written: time of the commit, in ISO 8601.
+        versions: of anyrank and torch.
+        files: name -> record, for every other file of the folder.
+        parts: name -> what is saved of a part of the state, apart from its tensors.
+        streams: scope of each random stream.
+    """
+
+    run: str
+    step: int
+    epoch: int
+    samples: int
+    saved_on: dict[str, Any]
+    lineage: list[dict[str, Any]]
+    written: str
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+    parts: dict[str, Any]
+    streams: dict[str, str] = field(default_factory=dict[str, str])
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes; the last field is the xxh3-128 of the others."""
+        table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        table |= {one.name: getattr(self, one.name) for one in fields(self)}
+        table["files"] = {
+            name: {"size": one.size, "block": one.block, "xxh3_64": list(one.xxh3_64)}
+            for name, one in self.files.items()
+        }
+        table["self"] = _digest(table)
+        return (json.dumps(table, indent=1) + "\n").encode()
+
+
+def record(written: Written) -> FileRecord:
+    """The manifest's record of a file."""
+    return FileRecord(written.size, written.digests)
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """The manifest of a step's folder.
+
+    Raises:
+        CorruptCheckpoint: it is not JSON, lacks fields, or is not what was written.
+        CheckpointError: another format version, or it cannot be read.
+    """
+    return parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
+
+
+def parse(data: bytes, path: str) -> Manifest:
+    """As `read_manifest`, from bytes."""
+    try:
+        table = json.loads(data)
+        said = table.pop("self", None)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a manifest ({error}): the file is damaged") from (
+            error
+        )
+    if table.get("format") == FORMAT and table.get("version", 0) != VERSION:
+        raise CheckpointError(
+            f"{path}: has format version {table.get('version')}, this anyrank reads {VERSION}: "
+            "resume with the anyrank that wrote it, or a newer one"
+        )
+    if said != _digest(table):
+        raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
+    names = [one.name for one in fields(Manifest)]
+    try:
+        values: dict[str, Any] = {name: table[name] for name in names}
+        values["files"] = {
+            name: FileRecord(int(one["size"]), tuple(one["xxh3_64"]), int(one["block"]))
+            for name, one in values["files"].items()
+        }
+        return Manifest(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path}: lacks a field: {error}") from error
+
+
+def read_small(
+    storage: Storage, folder: str, name: str, known: Mapping[str, FileRecord] | None = None
+) -> bytes:
+    """A small file of a step, whole, and compared with its record where there is one.
+
+    Raises:
+        CorruptCheckpoint: its bytes are not those that were written.
+        CheckpointError: it is not there, or cannot be read.
+    """
+    path = join_path(folder, name)
+    try:
+        info = storage.info(path)
+        if info.size > MOST_BYTES:
+            raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long to be what it says")
+        file = storage.open(path)
+        try:
+            data = read_range(file, path, 0, info.size)
+        finally:
+            file.close()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    expected = None if known is None else known[name]
+    if expected is not None:
+        digester = Digester()
+        digester.update(data)
+        found = digester.result()
+        if (found.size, found.digests) != (expected.size, expected.xxh3_64):
+            raise CorruptCheckpoint(
+                f"{path}: {found.size} bytes with checksum {found.digests[0]}, the manifest says "
+                f"{expected.size} with {expected.xxh3_64[0]}: the file is damaged"
+            )
+    return data
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    import xxhash  # only runs need it
+
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""A save beside the training: the copy under the next forward and backward, then the files.
+
+Parameters and optimizer state change in `optimizer.step` alone, so their copy may run while the
+next gradients are computed; only the optimizer waits for it. Everything else is copied at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from anyrank import faults
+from anyrank.errors import AnyrankError, RankError
+from anyrank.resume.saving import SaveRecord, Snapshot
+from anyrank.resume.share import Item, Staging
+from anyrank.world.ranks import Ranks
+
+Write = Callable[[Snapshot, Ranks], SaveRecord]
+
+
+class Background:
+    """At most one save in flight. Its memory, one share, is reused from save to save."""
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self.now, self.later = Staging(), Staging()
+        self.thread: threading.Thread | None = None
+        self.staged = threading.Event()
+        self.staged.set()
+        self.failure: AnyrankError | None = None
+        self.record: SaveRecord | None = None
+        self.stall = 0.0
+        self.hooks: list[Any] = []
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let these optimizers wait for a copy that is under way before they step."""
+        if not self.hooks:
+            self.hooks = [
+                innermost(one).register_step_pre_hook(lambda *_: self.wait_for_copy())
+                for one in optimizers
+            ]
+
+    def start(self, snapshot: Snapshot, ranks: Ranks) -> None:
+        """Copy what may change any time, and go on with the rest in a thread. All ranks."""
+        fleeting = [item for item in snapshot.items if not item.steady]
+        steady = [item for item in snapshot.items if item.steady]
+        copied = self.now.take(fleeting)
+        self.failure = self.record = None
+        self.stall = 0.0
+        self.staged.clear()
+        self.thread = threading.Thread(
+            target=self._run, args=(snapshot, copied, steady, ranks), name="anyrank-save"
+        )
+        self.thread.start()
+
+    def _run(
+        self, snapshot: Snapshot, copied: list[Item], steady: list[Item], ranks: Ranks
+    ) -> None:
+        copies: list[Item] = []
+
+        def stage() -> None:
+            faults.point("save.stage")
+            copies.extend(self.later.take(steady))
+            self.staged.set()
+
+        try:
+            try:
+                ranks.together("staging the checkpoint", stage)
+            finally:
+                self.staged.set()
+            self.record = self.write(replace(snapshot, items=[*copied, *copies]), ranks)
+        except AnyrankError as error:
+            self.failure = error
+        except Exception as error:  # a thread must hand on whatever happens in it
+            self.failure = RankError(f"{type(error).__name__}: {error}")
+
+    def wait_for_copy(self) -> None:
+        """Return when the state may change again."""
+        if not self.staged.is_set():
+            start = time.perf_counter()
+            self.staged.wait()
+            self.stall += time.perf_counter() - start
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has ended without a checkpoint."""
+        return self.failure is not None
+
+    def wait(self) -> SaveRecord:
+        """The save that was started, once it is finished.
+
+        Raises:
+            AnyrankError: it failed, on all ranks alike.
+        """
+        assert self.thread is not None
+        self.thread.join()
+        self.thread = None
+        failure, record = self.failure, self.record
+        self.failure = self.record = None
+        if failure is not None:
+            raise failure
+        assert record is not None
+        return replace(record, stall_seconds=self.stall)
+
+    def close(self) -> None:
+        """Forget the optimizers."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside wrappers that look like one."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    return innermost(inner) if isinstance(inner, Optimizer) else optimizer

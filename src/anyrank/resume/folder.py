@@ -1,0 +1,183 @@
+"""A run's folder: names, the commit's last steps, what is kept, and what is cleaned up.
+
+A step is written under `step-N.tmp-<run>-<tag>` and renamed when it is whole. Object stores rename
+nothing: there a step is written in place, and its manifest, written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
+from anyrank.files.run_folder import check_sizes, step_name, steps_of
+from anyrank.files.storage import join_path
+from anyrank.files.store import Store, storing, write_file
+
+log = logging.getLogger("anyrank.resume")
+
+LATEST = "latest"
+TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
+REMOVED = ".removed-"
+LEAST_KEPT = 2
+
+
+class RunFolder:
+    """The files of one run. Used by one rank, the first."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store = store
+        self.path = path
+
+    def join(self, name: str) -> str:
+        """The path of a thing in the folder."""
+        return join_path(self.path, name)
+
+    def names(self) -> list[str]:
+        """What is in the folder; nothing when it is not there."""
+        try:
+            return self.store.names(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def committed(self) -> list[tuple[int, str]]:
+        """Step and name of what claims to be committed, the newest first."""
+        return [
+            (step, name)
+            for step, name in steps_of(self.names())
+            if self.store.is_file(join_path(self.join(name), MANIFEST))
+        ]
+
+    def begin(self, step: int, run: str) -> str:
+        """An empty folder for a step, after what dead saves of this run left is cleaned up.
+
+        Raises:
+            CheckpointError: the step is there already, or the folder cannot be made.
+        """
+        with storing(self.path):
+            self.store.make_folder(self.path)
+            self._clean(run)
+            final = self.join(step_name(step))
+            if self.store.is_file(join_path(final, MANIFEST)):
+                raise CheckpointError(
+                    f"{final}: is committed already: a step is saved once; save after the next "
+                    "step_done, or use another folder for another run"
+                )
+            if not self.store.renames:
+                if self.store.names(final):
+                    self.store.remove_folder(final)
+                return final
+            path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
+            self.store.make_folder(path)
+            return path
+
+    def _clean(self, run: str) -> None:
+        """Remove what dead saves of this run, and retention that was killed, left behind."""
+        for name in self.names():
+            match = TEMPORARY.match(name)
+            if (match and match[2] == run[:8]) or name.startswith(REMOVED):
+                with contextlib.suppress(OSError):
+                    self.store.remove_folder(self.join(name))
+
+    def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
+        """Make a written step exist; its name. After this it survives a power cut."""
+        write_file(self.store, join_path(temporary, MANIFEST), manifest.to_bytes())
+        name = step_name(step)
+        if self.store.renames:
+            with storing(self.path):
+                self.store.sync_folder(temporary)
+                self.store.rename(temporary, self.join(name))
+                self.store.sync_folder(self.path)
+        return name
+
+    def tidy(self, name: str, keep: int, keep_every: int | None) -> list[str]:
+        """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
+
+        Never goes under two steps whose files are all there.
+        """
+        removed: list[str] = []
+        try:
+            self._point_at(name)
+            steps = self.committed()
+            kept = [(step, one) for step, one in steps[: max(keep, LEAST_KEPT)]]
+            if sum(self._is_good(one) for _, one in kept) < LEAST_KEPT:
+                return removed
+            for step, one in steps[len(kept) :]:
+                if keep_every is None or step % keep_every:
+                    self._remove(one)
+                    removed.append(one)
+        except OSError as error:
+            log.warning("%s: old steps were not removed: %s", self.path, error)
+        return removed
+
+    def _is_good(self, name: str) -> bool:
+        try:
+            manifest = read_manifest(self.store, self.join(name))
+            check_sizes(self.store, self.join(name), manifest)
+        except CheckpointError:
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Un-commit first, so that a kill in between leaves no half step that looks whole."""
+        if self.store.renames:
+            hidden = self.join(f"{REMOVED}{name}-{uuid.uuid4().hex[:8]}")
+            self.store.rename(self.join(name), hidden)
+            self.store.remove_folder(hidden)
+            return
+        self.store.remove(join_path(self.join(name), MANIFEST))
+        self.store.remove_folder(self.join(name))
+
+    def _point_at(self, name: str) -> None:
+        """The `latest` file is a hint for people and scripts; nothing here reads it."""
+        if not self.store.renames:
+            write_file(self.store, self.join(LATEST), f"{name}\n".encode())
+            return
+        fresh = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
+        write_file(self.store, fresh, f"{name}\n".encode())
+        self.store.rename(fresh, self.join(LATEST))
+
+    def set_aside(self, name: str, why: str) -> str:
+        """Take a step out of the way without deleting it; its new name."""
+        taken = set(self.names())
+        fresh = next(
+            one
+            for number in range(len(taken) + 2)
+            if (one := f".bad-{why}-{name}" + (f".{number}" if number else "")) not in taken
+        )
+        with storing(self.path):
+            self.store.rename(self.join(name), self.join(fresh))
+        return fresh
+
+    def examine(self, name: str) -> Manifest:
+        """The manifest of a step whose files all have the right sizes.
+
+        Raises:
+            CorruptCheckpoint: a file is gone or is not what was written.
+        """
+        path = self.join(name)
+        manifest = read_manifest(self.store, path)
+        if step_name(manifest.step) != name:
+            raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
+        check_sizes(self.store, path, manifest)
+        return manifest
+
+
+def describe(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
+    """Steps as tables for `Checkpoints.list()`."""
+    return [
+        {
+            "step": one.step,
+            "epoch": one.epoch,
+            "samples": one.samples,
+            "written": one.written,
+            "ranks": one.saved_on["ranks"],
+            "bytes": sum(record.size for record in one.files.values()),
+        }
+        for one in manifests
+    ]

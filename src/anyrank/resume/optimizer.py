@@ -1,0 +1,273 @@
+"""An optimizer as a part of the state, read and written directly: by parameter name, with no step.
+
+torch's own helpers run `step()` on an optimizer without state, which moves what is not scaled by
+the learning rate, and drop what they do not know. Here absent state stays absent, state of any
+shape and type is kept, and hyperparameters belong to the parameters rather than to a group's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from anyrank.errors import CheckpointError
+from anyrank.loading.allocate import device_for
+from anyrank.loading.targets import Target
+from anyrank.resume.parts import (
+    Fill,
+    Fitted,
+    Saved,
+    Stored,
+    differences,
+    layout_digest,
+    listed,
+)
+from anyrank.resume.trees import from_json, to_json
+from anyrank.tensors.held import Held, hold
+from anyrank.tensors.names import near
+
+Names = Mapping[int, Target]  # id of a parameter -> the tensor of a module of the same state
+
+
+def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
+    """What an optimizer brings to a save. This rank's view; the ranks compare it.
+
+    Raises:
+        CheckpointError: a parameter that no module of the state has; state that cannot be saved.
+    """
+    saved = Saved({})
+    state: dict[str, Any] = {}
+    for parameter, name in _parameters(part, optimizer, names).items():
+        held = names[id(parameter)]
+        if parameter in optimizer.state:
+            put = _putter(saved, held, rank)
+            state[name] = to_json(optimizer.state[parameter], f"{part}.state.{name}", put)
+    groups: list[Any] = []
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"{part}.param_groups.{number}"
+        options = {key: value for key, value in group.items() if key != "params"}
+        put = _putter(saved, None, rank)
+        members = [names[id(parameter)].name for parameter in group["params"]]
+        groups.append({"params": members, "options": to_json(options, where, put)})
+    others = {key: one for key, one in optimizer.state.items() if not torch.is_tensor(key)}
+    extra = to_json(others, f"{part}.extra", _putter(saved, None, rank))
+    saved.record = {
+        "kind": "optimizer",
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "state": state,
+        "extra": extra,
+        "layout": layout_digest(saved.tensors),
+    }
+    saved.steady = {held.name for held in saved.tensors}
+    return saved
+
+
+def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Tensor, str]:
+    found: dict[torch.Tensor, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"{part}: parameter {position} of group {number}, shape "
+                    f"{list(parameter.shape)}, belongs to no module of the state: pass its module "
+                    "to TrainState, and make the optimizer after the model is wrapped or sharded"
+                )
+            found[parameter] = names[id(parameter)].name
+    return found
+
+
+def _putter(saved: Saved, parameter: Held | None, rank: int) -> Callable[[str, torch.Tensor], Any]:
+    """Keeps tensors of the state, and says how each lies in terms of its parameter."""
+
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        held = hold(where, tensor)
+        sharded = parameter is not None and parameter.layout is not None
+        if held.layout is None and sharded and held.tensor.numel() > 1:
+            held.name = f"{where}@{rank:05d}"
+            saved.own.append(held)
+            return {"~own": where}
+        saved.tensors.append(held)
+        if held.layout is not None:
+            like = parameter is not None and held.layout == parameter.layout
+            return {"~like" if like else "~whole": where}
+        return {"~plain": where}
+
+    return put
+
+
+def fit_optimizer(
+    part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
+) -> Fitted:
+    """What fills an optimizer. Nothing is changed."""
+    fitted = Fitted(stored.moved("", ""))
+    by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
+    groups = _fit_groups(part, optimizer, record, names, fitted.problems)
+    unknown = [name for name in record["state"] if name not in by_name]
+    if unknown:
+        shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
+        fitted.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
+    if record["class"] != type(optimizer).__name__:
+        fitted.problems.append(
+            f"{part}: is a {type(optimizer).__name__}, the checkpoint's a {record['class']}: "
+            "resume with the optimizer that the run was saved with"
+        )
+    if fitted.problems:
+        return fitted
+    made: dict[str, Any] = {}
+    held_now: list[Held] = []
+    for name, tree in record["state"].items():
+        parameter = by_name[name]
+        taker = _Taker(part, stored, fitted, names[id(parameter)], optimizer, rank)
+        made[name] = from_json(tree, taker.take)
+        held_now += taker.tensors
+    other = _Taker(part, stored, fitted, None, optimizer, rank)
+    options = [from_json(one["options"], other.take) for one in record["groups"]]
+    extra = from_json(record["extra"], other.take)
+    fitted.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
+
+    def commit() -> None:
+        for parameter in by_name.values():
+            optimizer.state.pop(parameter, None)
+        for name, state in made.items():
+            optimizer.state[by_name[name]] = state
+        optimizer.state.update(extra)
+        for group, number in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in options[number].items():
+                if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    fitted.commit = commit
+    return fitted
+
+
+def _fit_groups(
+    part: str, optimizer: Optimizer, record: Any, names: Names, problems: list[str]
+) -> list[int]:
+    """For each group of the optimizer, the saved group whose hyperparameters it takes."""
+    home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
+    chosen: list[int] = []
+    seen: set[str] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        members = [names[id(parameter)].name for parameter in group["params"]]
+        seen.update(members)
+        new = [name for name in members if name not in home]
+        if new:
+            problems.append(listed(f"{part}: parameters that the checkpoint's had not", new))
+            continue
+        sources = sorted({home[name] for name in members}) or [number]
+        first = (
+            record["groups"][sources[0]]["options"] if sources[0] < len(record["groups"]) else {}
+        )
+        for other in sources[1:]:
+            options = record["groups"][other]["options"]
+            if options != first:
+                problems.append(
+                    f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
+                    f"of the checkpoint, whose hyperparameters differ ("
+                    f"{differences(first, options)}): group them as they were"
+                )
+        chosen.append(sources[0])
+    gone = [name for name in home if name not in seen]
+    if gone:
+        problems.append(
+            listed(f"{part}: parameters of the checkpoint's that it no longer has", gone)
+        )
+    return chosen
+
+
+class _Taker:
+    """Memory for the tensors of one parameter's state, laid out like it where they were."""
+
+    def __init__(
+        self,
+        part: str,
+        stored: Stored,
+        fitted: Fitted,
+        parameter: Target | None,
+        optimizer: Optimizer,
+        rank: int,
+    ) -> None:
+        self.part, self.stored, self.fitted = part, stored, fitted
+        self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
+        self.tensors: list[Held] = []
+
+    def take(self, table: Mapping[str, str]) -> torch.Tensor:
+        """Memory for one tensor; what cannot be placed becomes a problem of the part."""
+        ((kind, where),) = table.items()
+        key = f"{where}@{self.rank:05d}" if kind == "~own" else where
+        saved = self.stored.listing.tensors.get(key)
+        if saved is None or (kind == "~own" and not self.stored.same_ranks):
+            self.fitted.problems.append(
+                f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of another "
+                "shape than its parameter: only as many ranks can go on with it"
+            )
+            return torch.empty(0)
+        device = self._device(where)
+        like = not where.endswith(".step") and self._is_like(kind, saved.shape)
+        if like is None:
+            assert self.parameter is not None
+            self.fitted.problems.append(
+                f"{where}: has shape {list(saved.shape)}, its parameter "
+                f"{list(self.parameter.shape)} is sharded now: it does not say which part belongs "
+                "to which rank"
+            )
+            return torch.empty(0)
+        tensor = self._make(like and kind != "~own", saved.shape, saved.dtype, device)
+        held = hold(key, tensor)
+        self.tensors += [] if kind == "~own" else [held]
+        self.fitted.fills.append(Fill(held, saved, held.local(), self.stored.listing))
+        return tensor
+
+    def _is_like(self, kind: str, shape: tuple[int, ...]) -> bool | None:
+        """Whether the tensor lies as its parameter does; None when that cannot be told."""
+        parameter = self.parameter
+        if parameter is None or parameter.layout is None or kind in ("~own", "~whole"):
+            return False
+        if kind == "~like":
+            return True
+        if torch.Size(shape).numel() == 1 and shape != parameter.shape:
+            return False
+        pairs = zip(shape, parameter.shape, strict=False)
+        broadcasts = all(a in (1, b) for a, b in pairs)
+        return True if len(shape) == len(parameter.shape) and broadcasts else None
+
+    def _make(
+        self, like: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if not like or self.parameter is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        from torch.distributed.tensor import DTensor
+
+        given: Any = self.parameter.tensor
+        held = Held("", given, shape, self.parameter.layout, self.parameter.coordinate)
+        local = torch.empty(held.local_shape, dtype=dtype, device=device)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local,
+            given.device_mesh,
+            given.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    def _device(self, where: str) -> torch.device:
+        """State lives with its parameter; a step count only where a kernel reads it."""
+        if self.parameter is None:
+            return torch.device("cpu")
+        device = device_for(self.parameter, torch.device("cpu"))
+        if where.rsplit(".", 1)[-1] != "step":
+            return device
+        group = next(
+            group
+            for group in self.optimizer.param_groups
+            if any(one is self.parameter.tensor for one in group["params"])
+        )
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        return device if on_device else torch.device("cpu")

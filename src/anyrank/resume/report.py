@@ -1,0 +1,102 @@
+"""What a resume restored, part by part; equal on all ranks and printable as one screen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+
+class Outcome(str):
+    """What became of one part: "exact", "resharded", "derived", "skipped" or "fresh".
+
+    Attributes:
+        reason: why not exact; "" for an exact one.
+    """
+
+    reason: str
+
+    def __new__(cls, kind: str, reason: str = "") -> Outcome:
+        made = super().__new__(cls, kind)
+        made.reason = reason
+        return made
+
+    def __reduce__(self) -> tuple[type[Outcome], tuple[str, str]]:
+        return Outcome, (str(self), self.reason)
+
+
+@dataclass(frozen=True)
+class SavedOn:
+    """Where a checkpoint came from.
+
+    Attributes:
+        ranks: how many wrote it.
+        layout: how the tensors lay on them, in words.
+    """
+
+    ranks: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What a resume did. Equal on all ranks.
+
+    Attributes:
+        step: optimizer steps that the checkpoint has behind it.
+        epoch: the epoch that goes on.
+        samples: samples of completed steps, over the whole run.
+        path: of the checkpoint.
+        saved_on: ranks and layout of the save.
+        ranks: how many resumed it.
+        lost_steps: steps that damaged, newer checkpoints had; 0 when the newest was good.
+        lost_samples: the same in samples; 0 where a damaged manifest does not tell.
+        set_aside: what the damaged ones are called now; nothing is deleted.
+        components: part of the state -> what became of it, with `.reason`.
+        notes: what else is worth knowing, in sentences.
+        verified: what was compared before anything was changed, in words.
+        bytes_read: by this process's group, one entry a rank.
+        seconds: of the slowest rank.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    path: str
+    saved_on: SavedOn
+    ranks: int
+    lost_steps: int = 0
+    lost_samples: int = 0
+    set_aside: list[str] = field(default_factory=list[str])
+    components: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    notes: list[str] = field(default_factory=list[str])
+    verified: str = ""
+    bytes_read: list[int] = field(default_factory=list[int])
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object; a part's outcome as "kind" or "kind: reason"."""
+        table = asdict(self)
+        table["components"] = {name: _told(one) for name, one in self.components.items()}
+        return json.dumps(table, indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            f"resumed {self.path} in {self.seconds:.2f} s",
+            f"  at           step {self.step}, epoch {self.epoch}, {self.samples} samples",
+            f"  saved on     {self.saved_on.ranks} ranks ({self.saved_on.layout})",
+            f"  resumed on   {self.ranks} ranks",
+        ]
+        if self.set_aside:
+            lines.append(
+                f"  LOST         {self.lost_steps} steps, {self.lost_samples} samples: damaged, "
+                f"set aside as {', '.join(self.set_aside)}"
+            )
+        lines += [f"  {name:<12} {_told(one)}" for name, one in self.components.items()]
+        if self.verified:
+            lines.append(f"  verified     {self.verified}")
+        lines += [f"  note         {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _told(outcome: Outcome) -> str:
+    return f"{outcome}: {outcome.reason}" if outcome.reason else str(outcome)

@@ -1,0 +1,238 @@
+"""One resume: find the newest good step, fit everything, then fill it; random streams come last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank import faults
+from anyrank.errors import AnyrankError, CheckpointError
+from anyrank.files.listing import Listing
+from anyrank.files.reader import Job, Reader
+from anyrank.loading.allocate import default_buffer, default_device
+from anyrank.loading.buffers import rebuild
+from anyrank.loading.exchange import Wanted, move
+from anyrank.loading.initialise import Initialiser
+from anyrank.loading.strategy import decide
+from anyrank.loading.targets import find_targets
+from anyrank.resume.finding import Found, verified_in_words
+from anyrank.resume.folder import RunFolder
+from anyrank.resume.parts import Fill, Fitted, Stored
+from anyrank.resume.report import Outcome, ResumeReport, SavedOn
+from anyrank.resume.saved_streams import Outcome as StreamOutcome
+from anyrank.resume.saved_streams import check_scopes, fingerprints, restore
+from anyrank.resume.saving import STREAMS, seat_of
+from anyrank.resume.state import TrainState
+from anyrank.tensors.held import coordinates_of
+from anyrank.tensors.layout import local_pieces
+from anyrank.tensors.plan import plan_reads
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+
+class Resuming:
+    """Fits a state to a step, and fills it. Its methods are called by all ranks, in order."""
+
+    def __init__(self, state: TrainState, found: Found, ranks: Ranks, skip: Sequence[str]) -> None:
+        self.state, self.found, self.ranks = state, found, ranks
+        self.skip = tuple(skip)
+        self.fitted: dict[str, Fitted] = {}
+        self.streams: list[bytes] = []
+        self.bytes_read = 0
+        self.start = time.perf_counter()
+        manifest = found.manifest
+        self.same_ranks = manifest.saved_on["ranks"] == ranks.size
+
+    def fit(self) -> None:
+        """Compare everything with the step. Nothing is changed.
+
+        Raises:
+            CheckpointError: all problems, in one list.
+        """
+        manifest, listing = self.found.manifest, self.found.listing
+        records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
+        problems: list[str] = []
+        gone = [name for name in records if name not in self.state.parts]
+        new = [n for n in self.state.parts if n not in manifest.parts and n not in self.skip]
+        if gone:
+            problems.append(f"the checkpoint has {', '.join(gone)}, the state does not")
+        if new:
+            problems.append(f"the state has {', '.join(new)}, the checkpoint does not")
+        if gone or new:
+            problems.append("give the same parts, or leave some as they are with skip=[...]")
+
+        def here() -> tuple[Any, bool]:
+            if problems:
+                raise CheckpointError(self._told(problems))
+            stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
+            self.fitted = self.state.fit(records, stored, self.ranks.index)
+            wrong = [problem for one in self.fitted.values() for problem in one.problems]
+            if wrong:
+                raise CheckpointError(self._told(wrong))
+            held = [fill.held for fill in self._fills()]
+            return coordinates_of(held), any(one.hollow for one in self.fitted.values())
+
+        answers = self.ranks.together("fitting the checkpoint", here)
+        every = zip(self.ranks.ranks, answers, strict=True)
+        self.coordinates = {rank: answer[0] for rank, answer in every}
+        self.hollow = any(answer[1] for answer in answers)
+
+    def _told(self, problems: Sequence[str]) -> str:
+        path = self.found.name
+        return "\n".join([f"{path} does not fit the state, which is as it was:", *problems])
+
+    def _fills(self) -> list[Fill]:
+        return [fill for one in self.fitted.values() for fill in one.fills]
+
+    def fill(self) -> None:
+        """Read, and put everything in place. A failure from here on poisons the state.
+
+        Raises:
+            CheckpointError: the state is half restored, and says so.
+        """
+        try:
+            self._read()
+            self.ranks.together("restoring the state", self._commit)
+            if self.hollow:
+                self._rebuild()
+        except AnyrankError as error:
+            self.state.poison = str(error).splitlines()[0]
+            text = f"{error}\n  the state is half restored: resume again before it is used"
+            raise CheckpointError(text, causes=error.causes) from error
+        self.state.poison = None
+
+    def _read(self) -> None:
+        ranks, fills = self.ranks, self._fills()
+        listings = list({id(fill.listing): fill.listing for fill in fills}.values())
+        listings = listings or [self.found.listing]
+        number = {id(fill): index for index, fill in enumerate(fills)}
+        modules = [one for one in self.state.parts.values() if isinstance(one, nn.Module)]
+        buffer = min([default_buffer(find_targets(one)) for one in modules] or [8 << 20])
+        seen = [True] * ranks.size
+        decision = decide("auto", ranks.ranks, ranks.nodes, seen, 0)
+        for listing in listings:
+            mine = [fill for fill in fills if fill.listing is listing]
+            wanted = [Wanted(number[id(f)], f.held, f.stored, f.local) for f in mine]
+            with self._reader(listing, buffer) as reader:
+                files = {chunk.file for one in wanted for chunk in one.stored.chunks}
+
+                def opening(reader: Reader = reader, files: set[int] = files) -> None:
+                    if reader.listing is self.found.listing:
+                        self._read_streams(reader)
+                    reader.open(files)
+
+                def reading(reader: Reader = reader, wanted: list[Wanted] = wanted) -> None:
+                    faults.point("resume.read")
+                    move(wanted, reader, ranks, decision, self.coordinates, buffer)
+
+                ranks.together("opening the checkpoint", opening)
+                ranks.together("reading the checkpoint", reading)
+                self.bytes_read += reader.bytes_read
+
+    def _reader(self, listing: Listing, buffer: int) -> Reader:
+        threads = read_threads(self.ranks.ranks_on_node)
+        return Reader(listing, None, buffer_bytes=buffer, threads=threads, check=self.ranks.check)
+
+    def _read_streams(self, reader: Reader) -> None:
+        """The first rank's streams, and those of the rank with this one's number."""
+        self.streams = []
+        for index in dict.fromkeys((0, self.ranks.index)):
+            stored = self.found.listing.tensors.get(f"{STREAMS}@{index:05d}")
+            if stored is None:
+                continue
+            data = torch.empty(stored.shape, dtype=stored.dtype)
+            reads = plan_reads(stored, local_pieces(stored.shape, None, None))
+            reader.open({chunk.file for chunk in stored.chunks})
+            reader.run([Job(read, data[read.local_slices()]) for read in reads])
+            self.streams.append(bytes(data.numpy()))
+
+    def _commit(self) -> None:
+        faults.point("resume.commit")
+        for one in self.fitted.values():
+            one.commit()
+        manifest = self.found.manifest
+        self.state.step, self.state.samples = manifest.step, manifest.samples
+        self.state.run = manifest.run
+        here = {"step": manifest.step, "ranks": manifest.saved_on["ranks"]}
+        self.state.lineage = [*manifest.lineage, here]
+
+    def _rebuild(self) -> None:
+        for one in self.state.parts.values():
+            if isinstance(one, nn.Module):
+                targets = find_targets(one)
+                rebuild(
+                    targets,
+                    self.ranks,
+                    Initialiser(one, self.state.seed),
+                    default_device(targets),
+                )
+
+    def restore_streams(self) -> dict[str, StreamOutcome]:
+        """Put the random streams back: the last act, so that nothing moves them afterwards.
+
+        Raises:
+            CheckpointError: they came out equal or different where their scope says otherwise.
+        """
+        seat = seat_of(self.state, self.ranks)
+        generators = self.state.generators
+        scopes: Any = self.found.manifest.streams
+
+        def here() -> tuple[Any, dict[str, str], dict[str, StreamOutcome]]:
+            same = self.ranks.index < self.found.manifest.saved_on["ranks"]
+            outcomes = restore(
+                self.streams[-1] if same else None,
+                self.streams[0],
+                scopes,
+                seat,
+                seed=self.state.seed,
+                samples=self.state.samples,
+                generators=generators,
+            )
+            return seat, fingerprints(generators), outcomes
+
+        gathered = self.ranks.together("restoring the random streams", here)
+        check_scopes(gathered, scopes)
+        return gathered[0][2]
+
+    def report(
+        self, folder: RunFolder, verify: str, streams: Mapping[str, StreamOutcome]
+    ) -> ResumeReport:
+        """What was done. All ranks."""
+        found, manifest = self.found, self.found.manifest
+        seconds = time.perf_counter() - self.start
+        measured = self.ranks.gather((self.bytes_read, seconds))
+        components = {name: one.outcome for name, one in self.fitted.items()}
+        for name in self.skip:
+            components[name] = Outcome("skipped", "asked for with skip=")
+        components["streams"] = _stream_outcome(streams)
+        return ResumeReport(
+            step=manifest.step,
+            epoch=manifest.epoch,
+            samples=manifest.samples,
+            path=folder.join(found.name),
+            saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
+            ranks=self.ranks.size,
+            lost_steps=max(0, found.newest_step - manifest.step),
+            lost_samples=max(0, found.newest_samples - manifest.samples),
+            set_aside=found.set_aside,
+            components=components,
+            notes=[f"random stream {n}: {o.how}, {o.reason}" for n, o in streams.items()],
+            verified=verified_in_words(verify),
+            bytes_read=[one[0] for one in measured],
+            seconds=max(one[1] for one in measured),
+        )
+
+
+def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
+    kinds = {
+        kind: [n for n, o in streams.items() if o.how == kind] for kind in ("exact", "derived")
+    }
+    if not kinds["derived"]:
+        return Outcome("exact")
+    return Outcome(
+        "derived", f"{', '.join(kinds['derived'])} on other ranks than they were saved on"
+    )

@@ -1,0 +1,300 @@
+"""One save: collect and agree, write the shares, commit. Nothing exists before the last rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from anyrank import faults
+from anyrank.errors import CheckpointError
+from anyrank.files.dcp import METADATA
+from anyrank.files.dcp_metadata import metadata_of
+from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.run_folder import INDEX, Place, index_of
+from anyrank.files.storage import join_path
+from anyrank.files.store import Written, write_file
+from anyrank.loading.verify import content_hash
+from anyrank.resume.folder import RunFolder
+from anyrank.resume.parts import Saved, differences
+from anyrank.resume.saved_streams import Place as Seat
+from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
+from anyrank.resume.share import Item, items_of, write_share
+from anyrank.resume.state import TrainState
+from anyrank.tensors.held import Coordinates, Held, coordinates_of, hold
+from anyrank.tensors.writes import plan_writes
+from anyrank.world.ranks import Ranks
+
+STREAMS = "streams"
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a rank tells the others about its state."""
+
+    shared: dict[str, str]
+    records: dict[str, str]
+    coordinates: Coordinates
+    seat: Seat
+    prints: dict[str, str]
+    step: int
+    run: str | None
+
+
+@dataclass
+class Snapshot:
+    """What one rank writes, and what the first says in the manifest.
+
+    Attributes:
+        items: this rank's boxes.
+        records: part -> JSON.
+        aliases: of tied tensors.
+        scopes: of the random streams.
+        header: step, epoch, samples, run, lineage, layout.
+    """
+
+    items: list[Item]
+    records: dict[str, Any]
+    aliases: dict[str, str]
+    scopes: dict[str, str]
+    header: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's items."""
+        return sum(item.nbytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """One finished save.
+
+    Attributes:
+        step: that was saved.
+        path: of the checkpoint.
+        nbytes: written by all ranks.
+        seconds: from the call to the commit.
+        stall_seconds: in which this rank's training stood still.
+        removed: steps that retention let go.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    stall_seconds: float
+    removed: list[str] = field(default_factory=list[str])
+
+
+def seat_of(state: TrainState, ranks: Ranks) -> Seat:
+    """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
+    index = getattr(state.data, "data_index", ranks.index)
+    return Seat(ranks.index, ranks.size, index, getattr(state.data, "data_size", ranks.size))
+
+
+def collect(state: TrainState, ranks: Ranks) -> Snapshot:
+    """What every rank would write now. All ranks; nothing is written.
+
+    Raises:
+        CheckpointError: something cannot be saved, or ranks differ where they must not.
+    """
+    made: list[dict[str, Saved]] = []
+    blobs: list[bytes] = []
+
+    def here() -> Brought:
+        state.check_usable()
+        made.append(state.save(ranks.index))
+        seat = seat_of(state, ranks)
+        blobs.append(capture(seat, state.generators))
+        shared = {
+            part: _digest(
+                [[held.describe() for held in one.tensors], None if one.by_rank else one.record]
+            )
+            for part, one in made[0].items()
+        }
+        records = {
+            part: _digest([one.record, [content_hash(held.local()) for held in one.own]])
+            for part, one in made[0].items()
+            if one.by_rank
+        }
+        tensors = [held for one in made[0].values() for held in one.tensors]
+        prints = fingerprints(state.generators)
+        where = coordinates_of(tensors)
+        return Brought(shared, records, where, seat, prints, state.step, state.run)
+
+    answers = ranks.together("collecting the state", here)
+    parts = made[0]
+    _compare(parts, answers, ranks)
+    records = _records(parts, answers, ranks)
+    scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
+    tensors = [held for one in parts.values() for held in one.tensors]
+    own = [
+        held
+        for part, one in parts.items()
+        for held in one.own
+        if not one.by_rank or "by_rank" in records[part] or ranks.index == 0
+    ]
+    own.append(_streams_tensor(ranks.index, blobs[0]))
+    steady = {name for one in parts.values() for name in one.steady}
+    coordinates = {
+        rank: answer.coordinates for rank, answer in zip(ranks.ranks, answers, strict=True)
+    }
+    writes = plan_writes(tensors, coordinates)
+    aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
+    header = {
+        "step": state.step,
+        "epoch": state.epoch,
+        "samples": state.samples,
+        "run": state.run,
+        "lineage": state.lineage,
+        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors)},
+    }
+    items = items_of(tensors, own, writes, ranks.rank, steady)
+    return Snapshot(items, records, aliases, dict(scopes), header)
+
+
+def _streams_tensor(index: int, blob: bytes) -> Held:
+    return hold(f"{STREAMS}@{index:05d}", torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _compare(parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Ranks) -> None:
+    """Raise, on all ranks, what differs between them. All ranks."""
+    first = answers[0]
+    for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
+        if other.shared.keys() != first.shared.keys():
+            raise CheckpointError(
+                f"the ranks' states have different parts: rank {ranks.ranks[0]} "
+                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}"
+            )
+        if (other.step, other.run) != (first.step, first.run):
+            raise CheckpointError(
+                f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
+                f"{rank} at {other.step}: call step_done on all ranks after each step"
+            )
+    wrong = [p for p in first.shared if len({one.shared[p] for one in answers}) > 1]
+    if not wrong:
+        return
+    part = wrong[0]
+    mine = parts[part]
+    tables = {held.name: [str(one) for one in held.describe()[1:]] for held in mine.tensors}
+    every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
+    for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
+        if other != every[0]:
+            raise CheckpointError(
+                f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
+                f"{differences(every[0], other)}: make it alike on all ranks"
+            )
+
+
+def _records(
+    parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Ranks
+) -> dict[str, Any]:
+    """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
+    records = {part: one.record for part, one in parts.items()}
+    for part in answers[0].records:
+        if len({one.records[part] for one in answers}) > 1:
+            trees = [one["tree"] for one in ranks.gather(records[part])]
+            records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
+    return records
+
+
+def _layout_in_words(tensors: Sequence[Held]) -> str:
+    """How most bytes lie on the ranks."""
+    count: dict[str, int] = {}
+    for held in tensors:
+        words = "replicated"
+        if held.layout is not None:
+            kinds = [f"S{p.dim}" if p.kind == "shard" else "R" for p in held.layout.placements]
+            sizes = "x".join(map(str, held.layout.mesh_shape))
+            words = f"{','.join(kinds)} on {sizes}"
+        nbytes = torch.Size(held.shape).numel() * held.dtype.itemsize
+        count[words] = count.get(words, 0) + nbytes
+    return max(count, key=count.__getitem__, default="nothing")
+
+
+def write(
+    snapshot: Snapshot, folder: RunFolder, ranks: Ranks, keep: int, keep_every: int | None
+) -> SaveRecord:
+    """Write the shares and commit them. All ranks.
+
+    Raises:
+        CheckpointError: a rank could not write; nothing was committed.
+    """
+    start = time.perf_counter()
+    header = snapshot.header
+    first = ranks.ranks[0]
+
+    def begin() -> tuple[str, str]:
+        run = header["run"] or uuid.uuid4().hex
+        return run, folder.begin(header["step"], run)
+
+    header["run"], temporary = ranks.from_one("making the folder", first, begin)
+    name = f"__{ranks.index}_0.distcp"
+
+    def share() -> tuple[list[Place], str, Written]:
+        faults.point("save.write")
+        places, written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
+        return places, name, written
+
+    shares = ranks.together("writing the checkpoint", share)
+
+    def commit() -> SaveRecord:
+        faults.point("save.commit")
+        places = [place for one in shares for place in one[0]]
+        files = {one[1]: record(one[2]) for one in shares}
+        small = {
+            INDEX: index_of(places, snapshot.aliases),
+            METADATA: metadata_of(places, snapshot.aliases),
+        }
+        for file, data in small.items():
+            files[file] = record(write_file(folder.store, join_path(temporary, file), data))
+        manifest = _manifest(snapshot, files)
+        final = folder.commit(temporary, header["step"], manifest)
+        removed = folder.tidy(final, keep, keep_every)
+        nbytes = sum(one.size for one in files.values())
+        seconds = time.perf_counter() - start
+        return SaveRecord(header["step"], folder.join(final), nbytes, seconds, 0.0, removed)
+
+    return ranks.from_one("committing the checkpoint", first, commit)
+
+
+def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
+    from anyrank import __version__
+
+    return Manifest(
+        **snapshot.header,
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={"anyrank": __version__, "torch": str(torch.__version__)},
+        files=files,
+        parts=snapshot.records,
+        streams=snapshot.scopes,
+    )
+
+
+def save_now(
+    state: TrainState,
+    folder: RunFolder,
+    ranks: Ranks,
+    keep: int,
+    keep_every: int | None,
+    before: Callable[[], None] = lambda: None,
+) -> SaveRecord:
+    """Collect and write, in the caller's time. All ranks."""
+    start = time.perf_counter()
+    before()
+    snapshot = collect(state, ranks)
+    made = write(snapshot, folder, ranks, keep, keep_every)
+    state.run = snapshot.header["run"]
+    seconds = time.perf_counter() - start
+    return SaveRecord(made.step, made.path, made.nbytes, seconds, seconds, made.removed)

@@ -1,0 +1,153 @@
+"""What one rank writes at a save: its boxes, staged or straight from memory, into one data file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from anyrank.errors import CheckpointError
+from anyrank.files.reader import copy_into, memory_of
+from anyrank.files.run_folder import Place
+from anyrank.files.storage import join_path
+from anyrank.files.store import Digester, Sink, Store, Written, storing
+from anyrank.files.torch_blob import ALIGN, wrap
+from anyrank.tensors.box import Box
+from anyrank.tensors.held import Held
+from anyrank.tensors.layout import local_pieces
+from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+
+
+@dataclass(frozen=True)
+class Item:
+    """One box to write.
+
+    Attributes:
+        name, shape, dtype: of the whole tensor.
+        box: the part of it.
+        source: the box's elements, in memory of any device and stride.
+        steady: nothing but the optimizer's step changes it.
+        version: torch's count of writes to it, when the state was collected.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    source: torch.Tensor
+    steady: bool
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+def items_of(
+    tensors: Sequence[Held],
+    own: Sequence[Held],
+    writes: Sequence[Write],
+    rank: int,
+    steady: set[str],
+) -> list[Item]:
+    """What this rank writes: its part of the plan, then what it alone holds."""
+    items: list[Item] = []
+    for write in writes:
+        if write.writer == rank:
+            held, piece = tensors[write.index], write.piece
+            inside = Box(piece.local, piece.box.sizes).slices()
+            source = held.local()[inside] if piece.box.numel else held.local().new_empty(held.shape)
+            items.append(_item(held, piece.box, source, held.name in steady))
+    for held in own:
+        for whole in local_pieces(held.shape, None, None):
+            for piece in cut(whole, max(1, PIECE_BYTES // held.dtype.itemsize)):
+                source = held.local()[piece.box.slices()]
+                items.append(_item(held, piece.box, source, False))
+    return items
+
+
+def _item(held: Held, box: Box, source: torch.Tensor, steady: bool) -> Item:
+    version = source._version  # pyright: ignore[reportPrivateUsage] - torch has no other counter
+    return Item(held.name, held.shape, held.dtype, box, source, steady, version)
+
+
+class Staging:
+    """Memory of the size of a rank's share, pinned where the share is on an accelerator; reused."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, items: Sequence[Item], check: Callable[[], None] = lambda: None) -> list[Item]:
+        """Copy every item; the copies, in the same order. The next call overwrites them.
+
+        Raises:
+            CheckpointError: an item was written to while it was copied.
+        """
+        total = sum(-(-item.nbytes // ALIGN) * ALIGN for item in items)
+        if self.memory.numel() < total:
+            self.memory = torch.empty(0, dtype=torch.uint8)  # never two at a time
+            pinned = any(not item.source.is_cpu for item in items)
+            self.memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+        copies: list[Item] = []
+        position = 0
+        for item in items:
+            check()
+            part = self.memory[position : position + item.nbytes]
+            copy = part.view(item.dtype).view(item.box.sizes)
+            copy_into(copy, item.source)
+            if item.source._version != item.version:  # pyright: ignore[reportPrivateUsage]
+                raise CheckpointError(
+                    f"{item.name}: was written to between step_done and the optimizer's next step, "
+                    "while it was copied: change parameters before step_done, or background=False"
+                )
+            copies.append(replace(item, source=copy))
+            position += -(-item.nbytes // ALIGN) * ALIGN
+        devices = {item.source.device for item in items if not item.source.is_cpu}
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+
+def write_share(
+    store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
+) -> tuple[list[Place], Written]:
+    """Write the items into one data file, durably; where each lies, and the file's checksums.
+
+    Raises:
+        CheckpointError: the device says no.
+    """
+    path = join_path(folder, name)
+    digester = Digester()
+    places: list[Place] = []
+    with storing(path):
+        sink = store.create(path)
+        try:
+            for item, parts in _wrapped(items):
+                check()
+                start = digester.size
+                _put(sink, digester, parts)
+                _put(sink, digester, [bytes(-digester.size % ALIGN)])
+                length = sum(map(len, parts))
+                offset = start + len(parts[0])
+                places.append(
+                    Place(item.name, item.shape, item.dtype, item.box, name, offset, start, length)
+                )
+        except BaseException:
+            sink.abandon()
+            raise
+        sink.finish()
+    return places, digester.result()
+
+
+def _wrapped(items: Sequence[Item]) -> Iterator[tuple[Item, list[bytes | memoryview]]]:
+    for item in items:
+        payload = item.source.detach().cpu().contiguous()
+        head, tail = wrap(memory_of(payload), item.box.sizes, item.dtype)
+        yield item, [head, memory_of(payload), tail]
+
+
+def _put(sink: Sink, digester: Digester, parts: Sequence[bytes | memoryview]) -> None:
+    sink.write(parts)
+    for part in parts:
+        digester.update(part)

@@ -1,0 +1,153 @@
+"""`anyrank.TrainState`: everything that a run is made of, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.errors import CheckpointError
+from anyrank.loading.targets import Target
+from anyrank.resume.modules import fit_module, save_module, targets_of
+from anyrank.resume.optimizer import fit_optimizer, save_optimizer
+from anyrank.resume.parts import Fitted, Saved, Stored
+from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
+
+RESERVED = ("streams", "run", "step", "epoch", "samples")
+
+
+class TrainState:
+    """The parts of a training run that are saved and resumed together.
+
+    Make it on every rank, with the objects that the training loop uses: wrapped, sharded or
+    compiled, real or on meta. It holds them, and changes none of them before a resume.
+
+    Args:
+        model: any module.
+        optimizer: any torch optimizer of the model's parameters.
+        scheduler: a learning-rate scheduler; it counts steps of the run.
+        scaler: a GradScaler.
+        data: an `ElasticLoader` or `ElasticSampler`, or any loader with `state_dict()`.
+        seed: of the run; other streams are derived from it when a run goes on on other ranks.
+        generators: the run's own torch.Generators, by name; they are restored like the ambient
+            random streams.
+        others: further modules, optimizers, or anything with `state_dict()` and
+            `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
+
+    Attributes:
+        step: optimizer steps that are completed, over the whole run.
+        samples: samples of completed steps, over the whole run.
+        run: id of the run; None before its first save or resume.
+        lineage: one entry for each resume: from which step, on how many ranks.
+
+    Raises:
+        TypeError: a part that is neither module nor optimizer nor stateful.
+        ValueError: a part with a reserved name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        seed: int = 0,
+        generators: Mapping[str, torch.Generator] | None = None,
+        **others: Any,
+    ) -> None:
+        named = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "data": data,
+        }
+        given: dict[str, Any] = named | others
+        self.parts: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
+        for name, one in self.parts.items():
+            if name in RESERVED or not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be the name of a part: choose another")
+            if not isinstance(one, (nn.Module, Optimizer, Stateful)):
+                raise TypeError(
+                    f"{name} is a {type(one).__name__}: a part is a module, an optimizer, or has "
+                    "state_dict() and load_state_dict()"
+                )
+        self.data = data
+        self.seed = seed
+        self.generators = dict(generators or {})
+        self.step = 0
+        self.samples = 0
+        self.run: str | None = None
+        self.lineage: list[dict[str, Any]] = []
+        self.poison: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data; 0 without a loader that knows."""
+        return int(getattr(self.data, "epoch", 0))
+
+    def check_usable(self) -> None:
+        """Refuse to go on with a state that a failed resume left half restored.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        if self.poison is not None:
+            raise CheckpointError(
+                f"the state is half restored, as a resume failed in the middle ({self.poison}): "
+                "resume again, or build the objects anew"
+            )
+
+    def names(self) -> dict[int, Target]:
+        """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
+        found: dict[int, Target] = {}
+        for part, one in self.parts.items():
+            if isinstance(one, nn.Module):
+                for target in targets_of(one):
+                    if part != "model":
+                        target.name = f"{part}.{target.name}"
+                    found.setdefault(id(target.tensor), target)
+        return found
+
+    def save(self, rank: int) -> dict[str, Saved]:
+        """What every part brings to a save, as this rank sees it."""
+        names = self.names()
+        saved: dict[str, Saved] = {}
+        for part, one in self.parts.items():
+            if isinstance(one, nn.Module):
+                saved[part] = save_module(part, one)
+            elif isinstance(one, Optimizer):
+                saved[part] = save_optimizer(part, one, names, rank)
+            else:
+                saved[part] = save_stateful(part, cast("Stateful", one), rank)
+        return saved
+
+    def fit(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Fitted]:
+        """What fills every part that `records` has; nothing is changed."""
+        names = self.names()
+        fitted: dict[str, Fitted] = {}
+        for part, record in records.items():
+            one = self.parts[part]
+            kind = _kind(one)
+            if record["kind"] != kind:
+                raise CheckpointError(
+                    f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint"
+                )
+            if isinstance(one, nn.Module):
+                fitted[part] = fit_module(part, one, record, stored)
+            elif isinstance(one, Optimizer):
+                fitted[part] = fit_optimizer(part, one, record, stored, names, rank)
+            else:
+                fitted[part] = fit_stateful(part, cast("Stateful", one), record, stored, rank)
+        return fitted
+
+
+def _kind(one: Any) -> str:
+    if isinstance(one, nn.Module):
+        return "module"
+    return "optimizer" if isinstance(one, Optimizer) else "stateful"

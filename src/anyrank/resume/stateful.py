@@ -1,0 +1,102 @@
+"""Anything with `state_dict()` and `load_state_dict()` as a part of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest
+from anyrank.resume.report import Outcome
+from anyrank.resume.trees import from_json, to_json
+from anyrank.tensors.held import Held, hold
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """torch's protocol: schedulers, scalers, loaders and most trackers have it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
+    """What a stateful object brings to a save. This rank's view.
+
+    Its plain tensors go with its record: kept once when all ranks have the same record, else for
+    each rank.
+
+    Raises:
+        CheckpointError: a value that is neither tensor nor plain; names its key.
+    """
+    saved = Saved({}, by_rank=True)
+
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        held = hold(where, tensor.detach())
+        if held.layout is None:
+            held.name = f"{where}@{rank:05d}"
+            saved.own.append(held)
+            return {"~own": where}
+        saved.tensors.append(held)
+        return {"~whole": where}
+
+    tree = to_json(thing.state_dict(), part, put)
+    saved.record = {
+        "kind": "stateful",
+        "class": type(thing).__name__,
+        "layout": layout_digest(saved.tensors),
+        "tree": tree,
+    }
+    return saved
+
+
+def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: int) -> Fitted:
+    """What fills a stateful object. Nothing is changed."""
+    fitted = Fitted(Outcome("exact"))
+    if "by_rank" in record:
+        if not stored.same_ranks:
+            fitted.problems.append(
+                f"{part}: a {record['class']} whose state differed between the {stored.ranks} "
+                "ranks that saved it cannot go on with another number: give it a state that knows "
+                "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
+            )
+            return fitted
+        record = record | {"tree": record["by_rank"][rank]}
+    if not record["tree"]:
+        return Fitted(Outcome("fresh", "it had no state when it was saved"))
+    own = rank if "by_rank" in record else 0
+    now = _sharded_now(part, thing) if record["layout"] != layout_digest([]) else {}
+    tensors: list[Held] = []
+
+    def take(table: Mapping[str, str]) -> torch.Tensor:
+        ((kind, where),) = table.items()
+        key = f"{where}@{own:05d}" if kind == "~own" else where
+        saved = stored.listing.tensors[key]
+        if kind == "~whole" and where in now:
+            tensor = torch.empty_like(now[where])
+        else:
+            tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        held = hold(where, tensor)
+        tensors.append(held)
+        fitted.fills.append(Fill(held, saved, held.local(), stored.listing))
+        return tensor
+
+    tree = from_json(record["tree"], take)
+    if tensors and any(held.layout for held in tensors):
+        fitted.outcome = stored.moved(record["layout"], layout_digest(tensors))
+    fitted.commit = lambda: thing.load_state_dict(tree)
+    return fitted
+
+
+def _sharded_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+    """The sharded tensors that the object has now: what it loads is laid out as they are."""
+    found: dict[str, torch.Tensor] = {}
+
+    def put(where: str, tensor: torch.Tensor) -> None:
+        if hasattr(tensor, "placements"):
+            found[where] = tensor.detach()
+
+    to_json(thing.state_dict(), part, put)
+    return found

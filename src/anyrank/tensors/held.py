@@ -1,0 +1,149 @@
+"""Tensors in memory as the ranks hold them: global shape, layout, and who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
+
+
+@dataclass
+class Held:
+    """One tensor that the ranks hold, each its share or each the whole.
+
+    Attributes:
+        name: how errors and reports call it.
+        tensor: a plain tensor or DTensor, real or on meta.
+        shape: global shape.
+        layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
+        coordinate: where this rank is in the layout's mesh; None outside it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    layout: Layout | None
+    coordinate: tuple[int, ...] | None
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank holds."""
+        return local_pieces(self.shape, self.layout, self.coordinate)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        return self.tensor.is_meta
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank holds."""
+        return local_shape(self.shape, self.layout, self.coordinate)
+
+    @property
+    def local_numel(self) -> int:
+        return sum(piece.box.numel for piece in self.pieces)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of what this rank holds, in the tensor's dtype."""
+        return self.local_numel * self.dtype.itemsize
+
+    def local(self) -> torch.Tensor:
+        """This rank's memory, to be written to in place."""
+        tensor: Any = self.tensor.detach()
+        return tensor.to_local() if self.layout else tensor
+
+    def describe(self) -> tuple[str, tuple[int, ...], str, str]:
+        """What must be equal on all ranks: name, global shape, dtype and layout."""
+        return self.name, self.shape, str(self.dtype), str(self.layout)
+
+
+def hold(name: str, tensor: torch.Tensor) -> Held:
+    """A tensor as this rank holds it.
+
+    Raises:
+        LoadError: a tensor subclass or placement whose bytes cannot be placed.
+    """
+    layout, coordinate = layout_of(tensor, name)
+    return Held(name, tensor, tuple(tensor.shape), layout, coordinate)
+
+
+def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
+    """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
+
+    Raises:
+        LoadError: a tensor subclass or placement whose bytes cannot be placed.
+    """
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None:
+        kind = type(tensor).__name__
+        if kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
+            raise LoadError(
+                f"{name}: is a {kind}, whose bytes are not the tensor's: load before it is wrapped "
+                "or quantised, or use fully_shard (FSDP2)"
+            )
+        return None, None
+    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    shape = tuple(int(size) for size in mesh.shape)
+    coordinate = mesh.get_coordinate()
+    layout = Layout(shape, tuple(_placement(one, name) for one in placements))
+    return layout, None if coordinate is None else tuple(coordinate)
+
+
+def _placement(placement: Any, name: str) -> Placement:
+    if placement.is_replicate():
+        return Placement("replicate")
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or dim is None:
+        raise LoadError(f"{name}: has placement {placement}, which holds no value to load into")
+    return Placement("shard", int(dim), int(getattr(placement, "split_factor", 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """One rank's mesh coordinates: distinct ones, and which of them each tensor has."""
+
+    table: tuple[tuple[int, ...] | None, ...]
+    which: tuple[int, ...]
+
+    def of(self, index: int) -> tuple[int, ...] | None:
+        """The coordinate in the mesh of a tensor."""
+        return self.table[self.which[index]]
+
+
+def coordinates_of(tensors: Sequence[Held]) -> Coordinates:
+    """This rank's place in the mesh of each tensor, by which others know what it holds."""
+    table = tuple(dict.fromkeys(held.coordinate for held in tensors))
+    return Coordinates(table, tuple(table.index(held.coordinate) for held in tensors))
+
+
+def replicas(
+    index: int, held: Held, coordinates: Mapping[int, Coordinates]
+) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+    """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
+
+    Args:
+        index: position of the tensor in every rank's list.
+        held: the tensor, as any rank holds it.
+        coordinates: of every rank, by global rank.
+    """
+    if held.layout is None:
+        return {held.pieces: tuple(coordinates)} if held.pieces else {}
+    at: dict[tuple[int, ...] | None, list[int]] = {}
+    for rank, known in coordinates.items():
+        at.setdefault(known.of(index), []).append(rank)
+    groups: dict[tuple[Piece, ...], list[int]] = {}
+    for coordinate, ranks in at.items():
+        pieces = local_pieces(held.shape, held.layout, coordinate)
+        groups.setdefault(pieces, []).extend(ranks)
+    return {pieces: tuple(sorted(ranks)) for pieces, ranks in groups.items() if pieces}

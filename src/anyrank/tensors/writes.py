@@ -1,0 +1,93 @@
+"""Who writes which box of which tensor: each element once, balanced over the ranks by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from anyrank.tensors.box import Box
+from anyrank.tensors.held import Coordinates, Held, replicas
+from anyrank.tensors.layout import Piece
+
+PIECE_BYTES = 32 << 20  # most of one piece at rest: the unit of balance and of staging
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One box of a tensor and the rank that writes it.
+
+    Attributes:
+        index: position of the tensor in every rank's list.
+        piece: the box, and where it starts in the writer's local tensor.
+        writer: global rank.
+        nbytes: of the box.
+    """
+
+    index: int
+    piece: Piece
+    writer: int
+    nbytes: int
+
+
+def plan_writes(
+    tensors: Sequence[Held], coordinates: Mapping[int, Coordinates], most_bytes: int = PIECE_BYTES
+) -> list[Write]:
+    """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
+
+    What one rank alone holds, it writes. What several hold goes piece by piece, the largest first,
+    to the holder with the fewest bytes so far.
+
+    Args:
+        tensors: as this rank holds them, in the same order on all ranks.
+        coordinates: of every rank, by global rank.
+        most_bytes: of one piece.
+    """
+    load = dict.fromkeys(coordinates, 0)
+    writes: list[Write] = []
+    shared: list[tuple[int, int, Piece, tuple[int, ...]]] = []
+    for index, held in enumerate(tensors):
+        itemsize = held.dtype.itemsize
+        groups = replicas(index, held, coordinates)
+        for pieces, members in (groups or _empty(held, coordinates)).items():
+            for whole in pieces:
+                for piece in cut(whole, max(1, most_bytes // itemsize)):
+                    nbytes = piece.box.numel * itemsize
+                    first, *others = members
+                    if others:
+                        shared.append((nbytes, index, piece, members))
+                        continue
+                    load[first] += nbytes
+                    writes.append(Write(index, piece, first, nbytes))
+    for nbytes, index, piece, members in sorted(shared, key=lambda one: -one[0]):
+        writer = min(members, key=load.__getitem__)
+        load[writer] += nbytes
+        writes.append(Write(index, piece, writer, nbytes))
+    return writes
+
+
+def _empty(
+    held: Held, coordinates: Mapping[int, Coordinates]
+) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+    """A tensor without elements is written as one empty box, so that its dtype and shape are kept.
+
+    Its local offset is of no account.
+    """
+    whole = Box.whole(held.shape)
+    return {(Piece(whole, whole.offsets),): (next(iter(coordinates)),)}
+
+
+def cut(piece: Piece, most: int) -> Iterator[Piece]:
+    """Pieces of at most `most` elements (or one), cut along the outermost dims."""
+    sizes = piece.box.sizes
+    if piece.box.numel <= most:
+        yield piece
+        return
+    dim = next(d for d, n in enumerate(sizes) if n > 1)
+    row = piece.box.numel // sizes[dim]
+    rows = max(1, most // row)
+    for low in range(0, sizes[dim], rows):
+        length = min(rows, sizes[dim] - low)
+        offsets = [o + low if d == dim else o for d, o in enumerate(piece.box.offsets)]
+        local = [o + low if d == dim else o for d, o in enumerate(piece.local)]
+        box = Box(tuple(offsets), (*sizes[:dim], length, *sizes[dim + 1 :]))
+        yield from cut(Piece(box, tuple(local)), most)

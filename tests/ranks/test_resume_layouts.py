@@ -1,0 +1,112 @@
+"""Saved in one layout on some ranks, resumed in another on others: equal to the run that went on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.models import LAYOUTS, Net
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+WITH_INPUT_LAYOUTS = ("tp", "fsdp_tp")  # their forward needs laid-out inputs: gradients are given
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def build(layout: str, seed: int, meta: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in float64, and an optimizer with two groups, in a layout."""
+    torch.manual_seed(seed)
+    net = Net().double()
+    if layout == "ddp":
+        net = DistributedDataParallel(net) if dist.is_initialized() else net
+    elif meta:
+        with anyrank.meta():
+            net = Net().double()
+        net = LAYOUTS[layout](net)
+    else:
+        net = LAYOUTS[layout](net)
+    decay = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim < 2]
+    groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+    return net, torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Steps whose gradients depend on the parameters and the step alone, on any layout."""
+    for step in range(first, last):
+        for number, parameter in enumerate(net.parameters()):
+            gradient = whole(parameter.detach()).sin() * (step + 1) + number
+            if hasattr(parameter, "placements"):
+                from torch.distributed.tensor import distribute_tensor
+
+                gradient = distribute_tensor(
+                    gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summary(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that is saved, whole, by name."""
+    names = {p: n.removeprefix("module.") for n, p in net.named_parameters()}
+    found = {n.removeprefix("module."): whole(t.detach()) for n, t in net.state_dict().items()}
+    for parameter, name in names.items():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = whole(value)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def job_save(path: str, layout: str) -> dict[str, torch.Tensor]:
+    net, optimizer = build(layout, seed=1)
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(path) as ckpts:
+        for step in range(3):
+            train(net, optimizer, step, step + 1)
+            ckpts.step_done(state)
+        ckpts.save(state)
+    train(net, optimizer, 3, 5)
+    return summary(net, optimizer)
+
+
+def job_resume(path: str, layout: str, meta: bool) -> tuple[dict[str, torch.Tensor], Any]:
+    net, optimizer = build(layout, seed=2, meta=meta)
+    parameters = list(net.parameters())
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(path, verify="full") as ckpts:
+        report = ckpts.resume(state, "must")
+    assert state.step == 3
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    train(net, optimizer, 3, 5)
+    return summary(net, optimizer), report
+
+
+PLACES = [(1, "plain"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "ddp"), (4, "fsdp")]
+PLACES += [(4, "hsdp"), (4, "fsdp_tp"), (2, "tp"), (3, "ddp")]
+
+
+@pytest.mark.parametrize(("world", "layout"), PLACES)
+def test_a_run_goes_on_in_every_layout(tmp_path: Any, world: int, layout: str) -> None:
+    expected = run_ranks(world, job_save, str(tmp_path), layout)
+    assert all(one.keys() == expected[0].keys() for one in expected)
+    for other, target in PLACES:
+        for meta in (False, True) if target == "fsdp" else (False,):
+            results = run_ranks(other, job_resume, str(tmp_path), target, meta)
+            for found, report in results:
+                assert report == results[0][1]
+                assert found.keys() == expected[0].keys()
+                for name, tensor in expected[0].items():
+                    torch.testing.assert_close(
+                        found[name], tensor, rtol=1e-12, atol=1e-14, msg=name
+                    )
+            same = (other, target) == (world, layout)
+            kinds = {str(report.components[part]) for part in ("model", "optimizer")}
+            assert kinds == ({"exact"} if same else kinds & {"exact", "resharded"})
