@@ -113,6 +113,8 @@ def main(folder: str = "runs/frozen_autoencoder") -> None:
         print(f"{len(ranks)} ranks")
         for name, result in results.items():
             print("yes" if result else "NO ", name)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # left to the interpreter's end, its threads may abort it
     sys.exit(not all(results.values()))
 
 

@@ -19,11 +19,14 @@ from torch.optim import Optimizer
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.store import store_for
 from anyrank.resume.background import Background
+from anyrank.resume.elastic import ElasticLoader
 from anyrank.resume.finding import VERIFY, find, narrow
 from anyrank.resume.folder import RunFolder, describe
 from anyrank.resume.lock import RunLock
+from anyrank.resume.position import Position
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.resuming import Resuming
+from anyrank.resume.sampler import ElasticSampler
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.signals import Wishes
 from anyrank.resume.state import TrainState
@@ -211,10 +214,9 @@ class Checkpoints:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _complete(self, state: TrainState) -> None:
-        commit = getattr(state.data, "commit", None)
-        if commit is not None:
-            commit()
-            state.samples = state.data.total_samples
+        if isinstance(state.data, (ElasticLoader, ElasticSampler)):
+            state.data.commit()
+            state.samples = state.data.samples
         state.step += 1
 
     def _is_due(self, step: int) -> bool:
@@ -243,9 +245,8 @@ class Checkpoints:
         if self.saves and (self.saves[-1].step, self._run) == (state.step, state.run):
             return
         self._lock(ranks)
-        check = getattr(state.data, "check_receipt", None)
-        if check is not None:
-            check(ranks)
+        if isinstance(state.data, Position):
+            state.data.check_receipt(ranks)
         snapshot = collect(state, ranks)
         self.last_save = time.monotonic()
         if self.background is None:

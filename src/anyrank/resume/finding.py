@@ -61,7 +61,17 @@ def find(folder: RunFolder, which: str | int, verify: str, ranks: Ranks) -> Foun
             f"{folder.path}: all {len(reasons)} checkpoints are damaged, and were set aside as "
             f"{', '.join(set_aside)}; the newest: {reasons[0]}"
         )
+    bad = ranks.from_one("looking for a checkpoint", first, lambda: _bad(folder))
+    if bad:
+        raise CheckpointError(
+            f"{folder.path}: has no checkpoint but damaged ones set aside ({', '.join(bad)}): "
+            "repair one and rename it, or start in an empty folder"
+        )
     return None
+
+
+def _bad(folder: RunFolder) -> list[str]:
+    return [name for name in folder.names() if name.startswith(".bad-")]
 
 
 def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> str:
@@ -82,12 +92,6 @@ def _look(folder: RunFolder, which: str | int) -> Looked | None:
             raise CheckpointError(f"{folder.path}: has no step {which}; it has {there}")
         steps = chosen
     if not steps:
-        bad = [name for name in folder.names() if name.startswith(".bad-")]
-        if bad:
-            raise CheckpointError(
-                f"{folder.path}: has no checkpoint but damaged ones set aside ({', '.join(bad)}): "
-                "repair one and rename it, or start in an empty folder"
-            )
         return None
     step, name = steps[0]
     try:

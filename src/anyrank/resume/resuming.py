@@ -198,6 +198,11 @@ class Resuming:
         check_scopes(gathered, scopes)
         return gathered[0][2]
 
+    def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
+        told = {name: one for name, one in streams.items() if one.how != "exact"}
+        notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
+        return [*notes, *getattr(self.state.data, "notes", ())]
+
     def report(
         self, folder: RunFolder, verify: str, streams: Mapping[str, StreamOutcome]
     ) -> ResumeReport:
@@ -220,7 +225,7 @@ class Resuming:
             lost_samples=max(0, found.newest_samples - manifest.samples),
             set_aside=found.set_aside,
             components=components,
-            notes=[f"random stream {n}: {o.how}, {o.reason}" for n, o in streams.items()],
+            notes=self._notes(streams),
             verified=verified_in_words(verify),
             bytes_read=[one[0] for one in measured],
             seconds=max(one[1] for one in measured),

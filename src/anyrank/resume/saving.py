@@ -24,6 +24,7 @@ from anyrank.files.store import Written, write_file
 from anyrank.loading.verify import content_hash
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Saved, differences
+from anyrank.resume.position import Position
 from anyrank.resume.saved_streams import Place as Seat
 from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
 from anyrank.resume.share import Item, items_of, write_share
@@ -95,8 +96,10 @@ class SaveRecord:
 
 def seat_of(state: TrainState, ranks: Ranks) -> Seat:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
-    index = getattr(state.data, "data_index", ranks.index)
-    return Seat(ranks.index, ranks.size, index, getattr(state.data, "data_size", ranks.size))
+    data = (ranks.index, ranks.size)
+    if isinstance(state.data, Position):
+        data = state.data.place()
+    return Seat(ranks.index, ranks.size, *data)
 
 
 def collect(state: TrainState, ranks: Ranks) -> Snapshot:

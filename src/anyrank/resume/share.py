@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,8 @@ from anyrank.tensors.box import Box
 from anyrank.tensors.held import Held
 from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+
+MOST_PARTS = 512  # of one call; the kernel's limit is 1024
 
 
 @dataclass(frozen=True)
@@ -118,36 +120,63 @@ def write_share(
         CheckpointError: the device says no.
     """
     path = join_path(folder, name)
-    digester = Digester()
+    output = _Output(store, path)
     places: list[Place] = []
     with storing(path):
-        sink = store.create(path)
         try:
-            for item, parts in _wrapped(items):
+            for item in items:
                 check()
-                start = digester.size
-                _put(sink, digester, parts)
-                _put(sink, digester, [bytes(-digester.size % ALIGN)])
-                length = sum(map(len, parts))
-                offset = start + len(parts[0])
+                start = output.size
+                length, offset = output.put(item)
                 places.append(
-                    Place(item.name, item.shape, item.dtype, item.box, name, offset, start, length)
+                    Place(
+                        item.name,
+                        item.shape,
+                        item.dtype,
+                        item.box,
+                        name,
+                        start + offset,
+                        start,
+                        length,
+                    )
                 )
+            output.flush()
         except BaseException:
-            sink.abandon()
+            output.sink.abandon()
             raise
-        sink.finish()
-    return places, digester.result()
+        output.sink.finish()
+    return places, output.digester.result()
 
 
-def _wrapped(items: Sequence[Item]) -> Iterator[tuple[Item, list[bytes | memoryview]]]:
-    for item in items:
+class _Output:
+    """A data file that is written in large calls, however small the items are."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        with storing(path):
+            self.sink: Sink = store.create(path)
+        self.digester = Digester()
+        self.size = 0
+        self.parts: list[bytes | memoryview] = []
+        self.kept: list[torch.Tensor] = []  # the memory that `parts` look at
+        self.waiting = 0
+
+    def put(self, item: Item) -> tuple[int, int]:
+        """Add a zip around an item; its length, and where in it the payload starts."""
         payload = item.source.detach().cpu().contiguous()
         head, tail = wrap(memory_of(payload), item.box.sizes, item.dtype)
-        yield item, [head, memory_of(payload), tail]
+        parts = [head, memory_of(payload), tail]
+        length = sum(map(len, parts))
+        self.parts += [*parts, bytes(-length % ALIGN)]
+        self.kept.append(payload)
+        self.size += length + -length % ALIGN
+        self.waiting += length
+        if self.waiting >= PIECE_BYTES or len(self.parts) >= MOST_PARTS:
+            self.flush()
+        return length, len(head)
 
-
-def _put(sink: Sink, digester: Digester, parts: Sequence[bytes | memoryview]) -> None:
-    sink.write(parts)
-    for part in parts:
-        digester.update(part)
+    def flush(self) -> None:
+        """Write what waits."""
+        self.sink.write(self.parts)
+        for part in self.parts:
+            self.digester.update(part)
+        self.parts, self.kept, self.waiting = [], [], 0

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from anyrank.errors import CheckpointError
 from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest
 from anyrank.resume.report import Outcome
 from anyrank.resume.trees import from_json, to_json
@@ -84,6 +85,12 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         return tensor
 
     tree = from_json(record["tree"], take)
+    check = getattr(thing, "check_state_dict", None)
+    if check is not None:
+        try:
+            check(tree)
+        except CheckpointError as error:
+            fitted.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):
         fitted.outcome = stored.moved(record["layout"], layout_digest(tensors))
     fitted.commit = lambda: thing.load_state_dict(tree)
