@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anyrank import faults
-from anyrank.errors import AnyrankError, CheckpointError
+from anyrank.errors import CheckpointError
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import default_buffer, default_device
@@ -94,15 +94,16 @@ class Resuming:
         Raises:
             CheckpointError: the state is half restored, and says so.
         """
+        self.state.poison = "it was interrupted"  # until it is whole, whatever ends it
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
             if self.hollow:
                 self._rebuild()
-        except AnyrankError as error:
-            self.state.poison = str(error).splitlines()[0]
+        except Exception as error:
+            self.state.poison = (str(error) or type(error).__name__).splitlines()[0]
             text = f"{error}\n  the state is half restored: resume again before it is used"
-            raise CheckpointError(text, causes=error.causes) from error
+            raise CheckpointError(text, causes=getattr(error, "causes", None)) from error
         self.state.poison = None
 
     def _read(self) -> None:
