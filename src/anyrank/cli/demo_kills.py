@@ -1,0 +1,245 @@
+"""The demo's second half: a run that is killed twice in mid save, and goes on on other ranks.
+
+It trains as `examples/finetune.py` does, by that very script. Beside it runs the reference: the
+same script on one rank, never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from anyrank.errors import AnyrankError
+from anyrank.files.run_folder import steps_of
+
+SCRIPT = "finetune.py"
+SAVES = 12  # in a whole run
+POLL_SEC = 0.01
+LIMIT_SEC = 600
+TAIL_LINES = 50  # torchrun ends with some twenty of its own
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a run does on one number of ranks.
+
+    Attributes:
+        ranks: how many.
+        kill_at: SIGKILL to all of them while this step is saved; None to run to the end.
+    """
+
+    ranks: int
+    kill_at: int | None
+
+
+def find_script() -> str:
+    """The training script, where the package or the checkout has it."""
+    inside = files("anyrank").joinpath("cli", SCRIPT)
+    beside = Path(__file__).parents[3] / "examples" / SCRIPT
+    found = next((str(one) for one in (inside, beside) if one.is_file()), None)
+    if found is None:
+        raise AnyrankError(f"{SCRIPT} is not in the package: install anyrank anew")
+    return found
+
+
+def plan_legs(ranks: int, steps: int, chance: random.Random) -> list[Leg]:
+    """Three legs, on fewer ranks each; the first two end in the middle of a save, at random."""
+    every = steps // SAVES
+    first = chance.randint(3, 4) * every
+    second = chance.randint(7, 8) * every
+    counts = [max(1, ranks - lost) for lost in range(3)]
+    return [Leg(counts[0], first), Leg(counts[1], second), Leg(counts[2], None)]
+
+
+def run_with_kills(
+    weights: str, scratch: str, log: str, ranks: int, steps: int, environ: dict[str, str]
+) -> dict[str, Any]:
+    """The reference and the killed run, with what became of each leg.
+
+    Raises:
+        AnyrankError: a rank failed unasked, or LIMIT_SEC have passed.
+    """
+    folder = os.path.join(scratch, "run")
+    deadline = time.monotonic() + LIMIT_SEC
+    with open(log, "ab") as file:
+        options = (weights, steps, file, environ)
+        alone = _start(1, os.path.join(scratch, "reference"), steps, *options)
+        try:
+            legs = [
+                _run_leg(leg, folder, deadline, *options)
+                for leg in plan_legs(ranks, steps, random.Random())  # noqa: S311
+            ]
+            _finish(alone, deadline, log)
+        finally:
+            kill_all(alone)
+    reference = _results(os.path.join(scratch, "reference"))
+    return {"reference": reference["losses"], "legs": legs} | _results(folder)
+
+
+def _start(
+    ranks: int,
+    folder: str,
+    every: int,
+    weights: str,
+    steps: int,
+    file: Any,
+    environ: dict[str, str],
+) -> subprocess.Popen[bytes]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    flags = [
+        f"--weights={weights}",
+        f"--folder={folder}",
+        f"--steps={steps}",
+        f"--every={every}",
+        f"--rows={6 * steps}",
+    ]
+    command = [sys.executable, *launcher, find_script(), *flags, f"--results={folder}.json"]
+    return subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
+        command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+    )
+
+
+def _run_leg(
+    leg: Leg,
+    folder: str,
+    deadline: float,
+    weights: str,
+    steps: int,
+    file: Any,
+    environ: dict[str, str],
+) -> dict[str, Any]:
+    """Run one leg; where it was killed, what was committed then."""
+    start = time.perf_counter()
+    before = committed(folder)
+    process = _start(leg.ranks, folder, steps // SAVES, weights, steps, file, environ)
+    try:
+        if leg.kill_at is None:
+            _finish(process, deadline, file.name)
+        else:
+            _wait_for_save(process, folder, leg.kill_at, deadline, file.name)
+    finally:
+        kill_all(process)
+    done = committed(folder)
+    return {
+        "ranks": leg.ranks,
+        "from_step": max(before, default=0),
+        "killed_in_save_of": leg.kill_at,
+        "committed": max(done, default=0),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def committed(folder: str) -> list[int]:
+    """The steps of a run that exist."""
+    return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
+
+
+def _wait_for_save(
+    process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
+) -> None:
+    """Return a random moment after the save of a step has begun."""
+    sign = f"step-{step:08d}.tmp-"
+    while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
+        if process.poll() is not None or time.monotonic() > deadline or step in committed(folder):
+            raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{tail(log)}")
+        time.sleep(POLL_SEC)
+    time.sleep(random.random() * 0.2)  # noqa: S311
+
+
+def _finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
+    try:
+        code = process.wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
+    if code:
+        raise AnyrankError(f"{log}: torchrun ended with exit code {code}:\n{tail(log)}")
+
+
+def _results(folder: str) -> dict[str, Any]:
+    with open(f"{folder}.json", encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def tail(log: str) -> str:
+    """The last lines of a file."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        return "".join(file.readlines()[-TAIL_LINES:])
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a launcher and everything below it, all at once: none of them can tidy up."""
+    if process.poll() is not None:
+        return
+    doomed = [process.pid, *descendants(process.pid)]
+    for pid in doomed:
+        os.kill(pid, signal.SIGSTOP)  # first, so that none sees another die
+    for pid in dict.fromkeys([*doomed, *descendants(process.pid)]):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below one, from /proc."""
+    children: Sequence[str] = ()
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        for task in tasks:
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children = [*children, *file.read().split()]
+    except OSError:
+        return
+    for child in children:
+        yield int(child)
+        yield from descendants(int(child))
+
+
+def told_legs(results: dict[str, Any]) -> list[str]:
+    """The legs of the killed run, its saves and its data, a line each."""
+    lines: list[str] = []
+    for leg in results["legs"]:
+        end = "to the end"
+        if leg["killed_in_save_of"] is not None:
+            end = f"SIGKILL while step {leg['killed_in_save_of']} was saved"
+        lines.append(f"    {leg['ranks']} ranks  from step {leg['from_step']}, {end}")
+    saves = results["saves"]
+    mib = saves[-1]["nbytes"] / (1 << 20)
+    seconds = sum(save["seconds"] for save in saves) / len(saves)
+    stall = sum(save["stall_seconds"] for save in saves) / len(saves)
+    lines.append(
+        f"  a save    {mib:.0f} MiB in {seconds:.2f} s beside the training, which stands still "
+        f"for {stall:.2f} s; a resume {results['resumed']['seconds']:.2f} s"
+    )
+    seen = [f"epoch {epoch}: {count} {verdict}" for epoch, count, verdict in results["receipts"]]
+    lines.append(f"  samples   {', '.join(seen)}")
+    return lines
+
+
+def findings_of(results: dict[str, Any], most: float) -> list[str]:
+    """What is wrong with a killed run, in words."""
+    found: list[str] = []
+    difference = largest_difference(results)
+    if not difference <= most:
+        found.append(f"losses differ by {difference:.1e} from those of one rank")
+    wrong = [one for one in results["receipts"] if not one[2].startswith("exactly once")]
+    if wrong or not results["receipts"]:
+        found.append(f"samples were not seen exactly once: {results['receipts']}")
+    return found
+
+
+def largest_difference(results: dict[str, Any]) -> float:
+    """Of the two runs' losses, relative; infinite when they are not equally many."""
+    mine, reference = results["losses"], results["reference"]
+    if len(mine) != len(reference):
+        return float("inf")
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, reference, strict=True))
