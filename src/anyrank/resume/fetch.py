@@ -1,0 +1,93 @@
+"""From sample ids to batches, with random numbers that belong to the samples.
+
+What a DataLoader hands around here are microbatches: a request names one, a worker answers it, and
+the answer carries the ids back, so that the loop sees what it really got.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from anyrank.resume.hashing import derive
+from anyrank.resume.streams import kept, reseed
+
+
+@dataclass(frozen=True)
+class Request:
+    """One microbatch that a rank will run.
+
+    Attributes:
+        epoch: whose random numbers the samples get.
+        ids: its samples, in order.
+    """
+
+    epoch: int
+    ids: tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """A request and its batch, a tuple, so that a DataLoader's pinning finds the batch."""
+
+    request: Request
+    batch: Any
+
+
+class Samples(Dataset[Answer]):
+    """The user's dataset, asked for microbatches. Lives in the workers, or in this process."""
+
+    def __init__(
+        self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate_fn = collate_fn or default_collate
+
+    def __getitem__(self, request: Request) -> Answer:
+        samples: list[Any] = []
+        with kept():
+            for sample_id in request.ids:
+                reseed(derive(self.seed, request.epoch, sample_id, "sample"))
+                samples.append(self.dataset[sample_id])
+            # A collate_fn may draw too, as the ones that mask tokens do.
+            reseed(derive(self.seed, request.epoch, request.ids[0], "collate"))
+            return Answer(request, self.collate_fn(samples))
+
+
+class Requests(Sampler[Request]):
+    """The requests of whoever starts an iteration; kept so that workers outlive one.
+
+    Args:
+        upcoming: a method of the loader. Held weakly: workers should end with the loader, at once.
+    """
+
+    def __init__(self, upcoming: Callable[[], Iterator[Request]]) -> None:
+        self.upcoming = weakref.WeakMethod(upcoming)
+
+    def __iter__(self) -> Iterator[Request]:
+        upcoming = self.upcoming()
+        assert upcoming is not None  # it is the loader that iterates
+        return upcoming()
+
+
+def as_it_is(answer: Any) -> Any:
+    """Collate function for what is a batch already."""
+    return answer
+
+
+def make_fetcher(samples: Samples, requests: Requests, **options: Any) -> DataLoader[Answer]:
+    """A DataLoader from requests to answers. Iterating it moves no stream of this process."""
+    private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
+    return DataLoader(
+        samples,
+        batch_size=None,
+        sampler=requests,
+        collate_fn=as_it_is,
+        generator=private,
+        **options,
+    )

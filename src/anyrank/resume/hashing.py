@@ -1,0 +1,31 @@
+"""Hashes that are the same on every machine, Python and torch: of names, and of many numbers."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+
+def derive(*parts: int | str, size: int = 8) -> int:
+    """A number of `size` bytes that depends on all parts, their kinds and their order."""
+    digest = blake2b(repr(parts).encode(), digest_size=size).digest()
+    return int.from_bytes(digest, "little")
+
+
+def mix64(values: torch.Tensor) -> torch.Tensor:
+    """splitmix64 of each value (Steele, Lea, Flood 2014): a bijection of int64 that mixes well."""
+    values = values + (0x9E3779B97F4A7C15 - (1 << 64))
+    values = (values ^ shift(values, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    values = (values ^ shift(values, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return values ^ shift(values, 31)
+
+
+def shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Right shift that fills with zeros, as for unsigned numbers."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def signed(number: int) -> int:
+    """The int64 with the bits of a number in [0, 2 ** 64)."""
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,534 @@
+"""`ElasticLoader` in one process: steps, random numbers, commits, state, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import anyrank
+from anyrank.resume.permutation import Order
+from anyrank.resume.schedule import shares
+from anyrank.resume.streams import ambient
+
+pytestmark = [
+    # Workers on a machine with one core, and from Python 3.12 on.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+NET = nn.Linear(1, 1)
+
+
+class Noisy(Dataset[Any]):
+    """Sample i with what three generators say: an augmentation."""
+
+    def __init__(self, n: int = 22) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return i, torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+def masking(samples: list[Any]) -> Any:
+    """A collate function that draws."""
+    ids, noise = zip(*samples, strict=True)
+    return list(ids), torch.stack(noise), torch.rand(2)
+
+
+def make(dataset: Any = None, **options: Any) -> anyrank.ElasticLoader:
+    given: dict[str, Any] = {"global_batch": 8, "microbatch": 2, "seed": 3, **options}
+    return anyrank.ElasticLoader(Noisy() if dataset is None else dataset, **given)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def run(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[Any]:
+    """(step, batch, numbers drawn) of each microbatch of a pass, the first `stop` steps of it."""
+    seen: list[Any] = []
+    for step in loader:
+        seen += [(step.number, batch, draws()) for batch in step.microbatches(NET)]
+        loader.commit()
+        if step.number + 1 >= stop:
+            break
+    return seen
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of nested lists and tensors, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def first_step(loader: anyrank.ElasticLoader) -> tuple[Iterator[Any], Any]:
+    """The iterator, which has to be kept, and its first step."""
+    steps = iter(loader)
+    return steps, next(steps)
+
+
+def leave_steps_unfinished(loader: anyrank.ElasticLoader, commits: bool) -> None:
+    for step in loader:
+        next(step.microbatches(NET))
+        if commits:
+            loader.commit()
+
+
+def states() -> list[Any]:
+    return [str(stream.encode(stream.get())) for stream in ambient()]
+
+
+# -- what a step holds ----------------------------------------------------------------------------
+
+
+def test_a_pass_is_an_epoch_in_the_permutations_order() -> None:
+    loader = make(collate_fn=masking)
+    for epoch in range(2):
+        ids = [batch[0] for _, batch, _ in run(loader)]
+        expected = Order(22, 3, True).ids(epoch, 0, 22).split(2)
+        assert ids == [one.tolist() for one in expected]
+    assert loader.receipts == [(0, 22, "exactly once"), (1, 22, "exactly once")]
+    assert (loader.epoch, loader.step, loader.consumed, loader.samples) == (2, 6, 0, 44)
+
+
+TAILS = {
+    "short": ([8, 8, 6], 44, "exactly once", 0, 0),
+    "drop": ([8, 8], 32, "exactly once, 6 dropped", 12, 0),
+    "pad": ([8, 8, 8], 44, "exactly once, 2 repeated to fill the last step", 0, 4),
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_last_step_is_as_declared(tail: Any) -> None:
+    sizes, samples, verdict, dropped, padded = TAILS[tail]
+    loader = make(tail=tail, collate_fn=masking)
+    for epoch in range(2):
+        ids: list[int] = []
+        for step, size in zip(loader, sizes, strict=True):
+            batches = [batch[0] for batch in step.microbatches(NET)]
+            assert step.samples == size == sum(map(len, batches))
+            ids += flat(batches)
+        order = Order(22, 3, True).ids(epoch, 0, 22).tolist()
+        assert ids == (order + order)[: sum(sizes)]
+    assert [one.verdict for one in loader.receipts] == [verdict] * 2
+    assert (loader.samples, loader.dropped, loader.padded) == (samples, dropped, padded)
+
+
+def test_without_shuffling_the_order_is_the_datasets() -> None:
+    seen = run(make(shuffle=False, collate_fn=masking))
+    assert flat(batch[0] for _, batch, _ in seen) == list(range(22))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 2},
+        {"num_workers": 1, "prefetch_factor": 5, "persistent_workers": True},
+    ],
+)
+def test_workers_and_prefetch_change_no_number(options: dict[str, Any]) -> None:
+    plain, other = make(collate_fn=masking), make(collate_fn=masking, **options)
+    for _ in range(2):
+        assert same(run(plain), run(other))
+
+
+def test_random_numbers_belong_to_samples_and_microbatches() -> None:
+    seen = run(make(collate_fn=masking)) + run(make(collate_fn=masking, seed=4))
+    assert len({numbers for _, _, numbers in seen}) == len(seen)
+    noise = torch.cat([batch[1] for _, batch, _ in seen])
+    assert len(noise.unique()) == noise.numel()
+    first, second = make(collate_fn=masking), make(collate_fn=masking)
+    run(second)
+    assert not same(
+        {i: row for _, b, _ in run(first) for i, row in zip(b[0], b[1].tolist(), strict=True)},
+        {i: row for _, b, _ in run(second) for i, row in zip(b[0], b[1].tolist(), strict=True)},
+    )
+
+
+# -- ambient streams ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("way", ["whole", "break", "error", "inner break"])
+def test_ambient_streams_go_on_as_if_there_were_no_loader(way: str, num_workers: int) -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    before = states()
+    loader = make(num_workers=num_workers)
+    try:
+        for step in loader:
+            assert states() == before
+            for _ in step.microbatches(NET):
+                draws()
+                assert states() != before
+                if way == "error":
+                    raise KeyError
+                if way != "whole":
+                    break
+            assert states() == before
+            if way != "whole":
+                break
+    except KeyError:
+        pass
+    assert states() == before
+
+
+# -- commits --------------------------------------------------------------------------------------
+
+
+def test_a_step_counts_when_it_is_committed_or_the_next_one_is_asked_for() -> None:
+    loader = make()
+    steps = iter(loader)
+    step = next(steps)
+    assert not loader.in_step
+    batches = step.microbatches(NET)
+    next(batches)
+    assert loader.in_step
+    list(batches)
+    assert (loader.in_step, loader.step, loader.consumed) == (True, 0, 0)
+    loader.commit()
+    loader.commit()
+    assert (loader.in_step, loader.step, loader.consumed) == (False, 1, 8)
+    list(next(steps).microbatches(NET))
+    next(steps)
+    assert (loader.step, loader.consumed, loader.seen.count) == (2, 16, 16)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("way", ["break in the step", "break behind it"])
+def test_an_uncommitted_step_comes_again(way: str, options: dict[str, Any]) -> None:
+    loader = make(collate_fn=masking, **options)
+    first = run(loader, stop=1)
+    for step in loader:
+        for number, _ in enumerate(step.microbatches(NET)):
+            if way == "break in the step" and number == 1:
+                break
+        break
+    # Behind a complete step nobody can know whether the optimizer has used it.
+    assert loader.in_step == (way == "break behind it")
+    assert same(first + run(loader), run(make(collate_fn=masking)))
+    assert loader.receipts == [(0, 22, "exactly once")]
+
+
+def test_a_complete_step_can_be_committed_behind_the_loop() -> None:
+    loader = make()
+    for step in loader:
+        list(step.microbatches(NET))
+        break
+    loader.commit()
+    assert (loader.in_step, loader.step) == (False, 1)
+
+
+def test_a_step_that_is_not_taken_to_its_end_is_an_error() -> None:
+    loader = make()
+    for commits in (False, True):
+        with pytest.raises(anyrank.CheckpointError, match="step 0 is not complete"):
+            leave_steps_unfinished(loader, commits)
+    _steps, step = first_step(loader)
+    list(step.microbatches(NET))
+    with pytest.raises(ValueError, match="taken already"):
+        list(step.microbatches(NET))
+
+
+@pytest.mark.parametrize("what", ["iterate", "load"])
+def test_a_loop_notices_that_another_one_has_taken_over(what: str) -> None:
+    loader = make()
+    steps = iter(loader)
+    list(next(steps).microbatches(NET))
+    others = iter(loader)
+    batches = iter(())
+    if what == "load":
+        loader.load_state_dict(make().state_dict())
+    else:
+        batches = next(others).microbatches(NET)
+        next(batches)
+    with pytest.raises(anyrank.CheckpointError, match="iterated anew or loaded"):
+        next(steps)
+    if what == "iterate":
+        assert loader.in_step
+        assert len(list(batches)) == 3
+        loader.commit()
+        assert loader.step == 1
+
+
+# -- backward -------------------------------------------------------------------------------------
+
+
+def test_what_backward_refuses() -> None:
+    loader = make()
+    _steps, step = first_step(loader)
+    loss = NET(torch.ones(1)).sum()
+    with pytest.raises(ValueError, match="within"):
+        step.backward(loss)
+    with pytest.raises(ValueError, match="no loss yet"):
+        step.loss()
+    for number, _ in enumerate(step.microbatches(NET)):
+        with pytest.raises(ValueError, match=r"shape \[3\]"):
+            step.backward(NET(torch.ones(3, 1)).squeeze(1))
+        with pytest.raises(ValueError, match="weight is -1"):
+            step.backward(NET(torch.ones(1)).sum(), -1)
+        step.backward(NET(torch.ones(1)).sum(), 2.0)
+        with pytest.raises(ValueError, match="each backward or in none"):
+            step.backward(NET(torch.ones(1)).sum())
+        with pytest.raises(ValueError, match="weight is 3"):
+            step.backward(NET(torch.ones(1)).sum(), 3.0)
+        assert number < 4
+    NET.zero_grad()
+
+
+def test_two_losses_of_a_microbatch_add_up() -> None:
+    net = nn.Linear(1, 1, bias=False).double()
+    loader = make(TensorDataset(torch.arange(22.0).double()), shuffle=False)
+    for how in (None, 1.0):
+        net.zero_grad()
+        _steps, step = first_step(loader)
+        for (x,) in step.microbatches(net):
+            step.backward(net(x[:, None]).mean(), how)
+            step.backward(2 * net(x[:, None]).mean(), how)
+        assert net.weight.grad is not None
+        torch.testing.assert_close(net.weight.grad.item(), 3 * 3.5)
+        assert step.loss() == pytest.approx(3 * 3.5 * net.weight.item())
+
+
+def test_a_step_without_any_weight_has_no_gradient() -> None:
+    net = nn.Linear(1, 1)
+    _steps, step = first_step(make())
+    for _ in step.microbatches(net):
+        step.backward(net(torch.ones(1)).sum(), 0)
+    assert net.weight.grad is not None
+    assert net.weight.grad.item() == 0
+    assert step.loss() == 0
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
+def test_a_loaded_state_goes_on_where_it_was_saved(stop: int) -> None:
+    whole = make(collate_fn=masking)
+    expected = run(whole) + run(whole)
+    saved = make(collate_fn=masking)
+    first = run(saved, stop) if stop else []
+    if stop == 4:
+        first += run(saved, stop)
+    before = states()
+    state = json.loads(json.dumps(saved.state_dict()))
+    loader = make(collate_fn=masking)
+    loader.load_state_dict(state)
+    assert states() == before
+    assert loader.state_dict() == state
+    while loader.epoch < 2:
+        first += run(loader)
+    assert same(first, expected)
+    assert {one.verdict for one in loader.receipts} == {"exactly once"}
+
+
+def test_the_state_is_small_and_knows_no_ranks() -> None:
+    loader = make(key="data v1")
+    run(loader, stop=2)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 400
+    assert state == {
+        "version": 1,
+        "seed": 3,
+        "epoch": 0,
+        "step": 2,
+        "consumed": 16,
+        "samples": 16,
+        "dropped": 0,
+        "padded": 0,
+        "global_batch": 8,
+        "microbatch": 2,
+        "n": 22,
+        "key": "data v1",
+        "order": "feistel-v1",
+        "tail": "short",
+        "receipt": loader.seen.to_json(),
+    }
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "dataset": ({"dataset": Noisy(23)}, r"length 22, here it is 23: give the dataset of the run"),
+    "key": ({"key": "b"}, r"key 'a', here it is 'b': .*key='a'"),
+    "no key": ({"key": None}, r"key 'a', here it is None"),
+    "seed": ({"seed": 4}, r"seed 3, here it is 4: give seed=3"),
+    "order": ({"shuffle": False}, r"'feistel-v1', here it is 'identity': give the shuffle"),
+    "microbatch": ({"microbatch": 4}, r"microbatch 2, here it is 4: give microbatch=2"),
+    "tail": ({"tail": "drop"}, r"tail 'short', here it is 'drop': give tail='short'"),
+    "batch": ({"global_batch": 16}, r"global_batch 8, here it is 16: give 8.*on_batch_change"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_of_another_run_is_refused_and_changes_nothing(name: str) -> None:
+    saved = make(key="a")
+    run(saved, stop=2)
+    options, message = OTHERS[name]
+    loader = make(**{"key": "a", **options})
+    before = loader.state_dict()
+    with pytest.raises(anyrank.CheckpointError, match=message):
+        loader.load_state_dict(saved.state_dict())
+    assert loader.state_dict() == before
+
+
+DAMAGED: dict[str, Any] = {
+    "epoch": -1,
+    "step": "2",
+    "consumed": 23,
+    "samples": None,
+    "global_batch": True,
+    "receipt": [16, "0", "1"],
+    "n": "22",
+    "tail": 1,
+    "key": 3,
+    "version": None,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_state_that_nobody_saves_is_corrupt(name: str) -> None:
+    saved = make()
+    run(saved, stop=2)
+    for state in ({**saved.state_dict(), name: DAMAGED[name]}, dict(saved.state_dict())):
+        if state[name] != DAMAGED[name]:
+            del state[name]
+        with pytest.raises(anyrank.CorruptCheckpoint, match="data position"):
+            make().load_state_dict(state)
+
+
+@pytest.mark.parametrize("tail", ["short", "drop", "pad"])
+@pytest.mark.parametrize("size", [2, 4, 12, 16, 22])
+def test_another_global_batch_goes_on_and_is_reported(tail: Any, size: int) -> None:
+    saved = make(collate_fn=masking, tail=tail)
+    seen = run(saved, stop=1)
+    loader = make(global_batch=size, tail=tail, collate_fn=masking, on_batch_change="rescale")
+    loader.load_state_dict(saved.state_dict())
+    assert loader.notes == [
+        f"global_batch 8 became {size} at step 1: steps are counted on, and a learning rate that "
+        "is scheduled by steps sees other samples per step"
+    ]
+    while loader.epoch == 0:
+        seen += run(loader)
+    ids = flat(batch[0] for _, batch, _ in seen)
+    order = Order(22, 3, True).ids(0, 0, 22).tolist()
+    assert ids == (order + order)[: len(ids)]
+    dropped = (22 - 8) % size if tail == "drop" else 0
+    assert (loader.samples, loader.dropped) == (22 - dropped, dropped)
+    assert {one.verdict.split(",")[0] for one in loader.receipts} <= {"exactly once"}
+
+
+def test_a_receipt_that_does_not_fit_is_an_error() -> None:
+    saved = make()
+    run(saved, stop=2)
+    state = saved.state_dict()
+    state["receipt"][2] = "0" * 16
+    loader = make()
+    loader.load_state_dict(state)
+    with pytest.raises(anyrank.CheckpointError, match="epoch 0 is not exactly once"):
+        run(loader)
+
+
+def test_workers_that_return_other_samples_are_noticed() -> None:
+    loader = make()
+    _steps, step = first_step(loader)
+    loader.schedule = loader.schedule.with_global_batch(4)
+    step.within.answers = iter([next(step.within.answers)._replace(batch=None)] * 2)
+    batches = step.microbatches(NET)
+    next(batches)
+    with pytest.raises(anyrank.CheckpointError, match=r"microbatch 1: the plan has samples \["):
+        next(batches)
+
+
+# -- what the loader refuses ----------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not a multiple": ({"microbatch": 3}, ValueError, "not a multiple of microbatch 3"),
+    "zero": ({"microbatch": 0}, ValueError, "microbatch is 0"),
+    "no number": ({"global_batch": 8.0}, TypeError, r"global_batch is 8\.0"),
+    "seed": ({"seed": "1"}, TypeError, "seed is '1'"),
+    "key": ({"key": 1}, TypeError, "key is 1"),
+    "tail": ({"tail": "long"}, ValueError, "tail is 'long': give one of short, drop, pad"),
+    "on_batch_change": ({"on_batch_change": "x"}, ValueError, "on_batch_change is 'x'"),
+    "iterable": ({"dataset": Stream()}, TypeError, "Stream has no length"),
+    "no length": ({"dataset": iter([1])}, TypeError, "has no length"),
+    "empty": ({"dataset": []}, ValueError, "the dataset is empty"),
+    "nothing left": ({"dataset": [1], "tail": "drop"}, ValueError, "would drop all 1 samples"),
+    "prefetch": ({"prefetch_factor": 2}, ValueError, "prefetch_factor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_arguments_are_refused(name: str) -> None:
+    options, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        make(**options)
+
+
+def test_fsdp1_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = nn.Module()
+    net.inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(net.inner)
+    _steps, step = first_step(make())
+    with pytest.raises(TypeError, match="FSDP1"):
+        list(step.microbatches(net))
+
+
+def test_a_step_outside_of_its_loop_is_an_error() -> None:
+    step = next(iter(make()))
+    for call in (step.loss, lambda: list(step.microbatches(NET))):
+        with pytest.raises(ValueError, match="within the loop over the loader"):
+            call()
+
+
+def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
+    loader = make([1, 2], global_batch=2)
+    loader.fetcher.dataset.dataset = []
+    with pytest.raises(IndexError):
+        run(loader)
+    assert loader.state_dict() == make([1, 2], global_batch=2).state_dict()
+
+
+# -- rank arithmetic ------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 200), size=st.integers(1, 64))
+def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) -> None:
+    every = [shares(count, rank, size) for rank in range(size)]
+    assert [turn.k for turns in every for turn in turns if not turn.is_copy] == list(range(count))
+    assert {len(turns) for turns in every} == {-(-count // size)}
+    own = [sum(not turn.is_copy for turn in turns) for turns in every]
+    assert max(own) - min(own) <= 1
+    for turns in every:
+        assert all(0 <= turn.k < count for turn in turns)
+        assert [turn.is_copy for turn in turns] == sorted(turn.is_copy for turn in turns)

@@ -1,0 +1,81 @@
+"""Receipts: what a few bytes say of which samples were taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anyrank.resume import receipt as module
+from anyrank.resume.receipt import Receipt, receipt_of, receipt_of_range
+
+IDS = st.lists(st.integers(0, 2**50), max_size=40)
+
+
+def of(ids: list[int], epoch: int = 0) -> Receipt:
+    return receipt_of(epoch, torch.tensor(ids, dtype=torch.int64))
+
+
+@settings(deadline=None)
+@given(IDS, st.integers(0, 40), st.randoms(use_true_random=False))
+def test_parts_add_up_to_the_whole_in_any_order(ids: list[int], cut: int, draws: Any) -> None:
+    whole = of(ids)
+    assert of(ids[:cut]) + of(ids[cut:]) == whole
+    assert whole - of(ids[:cut]) == of(ids[cut:])
+    draws.shuffle(ids)
+    assert of(ids) == whole
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 999), min_size=2, max_size=40), st.data())
+def test_a_sample_lost_repeated_or_exchanged_is_noticed(ids: set[int], data: Any) -> None:
+    right = sorted(ids)
+    one, other = data.draw(st.permutations(right))[:2]
+    lost = [i for i in right if i != one]
+    for wrong in (lost, [*right, one], [*right, one, one], [*lost, other], [*lost, 1000]):
+        assert of(wrong) != of(right)
+
+
+def test_the_same_sample_differs_between_epochs() -> None:
+    assert of([3], epoch=0) != of([3], epoch=1)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (5, 5), (3, 40), (0, 64)])
+def test_a_range_is_the_sum_of_its_ids(
+    start: int, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", 16)
+    assert receipt_of_range(2, start, stop) == of(list(range(start, stop)), epoch=2)
+
+
+def test_the_hash_is_the_one_that_checkpoints_hold() -> None:
+    assert of([0, 1, 2], epoch=1).to_json() == EXPECTED
+
+
+EXPECTED = [3, "8d6e27fcd6adccde", "774a77f3205b35e0"]
+
+
+@settings(deadline=None)
+@given(IDS)
+def test_json_keeps_it(ids: list[int]) -> None:
+    assert Receipt.from_json(of(ids).to_json()) == of(ids)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        [1, 2, 3],
+        [-1, "0" * 16, "0" * 16],
+        [1, "x" * 16, "0" * 16],
+        [True, "0", "0"],
+        "abc",
+    ],
+)
+def test_what_is_no_receipt_is_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Receipt.from_json(value)
