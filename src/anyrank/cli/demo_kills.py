@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from anyrank.errors import AnyrankError
-from anyrank.files.run_folder import steps_of
 
 SCRIPT = "finetune.py"
 SAVES = 12  # in a whole run
@@ -141,6 +140,8 @@ def _run_leg(
 
 def committed(folder: str) -> list[int]:
     """The steps of a run that exist."""
+    from anyrank.files.run_folder import steps_of  # loads torch, which `anyrank --help` does not
+
     return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
 
 

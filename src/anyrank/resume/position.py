@@ -20,6 +20,7 @@ from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
+KEPT_RECEIPTS = 10  # in a state, so that it stays small
 COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "padded")
 
 
@@ -63,7 +64,7 @@ class Position:
         dropped: samples left over at the ends of epochs by tail="drop".
         padded: samples repeated at the ends of epochs by tail="pad".
         notes: what differs from the run that was loaded, in sentences.
-        receipts: finished epochs, in order.
+        receipts: finished epochs of the run, in order; a state keeps the newest ten.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Position:
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Some 300 bytes of JSON values, equal on all ranks. No collectives, nothing moves."""
+        """Some 400 bytes of JSON values, equal on all ranks. No collectives, nothing moves."""
         order = self.schedule.order
         return {
             "version": STATE_VERSION,
@@ -156,6 +157,7 @@ class Position:
             "order": order.name,
             "tail": self.schedule.tail,
             "receipt": self.ledgers[-1].planned.to_json(),
+            "receipts": [list(one) for one in self.receipts[-KEPT_RECEIPTS:]],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -165,6 +167,23 @@ class Position:
             CheckpointError: another dataset, seed, order, microbatch or tail; another global_batch
                 without on_batch_change="rescale". Nothing has changed then.
             CorruptCheckpoint: not a state that `state_dict` returns.
+        """
+        saved, receipt, note = self.check_state_dict(state_dict)
+        for name in COUNTS:
+            if name != "global_batch":
+                setattr(self, name, saved[name])
+        self.notes = [note] if note else []
+        self.receipts = [EpochReceipt(*one) for one in state_dict.get("receipts", ())]
+        self.ledgers = [Ledger(self.epoch, earlier=receipt, planned=receipt)]
+        self.leave_finished_epoch()
+
+    def check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        """Whether `load_state_dict` would take a state: its counts, receipt and what to note.
+
+        Raises:
+            CheckpointError: as `load_state_dict`.
         """
         state = dict(state_dict)
         receipt = read_receipt(state)
@@ -181,14 +200,10 @@ class Position:
         saved = {name: read_count(state, name) for name in COUNTS}
         if not saved["consumed"] <= mine["n"] or receipt.count != saved["consumed"]:
             raise corrupt(f"consumed is {saved['consumed']} of {mine['n']} samples")
-        note = self.batch_note(saved["global_batch"], saved["step"])
-        for name in COUNTS:
-            if name != "global_batch":
-                setattr(self, name, saved[name])
-        self.notes = [note] if note else []
-        self.receipts = []
-        self.ledgers = [Ledger(self.epoch, earlier=receipt, planned=receipt)]
-        self.leave_finished_epoch()
+        rows = state.get("receipts", [])
+        if type(rows) is not list or any(type(row) is not list or len(row) != 3 for row in rows):
+            raise corrupt(f"receipts is {rows!r}")
+        return saved, receipt, self.batch_note(saved["global_batch"], saved["step"])
 
     def batch_note(self, saved: int, step: int) -> str | None:
         """What to say of another global batch; an error where it is not allowed."""

@@ -22,6 +22,7 @@ from anyrank.loading.targets import find_targets
 from anyrank.resume.finding import Found, verified_in_words
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Fill, Fitted, Stored
+from anyrank.resume.position import Position
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.saved_streams import Outcome as StreamOutcome
 from anyrank.resume.saved_streams import check_scopes, fingerprints, restore
@@ -202,7 +203,13 @@ class Resuming:
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
         told = {name: one for name, one in streams.items() if one.how != "exact"}
         notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
-        return [*notes, *getattr(self.state.data, "notes", ())]
+        data = self.state.data
+        if isinstance(data, Position):
+            notes += [
+                f"epoch {one.epoch}: {one.samples} samples {one.verdict}" for one in data.receipts
+            ]
+            notes += data.notes
+        return notes
 
     def report(
         self, folder: RunFolder, verify: str, streams: Mapping[str, StreamOutcome]

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -273,12 +274,10 @@ def write(
 
 
 def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
-    from anyrank import __version__
-
     return Manifest(
         **snapshot.header,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"anyrank": __version__, "torch": str(torch.__version__)},
+        versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
         files=files,
         parts=snapshot.records,
         streams=snapshot.scopes,

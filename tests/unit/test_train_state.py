@@ -1,0 +1,473 @@
+"""TrainState and Checkpoints in one process: parts of every kind, bad input, locks, cadence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import anyrank
+from anyrank.resume.checkpoints import cadence
+from anyrank.resume.trees import from_json, to_json
+
+
+def build(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 6), nn.BatchNorm1d(6), nn.Linear(6, width))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Tracker:
+    """Anything with the two methods: numbers of all kinds, and tensors."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def save_one(path: Path, **parts: Any) -> anyrank.TrainState:
+    model, optimizer = build()
+    step(model, optimizer)
+    state = anyrank.TrainState(model, optimizer, **parts)
+    with anyrank.Checkpoints(path) as ckpts:
+        ckpts.step_done(state)
+        ckpts.save(state)
+    return state
+
+
+SCHEDULERS = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[2],
+    ),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_schedule_goes_on(tmp_path: Path, name: str) -> None:
+    runs: list[list[float]] = []
+    for is_resumed in (False, True):
+        model, optimizer = build()
+        schedule = SCHEDULERS[name](optimizer)
+        state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+        with anyrank.Checkpoints(tmp_path) as ckpts:
+            if is_resumed:
+                ckpts.resume(state, "must")
+            rates: list[float] = []
+            for number in range(3 if is_resumed else 0, 8):
+                step(model, optimizer)
+                schedule.step(1.0) if name == "plateau" else schedule.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+                ckpts.step_done(state)
+                if number == 2 and not is_resumed:
+                    ckpts.save(state)
+        runs.append(rates)
+    assert runs[0][3:] == runs[1]
+
+
+def test_every_kind_of_part_is_saved_and_resumed(tmp_path: Path) -> None:
+    model, optimizer = build()
+    ema = AveragedModel(model, use_buffers=True)
+    other = torch.optim.SGD(ema.module.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    noise = torch.Generator().manual_seed(5)
+    value = {"best": float("-inf"), "seen": (1, 2), "table": torch.arange(3), 4: {"x", "y"}}
+    tracker = Tracker(value)
+    parts = {"scaler": scaler, "ema": ema, "second": other, "tracker": tracker}
+    state = anyrank.TrainState(model, optimizer, generators={"noise": noise}, **parts)
+    step(model, optimizer)
+    ema.update_parameters(model)
+    torch.rand(3, generator=noise)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.step_done(state)
+        ckpts.save(state)
+    expected = copy.deepcopy(ema.state_dict()), torch.rand(3), torch.rand(3, generator=noise)
+
+    torch.manual_seed(77)
+    model, optimizer = build()
+    ema = AveragedModel(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
+    ema = AveragedModel(model, use_buffers=True)
+    noise = torch.Generator()
+    other = torch.optim.SGD(ema.module.parameters(), lr=0.1)
+    tracker, scaler = Tracker(), torch.amp.GradScaler("cpu")
+    parts = {"scaler": scaler, "ema": ema, "second": other, "tracker": tracker}
+    fresh = anyrank.TrainState(model, optimizer, generators={"noise": noise}, **parts)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(fresh, "must")
+    assert report is not None
+    assert set(report.components.values()) == {"exact"}
+    found = ema.state_dict(), torch.rand(3), torch.rand(3, generator=noise)
+    assert found[0].keys() == expected[0].keys()
+    assert all(torch.equal(found[0][key], expected[0][key]) for key in found[0])
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    assert torch.equal(tracker.value.pop("table"), torch.arange(3))
+    value.pop("table")
+    assert tracker.value == value
+    assert type(tracker.value["seen"]) is tuple
+    assert other.param_groups[0]["lr"] == 0.5
+    assert scaler.get_scale() == 8.0
+    assert json.loads(report.to_json())["components"]["ema"] == "exact"
+
+
+def test_a_scaler_that_was_off_stays_as_it_is(tmp_path: Path) -> None:
+    save_one(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(anyrank.TrainState(*build(), scaler=scaler))
+    assert report is not None
+    assert report.components["scaler"] == "fresh"
+    assert report.components["scaler"].reason == "it had no state when it was saved"
+    assert scaler.get_scale() == 4.0
+
+
+def test_frozen_parts_are_stored_by_source_and_hash(tmp_path: Path) -> None:
+    source = str(tmp_path / "vae.safetensors")
+    part = nn.Linear(4, 4)
+    save_file(part.state_dict(), source)
+
+    def whole(frozen: nn.Module, source: str | None) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.ModuleDict(
+            {"vae": anyrank.freeze(frozen, source=source), "head": nn.Linear(4, 4)}
+        )
+
+    state = anyrank.TrainState(whole(part, source))
+    with anyrank.Checkpoints(tmp_path / "run") as ckpts:
+        ckpts.save(state)
+        listed = json.loads((Path(ckpts.latest() or "") / "tensors.json").read_text())["tensors"]
+        assert sorted(name for name in listed if name.startswith("model.")) == [
+            "model.head.bias",
+            "model.head.weight",
+        ]
+        with anyrank.meta():
+            hollow = nn.Linear(4, 4)
+        model = whole(hollow, source)
+        ckpts.resume(anyrank.TrainState(model))
+        assert torch.equal(model["vae"].weight, part.weight)
+        other = whole(nn.Linear(4, 4), source)
+        with pytest.raises(anyrank.CheckpointError, match=r"model.vae: is frozen, and was"):
+            ckpts.resume(anyrank.TrainState(other))
+        thawed = nn.ModuleDict({"vae": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        with pytest.raises(anyrank.CheckpointError, match="was frozen with source"):
+            ckpts.resume(anyrank.TrainState(thawed))
+
+
+def test_tied_weights_are_stored_once_and_other_tools_find_both_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(model))
+        folder = Path(ckpts.latest() or "")
+    assert "model.b.weight" not in json.loads((folder / "tensors.json").read_text())["tensors"]
+    untied = {"model": nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).state_dict()}
+    with warnings.catch_warnings(action="ignore"):
+        torch.distributed.checkpoint.load(untied, checkpoint_id=folder, no_dist=True)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(untied["model"][name], tensor)
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def misfits() -> dict[str, tuple[Any, str]]:
+    model, _ = build()
+    wide = build(5)
+    half = build()[0].half()
+    extra = nn.Sequential(*model, nn.Linear(4, 4))
+    return {
+        "another shape": (wide, r"model.0.weight: has shape \[6, 5\], the checkpoint \[6, 4\]"),
+        "another dtype": ((half, torch.optim.AdamW(half.parameters())), "resume changes no dtype"),
+        "a new layer": (
+            (extra, torch.optim.AdamW(extra.parameters())),
+            "not in the checkpoint: 3.",
+        ),
+        "fewer layers": (
+            (model[:2], torch.optim.AdamW(model[:2].parameters())),
+            "in the checkpoint, and not in the model: 2.",
+        ),
+        "no optimizer": ((model,), "the checkpoint has optimizer, the state does not"),
+    }
+
+
+@pytest.mark.parametrize("case", misfits())
+def test_a_state_that_does_not_fit_is_left_as_it_was(tmp_path: Path, case: str) -> None:
+    save_one(tmp_path)
+    parts, match = misfits()[case]
+    before = copy.deepcopy(parts[0].state_dict())
+    files = sorted(tmp_path.rglob("*"))
+    state = anyrank.TrainState(*parts)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        with pytest.raises(anyrank.CheckpointError, match=match):
+            ckpts.resume(state)
+        state.check_usable()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parts[0].state_dict().items())
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_part_can_be_left_out(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    model, _ = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(anyrank.TrainState(model, optimizer), skip=["optimizer"])
+    assert report is not None
+    assert report.components["optimizer"] == "skipped"
+    assert report.components["model"] == "exact"
+    assert not optimizer.state
+
+
+def test_another_dataset_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    loader = anyrank.ElasticLoader(list(range(10)), global_batch=2, microbatch=1)
+    save_one(tmp_path, data=loader)
+    model, optimizer = build()
+    before = copy.deepcopy(model.state_dict())
+    other = anyrank.ElasticLoader(list(range(11)), global_batch=2, microbatch=1)
+    with (
+        anyrank.Checkpoints(tmp_path) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match="a dataset of length 10, here it is 11"),
+    ):
+        ckpts.resume(anyrank.TrainState(model, optimizer, data=other))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
+    model, _ = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        assert ckpts.resume(anyrank.TrainState(model)) is None
+        with pytest.raises(anyrank.CheckpointError, match="holds no checkpoint"):
+            ckpts.resume(anyrank.TrainState(model), "must")
+
+
+def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    manifest = tmp_path / "step-00000001" / "anyrank.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+    with (
+        anyrank.Checkpoints(tmp_path) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match="format version 9, this anyrank reads 1"),
+    ):
+        ckpts.resume(anyrank.TrainState(*build()))
+    assert manifest.exists()
+
+
+def test_a_save_within_a_step_is_refused(tmp_path: Path) -> None:
+    loader = anyrank.ElasticLoader(torch.arange(8.0), global_batch=4, microbatch=2)
+    model, optimizer = build()
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        for number, one in enumerate(loader):
+            for _ in one.microbatches(model):
+                with pytest.raises(anyrank.CheckpointError, match="within a step"):
+                    ckpts.save(state)
+            ckpts.step_done(state)
+            ckpts.save(state)
+            assert state.samples == 4 * (number + 1)
+    assert [one["samples"] for one in ckpts.list()] == [8, 4]
+
+
+def test_nan_is_the_users_business(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(model, optimizer, tracker=Tracker(float("nan"))))
+        ckpts.resume(anyrank.TrainState(*build(), tracker=Tracker()), "must")
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: anyrank.Checkpoints("x", keep=1), "at least 2"),
+        (lambda: anyrank.Checkpoints("x", every="soon"), "number of steps"),
+        (lambda: anyrank.Checkpoints("x", every=0), "number of steps"),
+        (lambda: anyrank.Checkpoints("x", verify="most"), "size, full, off"),  # type: ignore[arg-type]
+        (lambda: anyrank.Checkpoints("x", keep_every=0), "positive number"),
+        (lambda: anyrank.TrainState(nn.Linear(1, 1), streams=Tracker()), "cannot be the name"),
+        (lambda: anyrank.Checkpoints("x").resume(anyrank.TrainState(), "last"), "'must' or a step"),
+    ],
+)
+def test_wrong_arguments_are_told(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_a_part_without_state_is_told() -> None:
+    with pytest.raises(TypeError, match="metrics is a list"):
+        anyrank.TrainState(nn.Linear(1, 1), metrics=[])
+
+
+# -- when and where -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(500, (500, None)), ("500", (500, None)), ("10min", (None, 600.0)), ("1.5 h", (None, 5400.0))],
+)
+def test_a_cadence_is_steps_or_time(every: Any, expected: tuple[Any, Any]) -> None:
+    found = cadence(every)
+    assert (found.steps, found.seconds) == expected
+
+
+def test_saves_come_when_due_and_old_ones_go(tmp_path: Path) -> None:
+    state = anyrank.TrainState(*build())
+    seen: list[int] = []
+    with anyrank.Checkpoints(
+        tmp_path, every=2, keep_every=4, keep=2, on_commit=lambda record: seen.append(record.step)
+    ) as ckpts:
+        for _ in range(12):
+            ckpts.step_done(state)
+        assert [one["step"] for one in ckpts.list()] == [12, 10, 8, 4]
+        assert ckpts.latest() == str(tmp_path / "step-00000012")
+        assert seen == [2, 4, 6, 8, 10, 12]
+        ckpts.save(state)  # it is there already
+        assert len(ckpts.stats()) == 6
+    assert (tmp_path / "latest").read_text() == "step-00000012\n"
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_retention_never_goes_under_two_good_ones(tmp_path: Path) -> None:
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path, every=1, keep=2) as ckpts:
+        for number in range(4):
+            ckpts.step_done(state)
+            if number == 2:
+                (tmp_path / "step-00000003" / "tensors.json").unlink()
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+            "step-00000002",
+            "step-00000003",
+            "step-00000004",
+        ]
+
+
+def test_time_is_a_cadence(tmp_path: Path) -> None:
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path, every="1h") as ckpts:
+        ckpts.step_done(state)
+        assert ckpts.list() == []
+        ckpts.last_save -= 3601
+        ckpts.step_done(state)
+        assert [one["step"] for one in ckpts.list()] == [2]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(state)
+        code = (
+            "import sys, torch, anyrank\n"
+            "state = anyrank.TrainState(torch.nn.Linear(2, 2))\n"
+            "anyrank.Checkpoints(sys.argv[1]).save(state)\n"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert f"another run writes here: process {os.getpid()} on " in run.stderr
+
+
+def test_the_lock_of_a_dead_process_is_stale(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch, anyrank\n"
+        "anyrank.Checkpoints(sys.argv[1]).save(anyrank.TrainState(torch.nn.Linear(2, 2)))\n"
+        "os._exit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert (tmp_path / ".lock").exists()
+    state = anyrank.TrainState(nn.Linear(2, 2))
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.resume(state)
+        ckpts.step_done(state)
+        ckpts.save(state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.step_done(state)
+        signal.raise_signal(number)
+        if number == signal.SIGTERM:
+            with pytest.raises(SystemExit) as ended:
+                ckpts.step_done(state)
+            assert ended.value.code == 128 + signal.SIGTERM
+        else:
+            ckpts.step_done(state)
+            ckpts.step_done(state)
+        assert [one["step"] for one in ckpts.list()] == [2]
+    assert signal.getsignal(number) is before
+
+
+def test_what_differs_is_logged_as_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_one(tmp_path)
+    with anyrank.Checkpoints(tmp_path) as ckpts, caplog.at_level(logging.WARNING, "anyrank"):
+        ckpts.resume(anyrank.TrainState(*build()))
+        assert caplog.messages == []
+        ckpts.resume(anyrank.TrainState(build()[0]), skip=["optimizer"])
+    assert caplog.messages == ["optimizer is skipped: asked for with skip="]
+
+
+# -- values as JSON -------------------------------------------------------------------------------
+
+
+def test_values_come_back_with_their_types() -> None:
+    import numpy as np
+
+    kept: list[torch.Tensor] = []
+
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        kept.append(tensor)
+        return {"~kept": len(kept) - 1}
+
+    value = {
+        "plain": [None, True, 3, 1 << 70, 2.5, "text"],
+        "floats": (float("inf"), float("-inf")),
+        "keys": {1: "a", (2, 3): {"~odd": b"\x00\xff"}},
+        "sets": [{1, 2}, frozenset({"x"})],
+        "torch": [torch.float8_e4m3fn, torch.device("cpu"), torch.ones(2)],
+        "numpy": [np.float32(1.5), np.arange(3)],
+    }
+    text = json.dumps(to_json(value, "value", put))
+    found = from_json(json.loads(text), lambda table: kept[table["~kept"]])
+    assert torch.equal(found["torch"].pop(), value["torch"].pop())  # type: ignore[attr-defined]
+    assert np.array_equal(found["numpy"].pop(), value["numpy"].pop())  # type: ignore[attr-defined]
+    assert found == value
+    assert np.isnan(from_json(to_json(float("nan"), "x", put), dict))
+
+
+@pytest.mark.parametrize("value", [object(), print, 1j, slice(3), Path("x")])
+def test_other_values_are_refused_by_key(value: Any) -> None:
+    with pytest.raises(anyrank.CheckpointError, match=r"^part.a.1: a .* cannot be saved"):
+        to_json({"a": [1, value]}, "part", lambda where, tensor: None)
