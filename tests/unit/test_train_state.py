@@ -260,6 +260,34 @@ def test_another_dataset_is_refused_before_anything_changes(tmp_path: Path) -> N
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_the_proof_of_finished_epochs_is_kept(tmp_path: Path) -> None:
+    def make() -> tuple[anyrank.ElasticLoader, anyrank.TrainState]:
+        loader = anyrank.ElasticLoader(torch.arange(10.0), global_batch=4, microbatch=2)
+        return loader, anyrank.TrainState(*build(), data=loader)
+
+    loader, state = make()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        for epoch in range(3):
+            for number, one in enumerate(loader):
+                for _ in one.microbatches(nn.Linear(1, 1)):
+                    pass
+                ckpts.step_done(state)
+                if epoch == 2 and number == 1:
+                    ckpts.save(state)
+                    break
+        loader, state = make()
+        report = ckpts.resume(state)
+        assert report is not None
+        assert (report.epoch, report.samples) == (2, 28)
+        told = [f"epoch {epoch}: 10 samples exactly once" for epoch in range(2)]
+        assert report.notes == told
+        for one in loader:
+            for _ in one.microbatches(nn.Linear(1, 1)):
+                pass
+            ckpts.step_done(state)
+    assert [tuple(one) for one in loader.receipts] == [(n, 10, "exactly once") for n in range(3)]
+
+
 def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
     model, _ = build()
     save_file(model.state_dict(), tmp_path / "model.safetensors")

@@ -1,0 +1,445 @@
+"""`Offload` on CPU tensors with `force=True`: real copies through the whole engine."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+from anyrank.memory import offload as offload_module
+from anyrank.memory.pool import HostPool
+
+WIDTH = 16
+ROWS = 32
+NBYTES = ROWS * WIDTH * 8  # one activation in float64
+
+
+def make(**options: Any) -> anyrank.Offload:
+    return anyrank.Offload(
+        **{"pool_bytes": 100 * NBYTES, "min_bytes": 1, "force": True, "keep_last": 0, **options}
+    )
+
+
+class Block(nn.Module):
+    """A layer; other tensors scale its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        for tensor in rest:
+            x = x * tensor
+        return torch.tanh(self.linear(x)).sin()
+
+
+class Model(nn.Module):
+    """Blocks in a row, each of which also gets what all get."""
+
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, *shared)
+        return x
+
+
+def double(*shape: int, grad: bool = True) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
+
+
+def grads(model: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
+    wanted = [*model.parameters(), *(x for x in args if x.requires_grad)]
+    return list(torch.autograd.grad(model(*args).sum(), wanted))
+
+
+def assert_equal(ours: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> None:
+    for mine, wanted in zip(ours, plain, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.fixture(autouse=True)
+def no_cycles() -> Iterator[None]:
+    """Nothing may need the cycle collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 3, 9])
+@pytest.mark.parametrize("pool", [100, 2])
+def test_gradients_are_those_without_offload(keep_last: int, pool: int) -> None:
+    model, x = Model(), double(ROWS, WIDTH)
+    plain = grads(model, x)
+    offload = make(keep_last=keep_last, pool_bytes=pool * NBYTES)
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    for _ in range(3):
+        assert_equal(grads(model, x), plain)
+    sent = max(0, 5 - keep_last)
+    moved = min(sent, pool)
+    stats = offload.stats()
+    assert stats.copied_bytes == stats.loaded_bytes == 3 * moved * NBYTES
+    assert (stats.kept, stats.allocated) == (3 * (sent - moved), moved)
+    assert stats.used_bytes == 0
+    assert stats.held_bytes == stats.peak_bytes == moved * NBYTES
+
+
+class Watched(nn.Module):
+    """Notes the storages of what each block is given."""
+
+    def __init__(self, inner: nn.Module, seen: list[weakref.ref[Any]]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(weakref.ref(x.untyped_storage()))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 2])
+def test_after_forward_only_the_last_blocks_inputs_are_on_the_device(keep_last: int) -> None:
+    seen: list[weakref.ref[Any]] = []
+    model = nn.Sequential(*(Watched(Block(), seen) for _ in range(5)))
+    anyrank.recompute_(model, "*", offload=make(keep_last=keep_last))
+    loss = model(double(ROWS, WIDTH) * 1).sum()
+    alive = [ref() is not None for ref in seen]
+    assert alive == [False] * (5 - keep_last) + [True] * keep_last
+    loss.backward()
+    assert [ref() for ref in seen] == [None] * 10
+
+
+def test_backward_fetches_in_reverse_one_block_ahead() -> None:
+    model, x = Model(4), double(ROWS, WIDTH)
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    order: list[Any] = []
+    for n, layer in enumerate(model.layers):
+        layer.linear.register_forward_pre_hook(
+            lambda m, args, n=n: order.append((n, offload.stats().loaded_bytes // NBYTES))
+        )
+    loss = model(x).sum()
+    order.clear()
+    loss.backward()
+    assert order == [(3, 2), (2, 3), (1, 4), (0, 4)]
+
+
+def test_what_all_blocks_share_is_sent_once() -> None:
+    model = Model()
+    x, mask, table = double(ROWS, WIDTH), double(ROWS, WIDTH), double(WIDTH, ROWS)
+    args = (x, mask, table.t(), mask.view(ROWS, WIDTH))
+    plain = grads(model, *args[:3], args[3].detach())
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    assert_equal(grads(model, *args[:3], args[3].detach()), plain)
+    stats = offload.stats()
+    assert stats.copied_bytes == 7 * NBYTES  # five activations, the mask, the table
+    assert stats.loaded_bytes <= 7 * NBYTES
+    assert stats.shared == 4 * 2 + 5
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("small", lambda x: x[:1].clone()),
+        ("expanded", lambda x: x[:1].expand(ROWS, WIDTH)),
+        ("a small part", lambda x: x.repeat(1, 3)[:, :WIDTH]),
+        ("parameter", nn.Parameter),
+        ("view of a parameter", lambda x: nn.Parameter(x).view(ROWS, WIDTH)),
+        ("sparse", lambda x: x.to_sparse().requires_grad_()),
+        ("subclass", lambda x: x.as_subclass(Subclass)),
+        ("buffer", nn.Buffer),
+        ("meta", lambda x: x.to("meta")),
+    ],
+)
+def test_what_stays(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    offload = make(min_bytes=NBYTES // 2)
+    tensor = change(double(ROWS, WIDTH, grad=False))
+    module = nn.Module()
+    if name == "buffer":
+        module.register_buffer("table", tensor)
+    module.forward = lambda x: (x + x) * 2  # type: ignore[method-assign]
+    before = tensor.sum() if name != "meta" else None
+    result = anyrank.recompute(module, tensor, offload=offload)
+    assert offload.stats().copied_bytes == 0
+    assert result.shape == tensor.shape
+    assert before is None or torch.equal(before, tensor.sum())
+
+
+class Subclass(torch.Tensor):
+    """A type that nobody knows."""
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[2:, 1:],
+        lambda x: x.view(ROWS // 2, 2, WIDTH).transpose(0, 2),
+        lambda x: x.as_strided((ROWS - 1, WIDTH), (WIDTH, 1), WIDTH),
+        lambda x: torch.view_as_complex(x.view(ROWS, WIDTH // 2, 2)),
+    ],
+)
+def test_size_stride_and_offset_come_back(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = double(ROWS, WIDTH)
+    shapes: list[Any] = []
+
+    def fn(y: torch.Tensor) -> torch.Tensor:
+        shapes.append((y.shape, y.stride(), y.storage_offset(), y.dtype))
+        return (y * y).abs().sin()
+
+    plain = torch.autograd.grad(fn(view(x * 1)).sum(), x)
+    offload = make()
+    assert_equal(torch.autograd.grad(anyrank.recompute(fn, view(x * 1), offload=offload).sum(), x),
+                 plain)  # fmt: skip
+    assert offload.stats().copied_bytes == NBYTES
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_retained_graphs_and_double_backward_keep_the_host_copy() -> None:
+    model, x = Model(3), double(ROWS, WIDTH)
+    plain = grads(model, x)
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    loss = model(x).sum()
+    wanted = [*model.parameters(), x]
+    assert_equal(torch.autograd.grad(loss, wanted, retain_graph=True), plain)
+    assert offload.stats().used_bytes == 3 * NBYTES
+    assert_equal(torch.autograd.grad(loss, wanted), plain)
+    del loss
+    assert offload.stats().used_bytes == 0
+    small = double(1, WIDTH)
+    # times one: the check writes into its argument behind autograd's back
+    assert torch.autograd.gradgradcheck(lambda x: model(x * 1), [small])
+
+
+def test_nested_regions_and_tiles_inside() -> None:
+    model, x = Model(4), double(1, ROWS, WIDTH)
+    halves = nn.Sequential(
+        nn.Sequential(model.layers[0], model.layers[1]),
+        nn.Sequential(model.layers[2], model.layers[3]),
+    )
+    plain = grads(halves, x)
+    offload = make()
+    anyrank.tile_(halves, "*.*", chunk_size=8)
+    anyrank.recompute_(halves, "*.*")
+    anyrank.recompute_(halves, "*", offload=offload)
+    for mine, wanted in zip(grads(halves, x), plain, strict=True):
+        torch.testing.assert_close(mine, wanted)
+    assert offload.stats().copied_bytes == 2 * NBYTES
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_moves(mode: Callable[[], Any]) -> None:
+    model, x = Model(), double(ROWS, WIDTH, grad=False)
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    with mode():
+        model(x)
+    assert offload.stats().allocated == 0
+
+
+def test_a_cpu_tensor_stays_without_force() -> None:
+    model, x = Model(), double(ROWS, WIDTH)
+    offload = anyrank.Offload(100 * NBYTES, min_bytes=1, keep_last=0)
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    grads(model, x)
+    assert offload.stats().allocated == 0
+
+
+def test_host_bytes_stay_the_same_over_100_steps_of_changing_length() -> None:
+    model = Model(3)
+    offload = make(pool_bytes=5 * NBYTES)
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    held = set()
+    for step in range(100):
+        grads(model, double(ROWS - step % 7, WIDTH))
+        held.add(offload.stats().held_bytes)
+        assert offload.stats().used_bytes == 0
+    assert max(held) <= 5 * NBYTES
+    assert offload.stats().kept == 0
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_a_tensor_that_changes_in_place_is_named(keep_last: int) -> None:
+    model, x = Model(3), double(ROWS, WIDTH)
+    anyrank.recompute_(model, "layers.*", offload=make(keep_last=keep_last))
+    hidden = x * 1
+    loss = model(hidden).sum()
+    hidden.data.zero_()  # nobody can see this
+    hidden.detach().add_(1)
+    with pytest.raises(anyrank.RecomputeError, match=r"args\[0\] of layers.0, a float64\[32, 16\]"):
+        loss.backward()
+
+
+def test_a_change_before_the_copy_is_found_when_it_would_be_sent() -> None:
+    model, x = Model(3), double(ROWS, WIDTH)
+    anyrank.recompute_(model, "layers.*", offload=make(keep_last=1))
+    hidden = x * 1
+    second = model.layers[0](hidden)
+    hidden.detach().add_(1)
+    with pytest.raises(anyrank.RecomputeError, match="was changed in place"):
+        model.layers[1](second)
+
+
+def test_a_shared_storage_that_changes_between_blocks_is_not_mixed_up() -> None:
+    model, x = Model(2), double(ROWS, WIDTH)
+    base = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    wanted = [x, *model.parameters()]
+
+    def run(first: Any, second: Any) -> list[torch.Tensor]:
+        hidden = first(x, base.view(ROWS, WIDTH).clone())
+        scale = base * 1
+        result = first(hidden, scale.view(ROWS, WIDTH))
+        return list(torch.autograd.grad(second(result, scale).sum(), wanted))
+
+    plain = run(model.layers[0], model.layers[1])
+    anyrank.recompute_(model, "layers.*", offload=make())
+    assert_equal(run(model.layers[0], model.layers[1]), plain)
+
+
+def test_a_full_pool_may_raise() -> None:
+    model, x = Model(), double(ROWS, WIDTH)
+    offload = make(pool_bytes=2 * NBYTES, on_full="raise")
+    handle = anyrank.recompute_(model, "layers.*", offload=offload)
+    with pytest.raises(anyrank.RecomputeError, match=r"no room for args\[0\] of layers.2, 4096 by"):
+        model(x)
+    assert offload.stats().used_bytes == 0
+    handle.remove()
+    assert grads(model, x)
+
+
+def test_a_full_pool_may_wait_for_another_thread() -> None:
+    model, x = Model(2), double(ROWS, WIDTH)
+    offload = make(pool_bytes=2 * NBYTES, on_full="wait")
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    first = [model(x).sum()]
+    timer = threading.Timer(0.1, first.clear)
+    timer.start()
+    second = model(x).sum()
+    assert first == []
+    second.backward()
+    timer.join()
+    assert offload.stats().reused == 1  # `x` itself is shared
+
+
+def test_waiting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYRANK_TIMEOUT_SEC", "1")
+    pool = HostPool(10)
+    kept = pool.take(10, torch.device("cpu"))
+    with pytest.raises(anyrank.RecomputeError, match="no 10 bytes for 1 seconds"):
+        pool.wait_for(10, torch.device("cpu"))
+    assert kept is not None
+
+
+def test_an_error_in_a_block_gives_everything_back() -> None:
+    model, x = Model(), double(ROWS, WIDTH)
+    plain = grads(model, x)
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    hook = model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    inner = model.layers[3].linear.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    inner.remove()
+    assert offload.stats().used_bytes == 0
+    assert_equal(grads(model, x), plain)
+
+
+def test_close_frees_what_nobody_needs() -> None:
+    model, x = Model(2), double(ROWS, WIDTH)
+    offload = make()
+    anyrank.recompute_(model, "layers.*", offload=offload)
+    loss = model(x).sum()
+    with pytest.raises(ValueError, match="8192 bytes of this offload wait for a backward pass"):
+        offload.close()
+    loss.backward()
+    offload.close()
+    offload.close()
+    assert offload.stats().held_bytes == 0
+    with pytest.raises(ValueError, match=r"layers\.0: its offload was closed"):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool_bytes": 0}, "leave offload=None instead"),
+        ({"pool_bytes": 1, "keep_last": -1}, "keep_last=-1"),
+        ({"pool_bytes": 1, "on_full": "spill"}, "on_full='spill'"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        anyrank.Offload(**options)
+
+
+# -- copies that are slow -------------------------------------------------------------------------
+
+
+class Late:
+    """Copies as a slow device makes them: none is done before somebody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.open: list[Copy] = []
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> Any:
+        return Copy(target, source, tuple(after))
+
+    to_device = to_host
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+class Copy:
+    """One copy that waits. What it reads must still be there when it runs, or it copies rubbish."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Any, ...]) -> None:
+        self.target, self.source, self.after = target, weakref.ref(source.untyped_storage()), after
+        self.nbytes = source.numel()
+        self.done = False
+        target.fill_(0xAB)
+
+    def synchronize(self) -> None:
+        if self.done:
+            return
+        for event in self.after:
+            event.synchronize()
+        storage = self.source()
+        if storage is not None:  # else: it was dropped too early, and rubbish stays
+            self.target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self.done = True
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 2])
+def test_slow_copies_are_waited_for(keep_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "lanes_of", Late)
+    model, x = Model(), double(ROWS, WIDTH)
+    shared = double(ROWS, WIDTH, grad=False)
+    plain = grads(model, x, shared)
+    anyrank.recompute_(model, "layers.*", offload=make(keep_last=keep_last))
+    for _ in range(3):  # buffers are used again while copies of the step before may be open
+        assert_equal(grads(model, x, shared), plain)
+    loss = model(x, shared).sum()
+    del loss  # never reached backward
+    assert_equal(grads(model, x, shared), plain)

@@ -1,0 +1,615 @@
+"""`recompute` and `recompute_` in one process, compared with the plain call bit by bit."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import anyrank
+from anyrank.memory.patch import matcher
+
+WIDTH = 6
+
+
+class Mlp(nn.Module):
+    """Counts its calls, and takes what a layer may take."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 9)
+        self.down = nn.Linear(9, WIDTH)
+        self.dropout = dropout
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        self.calls += 1
+        for tensor in [*rest, *named.values()]:
+            x = x * tensor
+        x = F.dropout(torch.tanh(self.up(x)), self.dropout)
+        return self.down(x).sin()
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def gradients(
+    fn: Callable[..., Any], module: nn.Module, inputs: list[torch.Tensor], seed: int = 3
+) -> list[torch.Tensor]:
+    """The result and all gradients of one pass."""
+    torch.manual_seed(seed)
+    result = fn()
+    wanted = [*module.parameters(), *inputs]
+    grads = torch.autograd.grad(result.sum(), wanted, allow_unused=True)
+    return [result.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+
+def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
+
+
+@dataclass
+class Bag:
+    """A container that pytree does not know."""
+
+    tensor: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", "a b")  # as third-party code has them
+
+# How tensors reach the function: args and kwargs from two tensors.
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "positional": lambda x, y: ((x, y), {}),
+    "keyword": lambda x, y: ((), {"x": x, "y": y}),
+    "list": lambda x, y: (([x, [y]],), {}),
+    "dict in keyword": lambda x, y: ((), {"inputs": {"x": x, "more": (y, None, 3)}}),
+    "namedtuple": lambda x, y: ((Pair(x, y),), {}),
+    "same tensor twice": lambda x, y: ((x, y, x), {}),
+    "unknown container": lambda x, y: ((x, Bag(y)), {}),
+}
+
+
+def flat_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Bag):
+        return [value.tensor]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in flat_tensors(each)]
+    return []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_at_any_depth_get_their_gradients(way: str) -> None:
+    module = Mlp().double()
+    x, y = leaves((4, WIDTH), (4, WIDTH))
+    args, kwargs = WAYS[way](x, y)
+
+    def fn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return module(*flat_tensors([args, kwargs]))
+
+    plain = gradients(lambda: fn(*args, **kwargs), module, [x, y])
+    assert_equal(gradients(lambda: anyrank.recompute(fn, *args, **kwargs), module, [x, y]), plain)
+    assert module.calls == 3
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "unknown container"])
+def test_what_a_region_saves_is_its_tensors_each_once(way: str) -> None:
+    x, y = leaves((4, WIDTH), (4, WIDTH))
+    args, kwargs = WAYS[way](x, y)
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module = Mlp().double()
+        anyrank.recompute(lambda *a, **k: module(*flat_tensors([a, k])), *args, **kwargs)
+    assert sorted(map(id, packed)) == sorted([id(x), id(y)])
+
+
+def test_a_tensor_given_twice_is_one_object_again() -> None:
+    x, weight = leaves((3, WIDTH), (WIDTH, WIDTH))
+    same: list[bool] = []
+
+    def fn(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        same.append(query is key)
+        return (query @ weight).tanh() * key
+
+    anyrank.recompute(fn, x, x).sum().backward()
+    assert same == [True, True]
+
+
+def test_the_arguments_of_a_partial_are_packed() -> None:
+    module = Mlp().double()
+    x, y = leaves((4, WIDTH), (4, WIDTH))
+    call = functools.partial(functools.partial(module, scale=y), x)
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda none: none):
+        anyrank.recompute(call)
+    assert [id(tensor) for tensor in packed] == [id(x), id(y)]
+    plain = gradients(lambda: module(x, scale=y), module, [x, y])
+    assert_equal(gradients(lambda: anyrank.recompute(call), module, [x, y]), plain)
+
+
+def test_containers_that_the_function_fills_are_the_callers_and_filled_once() -> None:
+    (x,) = leaves((4, WIDTH))
+    collected: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
+        into.append(x.sin())
+        return torch.cat(into).cos()
+
+    anyrank.recompute(fn, x, collected).sum().backward()
+    assert len(collected) == 1
+    torch.testing.assert_close(x.grad, -x.sin().sin() * x.cos())
+
+
+# -- what else a second run needs -----------------------------------------------------------------
+
+
+def test_dropout_draws_the_same_numbers_again_and_leaves_the_stream_alone() -> None:
+    module = Mlp(dropout=0.5).double()
+    (x,) = leaves((8, WIDTH))
+    plain = gradients(lambda: module(module(x)), module, [x])
+    after = torch.rand(())
+    ours = gradients(lambda: anyrank.recompute(module, anyrank.recompute(module, x)), module, [x])
+    assert_equal(ours, plain)
+    assert torch.equal(torch.rand(()), after)
+
+
+@pytest.mark.parametrize("given", ["argument", "keyword"])
+def test_a_generator_of_the_user_is_set_back(given: str) -> None:
+    generator = torch.Generator()
+    (x,) = leaves((8, WIDTH))
+    noise: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor, own: torch.Generator | None = None) -> torch.Tensor:
+        noise.append(torch.rand(x.shape, generator=own or generator, dtype=x.dtype))
+        return (x * noise[-1]).sin()
+
+    generator.manual_seed(1)
+    if given == "argument":
+        result = anyrank.recompute(fn, x, generator)
+    else:
+        result = anyrank.recompute(fn, x, generators=[generator])
+    state = generator.manual_seed(99).get_state()
+    result.sum().backward()
+    assert torch.equal(noise[0], noise[1])
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_of_the_forward_pass_is_in_force_again(outside: bool) -> None:
+    module = Mlp()
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    dtypes: list[torch.dtype] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        hidden = module.up(x)
+        dtypes.append(hidden.dtype)
+        return hidden.float().sin()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not outside):
+        result = anyrank.recompute(fn, x).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        result.backward()
+    assert dtypes == [torch.float32 if outside else torch.bfloat16] * 2
+
+
+def test_the_default_device_is_in_force_again() -> None:
+    (x,) = leaves((4, WIDTH))
+    seen: list[str] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.empty(1).device.type)
+        return x.sin().exp()
+
+    with torch.device("meta"):
+        result = anyrank.recompute(fn, x)
+    result.sum().backward()
+    assert seen == ["meta", "meta"]
+
+
+# -- autograd in all its forms --------------------------------------------------------------------
+
+
+def test_backward_twice_through_a_retained_graph() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    result = anyrank.recompute(module, x).sum()
+    first = torch.autograd.grad(result, [x, *module.parameters()], retain_graph=True)
+    second = torch.autograd.grad(result, [x, *module.parameters()])
+    assert_equal(list(first), list(second))
+    assert module.calls == 3
+
+
+def test_double_backward() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    assert torch.autograd.gradgradcheck(lambda x: anyrank.recompute(module, x), [x])
+
+
+def test_gradient_penalty_equals_plain() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+
+    def penalty(fn: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        (slope,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(slope.pow(2).sum(), [x, *module.parameters()][:-1]))
+
+    assert_equal(penalty(functools.partial(anyrank.recompute, module)), penalty(module))
+
+
+def test_a_function_that_reads_its_saved_tensors_twice() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 3 * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+    (x,) = leaves((4, WIDTH))
+    anyrank.recompute(lambda x: Cube.apply(x.sin()), x).sum().backward()
+    torch.testing.assert_close(x.grad, 3 * x.sin() ** 2 * x.cos())
+
+
+def test_a_backward_pass_inside_the_function() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+
+    def force(x: torch.Tensor) -> torch.Tensor:
+        energy = module(x).pow(2).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    plain = gradients(lambda: force(x), module, [x])
+    assert_equal(gradients(lambda: anyrank.recompute(force, x), module, [x]), plain)
+
+
+def test_regions_in_regions_run_as_often_as_they_must() -> None:
+    a, b, c = (Mlp().double() for _ in range(3))
+    both = nn.ModuleList([a, b, c])
+    (x,) = leaves((4, WIDTH))
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return anyrank.recompute(b, anyrank.recompute(a, x))
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return anyrank.recompute(c, anyrank.recompute(inner, x))
+
+    plain = gradients(lambda: c(b(a(x))), both, [x])
+    for module in both:
+        module.calls = 0
+    assert_equal(gradients(lambda: anyrank.recompute(outer, x), both, [x]), plain)
+    # The last of a region is never run to find its inputs: they are packed before it.
+    assert (a.calls, b.calls, c.calls) == (4, 3, 2)
+
+
+def test_inside_torchs_own_region_and_around_it() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    plain = gradients(lambda: module(module(x)), module, [x])
+    within = lambda x: anyrank.recompute(module, anyrank.recompute(module, x))  # noqa: E731
+    assert_equal(gradients(lambda: torchs(within, x), module, [x]), plain)
+    around = lambda x: torchs(module, torchs(module, x))  # noqa: E731
+    assert_equal(gradients(lambda: anyrank.recompute(around, x), module, [x]), plain)
+
+
+def test_a_selective_policy_keeps_what_it_names() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    products: list[bool] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            products.append(context.is_recompute)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    plain = gradients(lambda: module(x), module, [x])
+    ours = gradients(lambda: anyrank.recompute(module, x, context_fn=contexts), module, [x])
+    assert_equal(ours, plain)
+    assert products
+
+
+@pytest.mark.parametrize("where", ["inside", "around", "around in place"])
+def test_torch_compile(where: str) -> None:
+    torch.compiler.reset()
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    plain = gradients(lambda: module(x), module, [x])
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    if where == "inside":
+        call = functools.partial(anyrank.recompute, compile(module))
+    elif where == "around":
+        call = compile(functools.partial(anyrank.recompute, module))
+    else:
+        block = nn.Sequential(module)
+        anyrank.recompute_(block, "0")
+        call = compile(block)
+    ours = gradients(lambda: call(x), module, [x])
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, wanted)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_is_the_plain_call(mode: Callable[[], Any]) -> None:
+    module = Mlp()
+    x = torch.randn(4, WIDTH)
+    with mode():
+        assert torch.equal(anyrank.recompute(module, x), module(x))
+    assert not anyrank.recompute(torch.sin, x).requires_grad
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_block_lives_between_forward_and_backward_nor_after() -> None:
+    (x,) = leaves((4, WIDTH))
+    inside: list[weakref.ref[torch.Tensor]] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        hidden = x.exp()
+        inside.append(weakref.ref(hidden.untyped_storage()))
+        return hidden.sin().cos()
+
+    given = x * 2
+    storage = weakref.ref(given)
+    gc.disable()  # nothing may need it
+    try:
+        result = anyrank.recompute(fn, given).sum()
+        del given
+        assert storage() is not None
+        result.backward()
+        assert storage() is None  # though `result` lives
+        assert [ref() for ref in inside] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_values_that_one_backward_pass_does_not_read_are_dropped() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    result = anyrank.recompute(module, x)
+    region = None
+    for each in gc.get_objects():
+        if type(each).__name__ == "Region" and each.values == {}:
+            region = each
+    assert region is not None
+    torch.autograd.grad(result.sum(), x, retain_graph=True)
+    assert region.values == {}
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_function_that_changes_its_argument_is_refused() -> None:
+    (x,) = leaves((4, WIDTH))
+    with pytest.raises(anyrank.RecomputeError, match=r"changes kwargs\['x'\]\[1\] in place"):
+        anyrank.recompute(lambda x: x[1].mul_(2).sin(), x=[None, x * 1])
+
+
+def test_an_argument_that_changes_before_backward_is_refused() -> None:
+    (x,) = leaves((4, WIDTH))
+    given = x * 1
+    result = anyrank.recompute(torch.sin, given).sum()
+    with torch.no_grad():
+        given.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        result.backward()
+    assert "recompute" in caught.value.__notes__[0]
+
+
+def test_a_parameter_that_changes_before_backward_is_refused() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+    result = anyrank.recompute(module, x).sum()
+    with torch.no_grad():
+        module.down.weight.mul_(2)
+    with pytest.raises(anyrank.RecomputeError, match="optimizer step"):
+        result.backward()
+
+
+def test_a_saved_result_that_changes_inside_is_refused() -> None:
+    (x,) = leaves((4, WIDTH))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y.sin()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fn(x).sum().backward()
+    with pytest.raises(anyrank.RecomputeError, match="returns a new tensor"):
+        anyrank.recompute(fn, x).sum().backward()
+
+
+@pytest.mark.parametrize("change", ["fewer", "more", "shape", "dtype"])
+def test_a_function_that_does_something_else_again_is_refused(change: str) -> None:
+    (x,) = leaves((4, WIDTH))
+    calls = 0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        again = calls > 1
+        if change in ("fewer", "more"):
+            return x.sin() if again == (change == "fewer") else x.sin().cos().exp()
+        if again:
+            x = x[:2] if change == "shape" else x.float()
+        return x.sin().sum()
+
+    result = anyrank.recompute(fn, x).sum()
+    if change == "more":  # what it saves first is what was wanted
+        result.backward()
+        assert torch.equal(x.grad, x.cos())
+        return
+    with pytest.raises(anyrank.RecomputeError, match="must do the same both"):
+        result.backward()
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    module = Mlp().double()
+    (x,) = leaves((4, WIDTH))
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        module(x)
+        raise KeyError("inside")
+
+    plain = gradients(lambda: module(x), module, [x])
+    with pytest.raises(KeyError, match="inside"):
+        anyrank.recompute(broken, x)
+    assert_equal(gradients(lambda: anyrank.recompute(module, x), module, [x]), plain)
+
+
+# -- recompute_ -----------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Layers as models have them."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp() for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_patched_layers_are_recomputed_until_the_handle_undoes_it() -> None:
+    model = Model().double()
+    (x,) = leaves((4, WIDTH))
+    names = list(model.state_dict())
+    plain = gradients(lambda: model(x), model, [x])
+    handle = anyrank.recompute_(model, "layers.*")
+    assert handle.names == ["layers.0", "layers.1", "layers.2"]
+    assert list(model.state_dict()) == names
+    for layer in model.layers:
+        layer.calls = 0
+    assert_equal(gradients(lambda: model(x), model, [x]), plain)
+    assert [layer.calls for layer in model.layers] == [2, 2, 2]
+    handle.remove()
+    handle.remove()
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+    gradients(lambda: model(x), model, [x])
+    assert [layer.calls for layer in model.layers] == [3, 3, 3]
+
+
+def test_a_deep_copy_uses_its_own_weights() -> None:
+    model = Model().double()
+    anyrank.recompute_(model, "layers.*")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    (x,) = leaves((4, WIDTH))
+    twin(x).sum().backward()
+    assert twin.layers[2].down.bias.grad is not None
+    assert model.layers[2].down.bias.grad is None
+    assert model.layers[0].calls == 0
+
+
+def test_handles_may_be_removed_in_any_order() -> None:
+    model = Model()
+    own = model.layers[0].forward
+    model.layers[0].__dict__["forward"] = lambda x: own(x)  # somebody else's patch
+    before = dict(model.layers[0].__dict__)
+    first = anyrank.recompute_(model, "layers.0")
+    model.layers[0].__dict__["forward"] = outer = Outer(model.layers[0].forward)
+    first.remove()
+    model(torch.randn(2, WIDTH))
+    assert model.layers[0].__dict__["forward"] is outer
+    assert before["forward"]
+
+
+class Outer:
+    """A patch of somebody else, over ours."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def test_a_second_patch_of_the_same_kind_is_refused() -> None:
+    model = Model()
+    handle = anyrank.recompute_(model, "layers.1")
+    with pytest.raises(ValueError, match=r"layers\.1 has a recompute_ already"):
+        anyrank.recompute_(model, "layers.*")
+    assert "forward" not in model.layers[0].__dict__
+    handle.remove()
+    anyrank.recompute_(model, "layers.*")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("layer.*", r"names no module of Model \(near: layers\.\d\)"),
+        ("layers", r"layers is a ModuleList, which is never called: did you mean layers\.\*"),
+        ("", "names no module|did you mean"),
+    ],
+)
+def test_a_pattern_that_names_nothing_to_call(pattern: str, message: str) -> None:
+    model = Model()
+    if pattern == "":  # the model itself has the empty name
+        assert anyrank.recompute_(model, pattern).names == [""]
+        return
+    with pytest.raises(ValueError, match=message):
+        anyrank.recompute_(model, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("layers.*", "layers.0", True),
+        ("layers.*", "layers.0.mlp", False),
+        ("layers.*.mlp", "layers.10.mlp", True),
+        ("layers.*", "model.layers.0", False),
+        ("**.layers.*", "model.layers.0", True),
+        ("**.layers.*", "layers.0", True),
+        ("layers.**", "layers.0.mlp.up", True),
+        ("layers.1*", "layers.12", True),
+        ("layers.1*", "layers.2", False),
+        ("lay.rs", "layers", False),
+    ],
+)
+def test_patterns(pattern: str, name: str, matches: bool) -> None:
+    assert matcher(pattern)(name) is matches
+
+
+def test_names_of_wrappers_do_not_matter() -> None:
+    inside = nn.Module()
+    inside.module = Model(1)
+    assert anyrank.recompute_(inside, "layers.*").names == ["module.layers.0"]
+
+
+def test_a_patched_model_can_be_pickled_without_a_second_life() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    anyrank.recompute_(model, "0").remove()
+    assert pickle.loads(pickle.dumps(model))(torch.ones(2)).shape == (2,)

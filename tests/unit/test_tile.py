@@ -1,0 +1,552 @@
+"""`tile` and `tile_` in one process, compared with the untiled call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import anyrank
+
+WIDTH, HIDDEN, ROWS = 6, 9, 10
+
+
+class Mlp(nn.Module):
+    """Counts its calls; dropout, a second result, whole and tiled named arguments on request."""
+
+    def __init__(self, dropout: float = 0.0, router: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.dropout = dropout
+        self.router = router
+        self.rows: list[int] = []
+
+    def forward(self, x: torch.Tensor, mask: Any = None, scale: Any = None) -> Any:
+        self.rows.append(x.shape[1] if x.ndim == 3 else x.shape[0])
+        if mask is not None:
+            x = x * mask
+        hidden = F.dropout(torch.tanh(self.up(x)), self.dropout)
+        y = self.down(hidden)
+        y = y if scale is None else y * scale
+        return (y, {"logits": hidden * 2, "k": 2}) if self.router else y
+
+
+def double(*shape: int, grad: bool = True) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
+
+
+def pass_of(result: Any, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result's tensors and the gradients of a loss that weighs each element differently."""
+    tensors = [each for each in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(each)]
+    loss = sum((t * torch.arange(1.0, t.numel() + 1).reshape(t.shape).sin()).sum() for t in tensors)
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [*(t.detach() for t in tensors), *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(0, 9),
+    chunk=st.integers(1, 11),
+    dim=st.sampled_from([0, 1, -2, -3]),
+    layout=st.sampled_from(["dense", "transposed", "strided", "expanded"]),
+    frozen=st.booleans(),
+    recomputed=st.booleans(),
+)
+def test_any_size_dim_and_layout_equals_untiled(
+    rows: int, chunk: int, dim: int, layout: str, frozen: bool, recomputed: bool
+) -> None:
+    shape = (rows, 3, WIDTH) if dim in (0, -3) else (3, rows, WIDTH)
+    x = double(*shape, grad=not frozen)
+    seen = {
+        "dense": lambda: x,
+        "transposed": lambda: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "strided": lambda: torch.stack([x, x], -1).select(-1, 0),
+        "expanded": lambda: x[:, :, :1].expand(shape),
+    }[layout]
+    module = Mlp().double()
+    wanted = [*module.parameters(), *([] if frozen else [x])]
+    plain = pass_of(module(seen()), wanted)
+    tiled = anyrank.tile(module, chunk_size=chunk, in_dims=dim, out_dims=dim)
+    call = functools.partial(anyrank.recompute, tiled) if recomputed else tiled
+    assert_close(pass_of(call(seen()), wanted), plain)
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, Any], Any]]] = {
+    "keyword": ({}, lambda x, t: t(x=x)),
+    "whole argument": ({}, lambda x, t: t(x, double(WIDTH))),
+    "tuple": ({"in_dims": (1, 0)}, lambda x, t: t(x, double(ROWS, 1))),
+    "names": ({"in_dims": {"x": 1, "scale": 0}}, lambda x, t: t(x, scale=double(ROWS, WIDTH))),
+    "names in place": ({"in_dims": {"x": -2, "mask": 0}}, lambda x, t: t(x, double(ROWS, WIDTH))),
+    "not given": ({"in_dims": {"x": 1, "mask": 0}}, lambda x, t: t(x)),
+    "gradient of a keyword": (
+        {"in_dims": {"x": 1, "scale": 1}},
+        lambda x, t: t(x, scale=x.sin()),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arguments_are_tiled_or_passed_whole(case: str) -> None:
+    options, call = CASES[case]
+    module = Mlp().double()
+    x = double(2, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+    plain = pass_of(call(x, module), wanted)
+    module.rows.clear()
+    tiled = anyrank.tile(module, chunk_size=4, **options)
+    assert_close(pass_of(call(x, tiled), wanted), plain)
+    assert module.rows == [4, 4, 2, 2, 4, 4]  # backward begins with the last
+
+
+def test_structures_of_arguments_and_results() -> None:
+    x, y = double(2, ROWS, WIDTH), double(ROWS, WIDTH)
+
+    def fn(pair: list[torch.Tensor], *, more: dict[str, Any]) -> Any:
+        a, b = pair
+        return {"sum": a * b + more["w"], "sin": (b.sin(), a.new_tensor(1.0).item())}
+
+    kwargs: dict[str, Any] = {"more": {"w": double(WIDTH)}}
+    plain = pass_of(fn([x, y], **kwargs), [x, y])
+    tiled = anyrank.tile(fn, chunk_size=3, in_dims=([1, 0],), out_dims={"sum": 1, "sin": (0, None)})
+    assert_close(pass_of(tiled([x, y], **kwargs), [x, y]), plain)
+    assert tiled([x, y], **kwargs)["sin"][1] == 1.0
+
+
+def test_every_result_keeps_its_gradient() -> None:
+    module = Mlp(router=True).double()
+    x = double(1, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+    tiled = anyrank.tile(module, chunk_size=4)
+    assert_close(pass_of(tiled(x), wanted), pass_of(module(x), wanted))
+    for part in (lambda result: result[0], lambda result: result[1]["logits"]):
+        assert_close(pass_of(part(tiled(x)), wanted), pass_of(part(module(x)), wanted))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropout_equals_a_plain_loop_over_the_tiles(recomputed: bool) -> None:
+    module = Mlp(dropout=0.5).double()
+    x = double(2, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([module(part) for part in x.split(4, 1)], 1)
+
+    tiled = anyrank.tile(module, chunk_size=4)
+    torch.manual_seed(1)
+    plain = pass_of(loop(x), wanted)
+    torch.manual_seed(1)
+    ours = pass_of(anyrank.recompute(tiled, x) if recomputed else tiled(x), wanted)
+    assert_close(ours, plain)
+
+
+def test_autocast_is_in_force_in_every_tile() -> None:
+    module, x = Mlp(), torch.randn(2, ROWS, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = module(x)
+        ours = anyrank.tile(module, chunk_size=4)(x)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, plain)
+    wanted = [*module.parameters(), x]
+    expected = torch.autograd.grad(plain.float().sum(), wanted)
+    for mine, grad in zip(torch.autograd.grad(ours.float().sum(), wanted), expected, strict=True):
+        torch.testing.assert_close(mine, grad, rtol=2e-2, atol=2e-2)
+
+
+def test_a_whole_tensor_sums_its_gradient_over_the_tiles() -> None:
+    x, weight = double(2, ROWS, WIDTH), double(WIDTH, WIDTH)
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).tanh()
+
+    tiled = anyrank.tile(fn, chunk_size=3)
+    assert_close(pass_of(tiled(x, weight), [x, weight]), pass_of(fn(x, weight), [x, weight]))
+
+
+# -- how often, and what autograd may do with it --------------------------------------------------
+
+
+@pytest.mark.parametrize("around", [anyrank.recompute, "torch"])
+def test_inside_a_recomputed_block_the_function_runs_twice_per_tile(around: Any) -> None:
+    if around == "torch":
+        around = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    module, norm = Mlp().double(), nn.LayerNorm(WIDTH).double()
+    x = double(2, ROWS, WIDTH)
+    tiled = anyrank.tile(module, chunk_size=2)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x + tiled(norm(x))
+
+    wanted = [*module.parameters(), *norm.parameters(), x]
+    plain = pass_of(x + module(norm(x)), wanted)
+    module.rows.clear()
+    ours = pass_of(around(block, x), wanted)
+    assert_close(ours, plain)
+    assert module.rows == [2] * 10
+
+
+def test_backward_brings_the_input_back_once_for_all_tiles() -> None:
+    opened: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        opened.append(1)
+        return tensor.clone()
+
+    x = double(2, ROWS, WIDTH)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        result = anyrank.tile(torch.sin, chunk_size=2)(x * 1).sum()
+    result.backward(retain_graph=True)
+    assert len(opened) == 1
+    result.backward()
+    assert len(opened) == 2
+
+
+def test_double_backward() -> None:
+    module = Mlp().double()
+    x = double(1, 5, WIDTH)
+    tiled = anyrank.tile(module, chunk_size=2)
+    assert torch.autograd.gradgradcheck(tiled, [x])
+    wanted = [*module.parameters(), x]
+
+    def slope(fn: Callable[..., torch.Tensor]) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(fn(x).pow(3).sum(), x, create_graph=True)
+        return grad.pow(2)
+
+    for options in ({}, {"grad_dtype": torch.float64}):
+        fn = anyrank.tile(module, chunk_size=2, **options)
+        assert_close(pass_of(slope(fn), wanted), pass_of(slope(module), wanted))
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+def test_each_hook_fires_once_on_the_total(grad_dtype: torch.dtype | None) -> None:
+    module = Mlp().double()
+    x = double(2, ROWS, WIDTH)
+    plain = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    fired: dict[str, list[Any]] = {"tensor": [], "accumulate": [], "post": []}
+    parameter = module.up.weight
+    parameter.register_hook(fired["tensor"].append)
+    parameter.register_post_accumulate_grad_hook(fired["post"].append)
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *grads: fired["accumulate"].append(grads))
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)  # from a step before
+    anyrank.tile(module, chunk_size=3, grad_dtype=grad_dtype)(x).sum().backward()
+    assert {name: len(calls) for name, calls in fired.items()} == dict.fromkeys(fired, 1)
+    assert_close(fired["tensor"], [plain[0]])
+    assert_close([p.grad - 1 for p in module.parameters()], list(plain))
+
+
+class Experts(nn.Module):
+    """Rows choose between two experts by their first element; unused ones are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        for n, expert in enumerate(self.experts):
+            chosen = (x[..., 0] > 0) == bool(n)
+            if chosen.any():
+                y = y.index_put((chosen,), expert(x[chosen]))
+        return y
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+@pytest.mark.parametrize("unused_in", ["first", "last", "middle", "all"])
+def test_an_expert_that_some_tiles_do_not_use(
+    unused_in: str, grad_dtype: torch.dtype | None
+) -> None:
+    module = Experts().double()
+    x = double(1, 9, WIDTH, grad=False)
+    x[..., 0] = 1
+    tiles = {"first": [0], "last": [2], "middle": [1], "all": [0, 1, 2]}[unused_in]
+    x[..., 0] = torch.tensor([-1.0 if n // 3 in tiles else 1.0 for n in range(9)])
+    x.requires_grad_()
+    wanted = [*module.parameters(), x]
+    tiled = anyrank.tile(module, chunk_size=3, grad_dtype=grad_dtype)
+    plain = pass_of(module(x), wanted)
+    assert_close(pass_of(tiled(x), wanted), plain)
+    result = tiled(x)
+    assert_close(pass_of(result.sum() * 0 + result, wanted)[1:], plain[1:])
+
+
+def test_after_an_error_in_the_middle_the_next_step_is_right() -> None:
+    module = Mlp().double()
+    x = double(1, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+    plain = pass_of(module(x), wanted)
+    calls = 0
+
+    def sometimes(module: nn.Module, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 8):  # in forward, and in backward of the next
+            raise KeyError(calls)
+
+    module.register_forward_pre_hook(sometimes)
+    tiled = anyrank.tile(module, chunk_size=4, grad_dtype=torch.float64)
+    with pytest.raises(KeyError):
+        tiled(x)
+    result = tiled(x)
+    with pytest.raises(KeyError):
+        torch.autograd.grad(result.sum(), wanted, retain_graph=True)
+    assert_close(pass_of(result, wanted), plain)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_tiles_are_plain_calls(mode: Callable[[], Any]) -> None:
+    module = Mlp(router=True)
+    x = torch.randn(2, ROWS, WIDTH)
+    with mode():
+        ours, more = anyrank.tile(module, chunk_size=4)(x)
+        plain, wanted = module(x)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(more["logits"], wanted["logits"])
+    assert module.rows == [4, 4, 2, 10]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_no_more_rows_than_a_tile_is_one_plain_call(rows: int) -> None:
+    module = Mlp()
+    result = anyrank.tile(module, chunk_size=4)(torch.randn(2, rows, WIDTH))
+    assert module.rows == [rows]
+    assert type(result.grad_fn).__name__ != "PlaceBackward"
+
+
+# torch 2.13 asks for .grad of a compiled function's arguments, and silences the warning by a log
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_torch_compile(where: str) -> None:
+    torch.compiler.reset()
+    module = Mlp().double()
+    module.rows = None  # type: ignore[assignment] # a list that grows would recompile
+    module.forward = functools.partial(plain_forward, module)  # type: ignore[method-assign]
+    x = double(2, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    if where == "inside":
+        call = anyrank.tile(compile(module), chunk_size=4)
+    else:
+        call = compile(anyrank.tile(module, chunk_size=4))
+    assert_close(pass_of(call(x), wanted), pass_of(module(x), wanted))
+    torch.compiler.reset()
+
+
+def plain_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.down(torch.tanh(module.up(x)))
+
+
+# -- grad_dtype -----------------------------------------------------------------------------------
+
+
+def weight_error(fn: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> float:
+    """How far the weight gradients are from those in float64, on average."""
+    exact = copy.deepcopy(module).double()
+    reference = torch.autograd.grad(exact(x.double()).sum(), list(exact.parameters()))
+    grads = torch.autograd.grad(fn(x).float().sum(), list(module.parameters()))
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(grads, reference, strict=True)]
+    return sum(errors).item() / len(errors)
+
+
+def test_wide_sums_make_many_tiles_as_exact_as_untiled() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64)).bfloat16()
+    x = torch.randn(1, 2048, 64, dtype=torch.bfloat16)
+    untiled = weight_error(module, module, x)
+    narrow = weight_error(anyrank.tile(module, chunk_size=32), module, x)
+    wide = weight_error(anyrank.tile(module, chunk_size=32, grad_dtype=torch.float32), module, x)
+    assert narrow > 2 * untiled
+    assert wide < 1.2 * untiled
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+def test_a_parameter_that_wants_wide_gradients_gets_them() -> None:
+    module = nn.Linear(8, 8).bfloat16()
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
+    x = torch.randn(1, 64, 8, dtype=torch.bfloat16)
+    anyrank.tile(module, chunk_size=8, grad_dtype=torch.float32)(x).float().pow(2).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.dtype == torch.float32
+    rounded = module.weight.grad.bfloat16().float()
+    assert not torch.equal(module.weight.grad, rounded)
+
+
+def test_wide_sums_leave_frozen_and_tied_parameters_right() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    module[2].weight = module[0].weight
+    module[0].bias.requires_grad_(False)
+    x = double(1, ROWS, WIDTH)
+    wanted = [module[0].weight, module[2].bias, x]
+    tiled = anyrank.tile(module, chunk_size=3, grad_dtype=torch.float64)
+    assert_close(pass_of(tiled(x), wanted), pass_of(module(x), wanted))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def mean_over_rows(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("fn", [mean_over_rows, functools.partial(torch.cumsum, dim=1)])
+def test_check_finds_a_function_that_looks_at_other_rows(fn: Any) -> None:
+    with pytest.raises(ValueError, match="is not independent along the tiled dim: rows 4 to 7"):
+        anyrank.tile(fn, chunk_size=4, check=True)(double(2, ROWS, WIDTH))
+
+
+def test_check_passes_what_is_independent_once_and_leaves_random_numbers_alone() -> None:
+    module = Mlp(router=True)
+    tiled = anyrank.tile(module, chunk_size=4, check=True)
+    state = torch.get_rng_state()
+    tiled(torch.randn(2, ROWS, WIDTH, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.rows == [4, 10, 4, 4, 4, 2]
+    tiled(torch.randn(2, ROWS, WIDTH))
+    assert module.rows[6:] == [4, 4, 2]
+
+
+def test_check_cannot_compare_random_results() -> None:
+    with pytest.raises(ValueError, match="turn dropout off for the check"):
+        anyrank.tile(Mlp(dropout=0.5), chunk_size=4, check=True)(torch.randn(2, ROWS, WIDTH))
+
+
+X = torch.ones(2, ROWS, WIDTH)
+WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
+    "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least one row"),
+    "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
+    "a dim that is no int": ({"in_dims": (1.5,)}, lambda t: t(X), ValueError, "dims 1.5 are not"),
+    "no such dim": ({"in_dims": 3}, lambda t: t(X), ValueError, r"no dim 3 in \[2, 10, 6\]"),
+    "too many": ({"in_dims": (1, 1)}, lambda t: t(X), ValueError, "2 entries for 1 positional"),
+    "no such name": ({"in_dims": {"y": 1}}, lambda t: t(X), ValueError, r"names \['y'\]"),
+    "no tensor": ({"in_dims": {"scale": 1}}, lambda t: t(X), ValueError, "names no tensor"),
+    "no argument": ({}, lambda t: t(), ValueError, "names no tensor"),
+    "other sizes": (
+        {"in_dims": (1, 0)},
+        lambda t: t(X, X[0, :3]),
+        ValueError,
+        r"args\[0\] has 10, args\[1\] has 3",
+    ),
+    "other structure": ({"in_dims": ([1],)}, lambda t: t(X), ValueError, "not those of a Tensor"),
+    "out_dims": (
+        {"out_dims": 2},
+        lambda t: t(X),
+        ValueError,
+        r"returns \[2, 4, 6\], and \[2, 4, 4",
+    ),
+    "out_dims none": ({"out_dims": None}, lambda t: t(X), ValueError, "has None for a tensor"),
+    "out_dims pair": ({"out_dims": (1, 1)}, lambda t: t(X), ValueError, "not those of a Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
+    options, call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call(anyrank.tile(Mlp(), **{"chunk_size": 4, **options}))
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: x[:, :3], "tile 0 returns .2, 3, 6., and .2, 4, 6. is expected"),
+        (lambda x: x.sum(), "no dim 1 in"),
+        (lambda x: (x, x.shape[1]), "tile 2 returns 2, and tile 0 4 in its place"),
+        (lambda x: [x] * x.shape[1], "tile 2 returns another structure"),
+        (lambda x: x if x.shape[1] == 4 else x[..., 1:], "tile 2 returns"),
+    ],
+)
+def test_results_that_cannot_be_joined(fn: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        anyrank.tile(fn, chunk_size=4)(double(2, ROWS, WIDTH))
+
+
+def test_a_function_that_changes_its_input_is_refused() -> None:
+    for grad in (False, True):
+        x = double(2, ROWS, WIDTH, grad=grad)
+        with pytest.raises((RuntimeError, anyrank.RecomputeError), match=r"in ?place"):
+            anyrank.tile(lambda x: x.mul_(2).sin(), chunk_size=4)(x * 1 if grad else x)
+
+
+def test_wide_sums_need_a_module() -> None:
+    with pytest.raises(TypeError, match="grad_dtype needs a module"):
+        anyrank.tile(torch.sin, grad_dtype=torch.float32)
+
+
+# -- tile_ ----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+def test_patched_modules_are_tiled_until_the_handle_undoes_it(
+    grad_dtype: torch.dtype | None,
+) -> None:
+    model = nn.Sequential(Block(), Block()).double()
+    x = double(2, ROWS, WIDTH)
+    wanted = [*model.parameters(), x]
+    plain = pass_of(model(x), wanted)
+    names = list(model.state_dict())
+    tiles = anyrank.tile_(model, "*.mlp", chunk_size=4, grad_dtype=grad_dtype, check=True)
+    blocks = anyrank.recompute_(model, "*")
+    assert (tiles.names, blocks.names) == (["0.mlp", "1.mlp"], ["0", "1"])
+    assert_close(pass_of(model(x), wanted), plain)
+    for block in model:
+        block.mlp.rows.clear()
+    assert_close(pass_of(model(x), wanted), plain)
+    assert [block.mlp.rows for block in model] == [[4, 4, 2, 2, 4, 4]] * 2
+    twin = copy.deepcopy(model)
+    assert_close(pass_of(twin(x), [*twin.parameters(), x]), plain)
+    tiles.remove()
+    blocks.remove()
+    assert list(model.state_dict()) == names
+    model[0].mlp.rows.clear()
+    assert_close(pass_of(model(x), wanted), plain)
+    assert model[0].mlp.rows == [10]
+
+
+def test_a_module_may_be_tiled_and_recomputed_and_either_undone_first() -> None:
+    module = nn.Sequential(Mlp().double())
+    x = double(2, ROWS, WIDTH)
+    wanted = [*module.parameters(), x]
+    plain = pass_of(module(x), wanted)
+    for first in (0, 1):
+        handles = [
+            anyrank.recompute_(module, "0"),
+            anyrank.tile_(module, "0", chunk_size=4),
+        ]
+        assert_close(pass_of(module(x), wanted), plain)
+        handles[first].remove()
+        assert_close(pass_of(module(x), wanted), plain)
+        handles[1 - first].remove()
+        assert "forward" not in module[0].__dict__
+
+
+def test_a_pattern_that_names_nothing() -> None:
+    with pytest.raises(ValueError, match=r"near: 0\.mlp"):
+        anyrank.tile_(nn.Sequential(Block()), "0.mpl", chunk_size=4)

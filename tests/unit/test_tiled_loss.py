@@ -1,0 +1,296 @@
+"""`tiled_loss` in one process, compared with the loss of all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import anyrank
+
+WIDTH, VOCAB = 6, 11
+
+
+def data(*shape: int, ignored: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1 + sum(shape))
+    hidden = torch.randn(*shape, WIDTH, dtype=torch.float64, generator=generator)
+    labels = torch.randint(VOCAB, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < ignored] = -100
+    return hidden.requires_grad_(), labels
+
+
+def head(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
+
+
+def full(
+    module: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    logits = module(hidden.reshape(-1, WIDTH))
+    return F.cross_entropy(logits, labels.reshape(-1), **options)
+
+
+def with_grads(loss: torch.Tensor, module: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
+    wanted = [hidden, *(p for p in module.parameters() if p.requires_grad)]
+    wanted = [tensor for tensor in wanted if tensor.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.sampled_from([(1,), (7,), (12,), (3, 5), (2, 3, 2)]),
+    chunk=st.integers(1, 16),
+    reduction=st.sampled_from(["mean", "sum"]),
+    impl=st.sampled_from(["recompute", "fused"]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    bias=st.booleans(),
+    frozen=st.sampled_from(["nothing", "hidden", "weight", "bias"]),
+    factor=st.sampled_from([1.0, 0.25, 65536.0]),
+)
+def test_it_equals_the_loss_of_all_logits(
+    shape: tuple[int, ...],
+    chunk: int,
+    reduction: Any,
+    impl: Any,
+    smoothing: float,
+    bias: bool,
+    frozen: str,
+    factor: float,
+) -> None:
+    module = head(bias)
+    hidden, labels = data(*shape)
+    labels.view(-1)[0] = 3
+    if frozen == "hidden":
+        hidden.requires_grad_(False)
+    elif frozen != "nothing" and getattr(module, frozen) is not None:
+        getattr(module, frozen).requires_grad_(False)
+    options: Any = {"reduction": reduction, "label_smoothing": smoothing}
+    ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=chunk, impl=impl, **options)
+    plain = full(module, hidden, labels, **options)
+    assert_close(
+        with_grads(ours * factor, module, hidden), with_grads(plain * factor, module, hidden)
+    )
+
+
+@pytest.mark.parametrize("impl", ["auto", "recompute"])
+def test_losses_of_single_tokens(impl: Any) -> None:
+    module = head()
+    hidden, labels = data(3, 5)
+    weights = torch.arange(15.0).reshape(3, 5)
+    ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4, reduction="none", impl=impl)
+    plain = full(module, hidden, labels, reduction="none").reshape(3, 5)
+    assert ours.shape == labels.shape
+    torch.testing.assert_close(ours, plain)
+    assert (ours[labels == -100] == 0).all()
+    assert_close(
+        with_grads((ours * weights).sum(), module, hidden),
+        with_grads((plain * weights).sum(), module, hidden),
+    )
+
+
+@pytest.mark.parametrize("impl", ["recompute", "fused"])
+@pytest.mark.parametrize("shape", [(4,), (0,), (12,)])
+def test_all_tokens_ignored_gives_zero_with_a_graph(impl: Any, shape: tuple[int, ...]) -> None:
+    module = head()
+    hidden, labels = data(*shape)
+    labels.fill_(-100)
+    loss = anyrank.tiled_loss(module, hidden, labels, chunk_size=5, impl=impl)
+    assert loss.item() == 0
+    for grad in torch.autograd.grad(loss, [hidden, *module.parameters()]):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("impl", ["recompute", "fused"])
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_the_mean_may_be_over_more_than_this_ranks_tokens(impl: Any, kind: str) -> None:
+    module = head()
+    hidden, labels = data(9)
+    count = 40 if kind == "number" else torch.tensor(40)
+    ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4, count=count, impl=impl)
+    plain = full(module, hidden, labels, reduction="sum") / 40
+    assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
+
+
+class Lora(nn.Module):
+    """A head with an adapter on a frozen base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = head().requires_grad_(False)
+        self.a = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.b = nn.Linear(2, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_any_module_can_be_the_head() -> None:
+    module = Lora()
+    hidden, labels = data(3, 5)
+    ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4)
+    assert_close(
+        with_grads(ours, module, hidden), with_grads(full(module, hidden, labels), module, hidden)
+    )
+
+
+def test_any_function_of_a_tile_can_be_the_loss() -> None:
+    module = head()
+    hidden, labels = data(3, 5)
+    advantage, scale = torch.randn(3, 5, dtype=torch.float64), torch.tensor(2.0)
+
+    def fn(h: torch.Tensor, y: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        logits = 5 * torch.tanh(module(h) / 5)
+        z = torch.logsumexp(logits, -1)
+        loss = F.cross_entropy(logits, y, reduction="none") + 1e-2 * z**2
+        return loss * rest[0] * rest[1]
+
+    ours = anyrank.tiled_loss(fn, hidden, labels, advantage, scale, chunk_size=4)
+    valid = labels.reshape(-1) != -100
+    plain = fn(hidden.reshape(-1, WIDTH), labels.reshape(-1), advantage.reshape(-1), scale)[valid]
+    assert_close(with_grads(ours, module, hidden), with_grads(plain.mean(), module, hidden))
+
+
+def test_a_weight_may_be_an_argument_and_tied_to_the_embedding() -> None:
+    embed = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64)
+    _, labels = data(VOCAB, ignored=0)  # as many tokens as classes: a parameter is never cut
+
+    def fn(h: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(h @ weight.t(), y, reduction="none")
+
+    def grads(loss: torch.Tensor) -> list[torch.Tensor]:
+        return [loss.detach(), *torch.autograd.grad(loss, [embed.weight])]
+
+    plain = grads(F.cross_entropy(embed(labels) @ embed.weight.t(), labels))
+    ours = anyrank.tiled_loss(fn, embed(labels), labels, embed.weight, chunk_size=4)
+    assert_close(grads(ours), plain)
+    tied = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
+    tied.weight = embed.weight
+    fired: list[torch.Tensor] = []
+    handle = embed.weight.register_hook(fired.append)
+    assert_close(grads(anyrank.tiled_loss(tied, embed(labels), labels, impl="fused")), plain)
+    assert len(fired) == 1
+    handle.remove()
+
+
+def test_low_precision_is_as_exact_as_all_logits_at_once() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 512, bias=False)
+    hidden, labels = torch.randn(256, 64), torch.randint(512, (256,))
+    exact = torch.autograd.grad(F.cross_entropy(module(hidden), labels), module.weight)[0]
+    module, hidden = module.bfloat16(), hidden.bfloat16()
+
+    def error(loss: torch.Tensor) -> float:
+        grad = torch.autograd.grad(loss, module.weight)[0]
+        return ((grad.float() - exact).norm() / exact.norm()).item()
+
+    plain = error(F.cross_entropy(module(hidden).float(), labels))
+    fused = anyrank.tiled_loss(module, hidden, labels, chunk_size=64, impl="fused")
+    assert fused.dtype == torch.float32
+    assert error(fused) < 1.5 * plain
+
+
+def test_autocast_of_the_head() -> None:
+    module = nn.Linear(WIDTH, VOCAB)
+    hidden, labels = torch.randn(9, WIDTH, requires_grad=True), torch.randint(VOCAB, (9,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4)
+        plain = F.cross_entropy(module(hidden).float(), labels)
+    torch.testing.assert_close(ours, plain)
+    for mine, wanted in zip(
+        with_grads(ours, module, hidden), with_grads(plain, module, hidden), strict=True
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=1e-3)
+
+
+def test_no_more_logits_than_a_tile_ever_exist() -> None:
+    module = head()
+    rows: list[int] = []
+    module.register_forward_hook(lambda m, args, out: rows.append(len(out)))
+    hidden, labels = data(10)
+    anyrank.tiled_loss(module, hidden, labels, chunk_size=4).backward()
+    assert rows == [4, 4, 2, 2, 4, 4]
+
+
+def test_a_fused_loss_is_differentiated_once() -> None:
+    module = head()
+    hidden, labels = data(10)
+    loss = anyrank.tiled_loss(module, hidden, labels, impl="fused")
+    with pytest.raises(anyrank.RecomputeError, match='impl="recompute"'):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(anyrank.RecomputeError, match="hands its gradients out once"):
+        loss.backward()
+    loss = anyrank.tiled_loss(module, hidden, labels, impl="recompute", chunk_size=4)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Callable[[], Any]) -> None:
+    module = head()
+    hidden, labels = data(10)
+    with mode():
+        ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4)
+        torch.testing.assert_close(ours, full(module, hidden, labels))
+
+
+# torch 2.13 asks for .grad of a compiled function's arguments, and silences the warning by a log
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_inside_torch_compile() -> None:
+    torch.compiler.reset()
+    module = head()
+    hidden, labels = data(10)
+
+    def step(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return anyrank.tiled_loss(module, hidden * 1, labels, chunk_size=4)
+
+    loss = torch.compile(step, backend="aot_eager")(hidden, labels)
+    plain = full(module, hidden, labels)
+    assert_close(with_grads(loss, module, hidden), with_grads(plain, module, hidden))
+    torch.compiler.reset()
+
+
+def scalar(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return h.sum()
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "shapes": (head(), {"labels": torch.zeros(3, dtype=torch.long)}, r"\[10, 6\] and labels \[3\]"),
+    "reduction": (head(), {"reduction": "avg"}, "reduction='avg'"),
+    "impl": (head(), {"impl": "fast"}, "impl='fast'"),
+    "chunk_size": (head(), {"chunk_size": 0}, "at least one token"),
+    "count": (head(), {"count": 3, "reduction": "sum"}, "count is what"),
+    "smoothing": (scalar, {"label_smoothing": 0.1}, "label_smoothing is for a head"),
+    "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, and \[4\]"),
+    "fused function": (scalar, {"impl": "fused"}, "for nn.Linear itself"),
+    "fused adapter": (Lora(), {"impl": "fused"}, "the head is a Lora"),
+    "fused none": (head(), {"impl": "fused", "reduction": "none"}, "a gradient for each token"),
+    "fused dtype": (head().float(), {"impl": "fused"}, "another dtype"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
+    fn, options, message = WRONG[case]
+    hidden, labels = data(10)
+    options = {"labels": labels, "chunk_size": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        anyrank.tiled_loss(fn, hidden, **options)
+
+
+def test_a_head_takes_no_more_arguments() -> None:
+    hidden, labels = data(10)
+    with pytest.raises(ValueError, match="a head takes hidden states alone"):
+        anyrank.tiled_loss(head(), hidden, labels, labels)
