@@ -1,0 +1,141 @@
+"""Saving and loading a sharded training state: anyrank beside its peers, in one run.
+
+    python benchmarks/save.py                # 1008 MiB of parameters and Adam state, 4 ranks
+    python benchmarks/save.py --quick        # small, 2 ranks, nothing is written
+
+Every contender of every repetition runs in fresh processes; within a repetition they take turns.
+Saves count until the bytes are on the disk; loads start from files in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from launch import Launcher
+from machine import describe_machine
+from save_contenders import SAVES, run_load, run_save
+
+RESULTS = Path(__file__).parent / "results" / "save.json"
+LOADS = {
+    "dcp": "dcp.load, no check",
+    "size": 'anyrank, verify="size"',
+    "full": 'anyrank, verify="full"',
+}
+MIB = 1 << 20
+GOALS = (
+    # what, contender, measured against, field, at most
+    ("save / dcp.save", "anyrank", "dcp", "seconds", 0.9),
+    ("save / each rank its bytes", "anyrank", "hand", "seconds", 1.15),
+    ("save / torch.save on rank 0", "anyrank", "rank0", "seconds", 0.35),
+    ("stall / dcp.async_save", "anyrank_background", "dcp_async", "stall_seconds", 0.25),
+)
+MOST_LOAD = 1.0
+
+
+def measure_save(launcher: Launcher, size: int, layers: int, kind: str, folder: str) -> Any:
+    """Seconds until it is durable, seconds of stall, and memory beyond the shares."""
+    outcome = launcher.run(size, run_save, kind, folder, layers, sample=True)
+    if outcome.error:
+        return {"error": outcome.error.strip().splitlines()[-1]}
+    tables = outcome.stages[1]
+    return {
+        "seconds": max(table["seconds"] for table in tables),
+        "stall_seconds": max(table["stall_seconds"] for table in tables),
+        "beyond_mib": (outcome.peak_bytes - outcome.baseline_bytes) / size / MIB,
+    }
+
+
+def measure_load(launcher: Launcher, size: int, layers: int, kind: str, folder: str) -> Any:
+    """Seconds until the state is there, and the sum of all its values."""
+    outcome = launcher.run(size, run_load, kind, folder, layers)
+    if outcome.error:
+        return {"error": outcome.error.strip().splitlines()[-1]}
+    tables = outcome.stages[1]
+    seconds = max(table["seconds"] for table in tables)
+    return {"seconds": seconds, "sum": sum(table["sum"] for table in tables)}
+
+
+def repetition(launcher: Launcher, size: int, layers: int, loads: Iterable[int]) -> dict[str, Any]:
+    """Every contender once."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="anyrank-save-") as top:
+        for kind in SAVES:
+            folder = f"{top}/{kind}"
+            found[kind] = measure_save(launcher, size, layers, kind, folder)
+            if kind not in ("dcp", "anyrank"):
+                shutil.rmtree(folder, ignore_errors=True)
+        for other in loads:
+            for kind in LOADS:
+                source = f"{top}/{'dcp' if kind == 'dcp' else 'anyrank'}"
+                found[f"{kind} {size}->{other}"] = measure_load(
+                    launcher, other, layers, kind, source
+                )
+    return found
+
+
+def ratio(runs: list[dict[str, Any]], ours: str, theirs: str, field: str) -> dict[str, float]:
+    """Median, least and most of the ratio within each repetition."""
+    values = [run[ours][field] / run[theirs][field] for run in runs if field in run[ours]]
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def summarise(runs: list[dict[str, Any]], size: int, loads: Iterable[int]) -> dict[str, Any]:
+    """Medians, and the goals with what was reached."""
+    rows = {
+        kind: {
+            field: statistics.median(run[kind][field] for run in runs if field in run[kind])
+            for field in runs[0][kind]
+            if field not in ("sum", "error")
+        }
+        for kind in runs[0]
+    }
+    goals = [
+        (what, ratio(runs, mine, peer, field), most) for what, mine, peer, field, most in GOALS
+    ]
+    for other in loads:
+        what = f"load {size}->{other}, every byte verified / dcp.load"
+        mine, peer = f"full {size}->{other}", f"dcp {size}->{other}"
+        goals.append((what, ratio(runs, mine, peer, "seconds"), MOST_LOAD))
+    table = [{"what": what, **found, "goal": most} for what, found, most in goals]
+    return {"rows": rows, "ratios": table}
+
+
+def main() -> None:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=21, help="of 16 MiB, times three with Adam")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2 ranks, 2 layers, nothing is kept")
+    options = parser.parse_args()
+    loads = [4, 2, 3]
+    if options.quick:
+        options.ranks, options.layers, options.repeats, loads = 2, 2, 1, [2, 1]
+    launcher = Launcher("preload")
+    runs: list[dict[str, Any]] = []
+    for number in range(options.repeats):
+        runs.append(repetition(launcher, options.ranks, options.layers, loads))
+        print(number, json.dumps(runs[-1]), flush=True)
+    summary = summarise(runs, options.ranks, loads)
+    for row in summary["ratios"]:
+        print(
+            f"{row['what']}: {row['median']:.2f} ({row['least']:.2f}-{row['most']:.2f}), "
+            f"goal {row['goal']}"
+        )
+    names = {kind: title for kind, (title, _) in SAVES.items()} | LOADS
+    shape = {"ranks": options.ranks, "layers": options.layers, "mib": options.layers * 48}
+    result = describe_machine() | shape | {"titles": names, "runs": runs} | summary
+    if not options.quick:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Ways to save and to load a sharded training state: one function each. Run on fresh ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from launch import settle
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+
+WIDTH = 2048
+State = tuple[nn.Module, torch.optim.Optimizer]
+Save = Callable[[State, str], float]
+
+
+def make_state(layers: int) -> State:
+    """FSDP2 on the CPU: `layers` x 16 MiB of fp32 parameters, with Adam's state."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    # One tensor at a time: the step's own memory must not hide the save's.
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.to_local().detach().fill_(0.01 * (number + dist.get_rank() + 1))
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return model, optimizer
+
+
+def state_dict_of(state: State, full: bool = False) -> dict[str, Any]:
+    """As torch's helpers give it, on the CPU."""
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    model, optimizer = state
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def local_tensors(state: State) -> Iterator[torch.Tensor]:
+    """What this rank holds."""
+    model, optimizer = state
+    for parameter in model.parameters():
+        yield parameter.to_local().detach()
+        for value in optimizer.state[parameter].values():
+            yield value.to_local() if hasattr(value, "to_local") else value
+
+
+def hand(state: State, folder: str) -> float:
+    """The least there is to do: each rank's bytes into one file, and fsync."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f"{dist.get_rank()}.raw"), "wb", buffering=0) as file:
+        for tensor in local_tensors(state):
+            view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            while len(view):
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    dist.barrier()
+    return 0.0
+
+
+def rank0(state: State, folder: str) -> float:
+    """Gather the whole state on one rank, and torch.save."""
+    whole = state_dict_of(state, full=True)
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, "state.pt")
+        torch.save(whole, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    dist.barrier()
+    return 0.0
+
+
+def dcp_save(state: State, folder: str) -> float:
+    """torch.distributed.checkpoint, which fsyncs its files by default."""
+    dcp.save(state_dict_of(state), checkpoint_id=folder)
+    return 0.0
+
+
+def dcp_async(state: State, folder: str) -> float:
+    """The same behind the training; returns the seconds for which that stands still."""
+    start = time.perf_counter()
+    future: Any = dcp.async_save(state_dict_of(state), checkpoint_id=folder)
+    stall = time.perf_counter() - start
+    future.result()
+    return stall
+
+
+def ours(state: State, folder: str) -> float:
+    """Committed, durable, with checksums."""
+    with anyrank.Checkpoints(folder) as ckpts:
+        ckpts.save(anyrank.TrainState(*state))
+    return 0.0
+
+
+def ours_background(state: State, folder: str) -> float:
+    """The same behind the training, whose next optimizer step comes after STEP_SEC."""
+    with anyrank.Checkpoints(folder, background=True) as ckpts:
+        ckpts.save(anyrank.TrainState(*state))
+        train(state)
+        ckpts.wait()
+        return ckpts.stats()[0].stall_seconds
+
+
+def train(state: State) -> None:
+    """A forward and backward that leave one core free, then the optimizer's step."""
+    end = time.perf_counter() + STEP_SEC
+    while time.perf_counter() < end:
+        time.sleep(0.01)  # as on an accelerator: the host waits for kernels
+    state[1].step()
+
+
+STEP_SEC = 3.0
+SAVES: dict[str, tuple[str, Save]] = {
+    "hand": ("each rank its bytes + fsync", hand),
+    "rank0": ("torch.save on rank 0", rank0),
+    "dcp": ("dcp.save", dcp_save),
+    "dcp_async": ("dcp.async_save", dcp_async),
+    "anyrank": ("anyrank", ours),
+    "anyrank_background": ("anyrank, background=True", ours_background),
+}
+
+
+def run_save(rank: int, size: int, kind: str, folder: str, layers: int) -> Iterator[Any]:
+    """One save on fresh ranks; see `Launcher.run`."""
+    warnings.simplefilter("ignore")
+    state = make_state(layers)
+    settle()
+    dist.barrier()
+    yield {}
+    start = time.perf_counter()
+    stall = SAVES[kind][1](state, folder)
+    yield {"seconds": time.perf_counter() - start, "stall_seconds": stall}
+
+
+def run_load(rank: int, size: int, kind: str, folder: str, layers: int) -> Iterator[Any]:
+    """One load of the whole state, into objects as a new process has them."""
+    warnings.simplefilter("ignore")
+    state = make_state(layers)
+    state[1].state.clear()  # a new process has none, and each contender makes its own
+    state[1].zero_grad()
+    settle()
+    dist.barrier()
+    yield {}
+    start = time.perf_counter()
+    if kind == "dcp":
+        table = state_dict_of(state)
+        dcp.load(table, checkpoint_id=folder)
+        set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
+    else:
+        with anyrank.Checkpoints(folder, verify="full" if kind == "full" else "size") as ckpts:
+            ckpts.resume(anyrank.TrainState(*state), "must")
+    seconds = time.perf_counter() - start
+    total = sum(float(tensor.double().sum()) for tensor in local_tensors(state))
+    yield {"seconds": seconds, "sum": total}
