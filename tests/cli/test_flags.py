@@ -22,6 +22,7 @@ INTERFACE = {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),
     },
+    "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"},
     "demo": {"--ranks", "--steps", "--out", "--json", "-h", "--help"},
 }
 

@@ -1,0 +1,108 @@
+"""`anyrank run`: a training script under torchrun, and again on other ranks when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the script.
+
+    Attributes:
+        ranks: processes.
+        exit_code: of torchrun.
+        seconds: until it ended.
+    """
+
+    ranks: int
+    exit_code: int
+    seconds: float
+
+
+# What follows the script is its own, also where it looks like one of our flags.
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Processes.  [default: one an accelerator, else 1]"
+)
+@click.option(
+    "--then",
+    multiple=True,
+    type=click.IntRange(1),
+    help="Ranks to go on with when the script has failed; may be given several times.",
+)
+@click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int | None, then: tuple[int, ...], as_json: bool, script: str, arguments: tuple[str, ...]
+) -> None:
+    """Run SCRIPT with its ARGUMENTS on this machine, one process a rank, as torchrun does.
+
+    When it fails it is started again on the next number of ranks given with --then: a script that
+    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts.
+    """
+    from anyrank.cli.console import err
+
+    attempts: list[Attempt] = []
+    for number in (ranks or count_devices(), *then):
+        if attempts:
+            last = attempts[-1]
+            err().print(
+                f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
+                f"{last.seconds:.0f} s; going on on {number}",
+                markup=False,
+            )
+        attempt, is_stopped = run_once(number, script, arguments)
+        attempts.append(attempt)
+        if attempt.exit_code == 0 or is_stopped:
+            break
+    if as_json:
+        click.echo(json.dumps({"script": script, "attempts": [asdict(one) for one in attempts]}))
+    sys.exit(1 if attempts[-1].exit_code else 0)
+
+
+def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attempt, bool]:
+    """Start the script once; what came of it, and whether SIGTERM or Ctrl-C asked for the end."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    full = [*launcher, f"--nproc-per-node={ranks}", script, *arguments]
+    start = time.perf_counter()
+    stopped: list[int] = []
+    process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        process.send_signal(signal.SIGTERM)
+
+    before: dict[int, Any] = {
+        number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
+
+
+def environ(ranks: int) -> dict[str, str]:
+    """The script's environment: threads that the ranks share rather than fight for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), **os.environ}
+
+
+def count_devices() -> int:
+    """Accelerators of this machine, or 1."""
+    import torch
+
+    return max(1, torch.accelerator.device_count())

@@ -1,0 +1,81 @@
+"""`anyrank run`: real torchrun, restarts on other ranks, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from anyrank.cli.run import environ
+
+SCRIPT = """
+import os, sys, pathlib, time
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+pathlib.Path(f"seen-{size}-{rank}").write_text(" ".join(sys.argv[1:]))
+if "--wait" in sys.argv:
+    time.sleep(60)
+raise SystemExit(int(size) > 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_goes_on_on_fewer_ranks(anyrank: Callable[[str], Result]) -> None:
+    Path("train.py").write_text(SCRIPT)
+    result = anyrank("run --ranks 2 --then 1 --then 1 --json train.py --lr 3 --json")
+    assert result.exit_code == 0
+    attempts = json.loads(result.stdout)["attempts"]
+    assert [(one["ranks"], one["exit_code"]) for one in attempts] == [(2, 1), (1, 0)]
+    assert "exit code 1 on 2 ranks after" in result.stderr
+    assert "going on on 1" in result.stderr
+    assert sorted(path.name for path in Path().glob("seen-*"))[0] == "seen-1-0"
+    assert Path("seen-1-0").read_text() == "--lr 3 --json"  # the script's own flags
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_for_good_is_exit_1(anyrank: Callable[[str], Result]) -> None:
+    Path("train.py").write_text("raise SystemExit(3)")
+    result = anyrank("run train.py")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+@pytest.mark.slow
+def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = ["-m", "anyrank.cli", "run", "--ranks=2", "--then=1", "--json", "train.py", "--wait"]
+    code = "import sys; from anyrank.cli import main; main(sys.argv[3:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *line], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 40
+    while not (tmp_path / "seen-2-1").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert len(json.loads(said)["attempts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("run_no_script", "run nothing.py"), ("run_no_ranks", "run --ranks 0 x.py")]
+)
+def test_wrong_usage_is_exit_2(
+    name: str, line: str, snapshot: Callable[[str, str], Result]
+) -> None:
+    assert snapshot(name, line).exit_code == 2
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert environ(1)["OMP_NUM_THREADS"] == str(cores)
+    assert environ(64 * cores)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environ(1)["OMP_NUM_THREADS"] == "7"
