@@ -57,12 +57,13 @@ class Filling:
         """Read, receive and initialise. Real tensors are written in place, meta ones get new
         memory.
 
-        Files are opened, and found unchanged, on all ranks before anything is written.
+        Files are opened, and found unchanged, on all ranks before real tensors are written to.
         """
         share = sum(self._wire_bytes(index) for index in self.prepared.stored)
         first = self.ranks.index == 0
         with progress_for(self.progress, first, share) as bar, self._reader(bar) as reader:
-            self.ranks.together("opening the files", lambda: self._open(reader))
+            if self.prepared.in_place:
+                self.ranks.together("opening the files", lambda: self._open(reader))
             try:
                 self.ranks.together("reading the weights", lambda: self._fill_here(reader))
             except AnyrankError as error:
@@ -83,6 +84,7 @@ class Filling:
 
     def _fill_here(self, reader: Reader) -> None:
         prepared = self.prepared
+        self._open(reader)
         for index in (*prepared.stored, *prepared.initialise):
             target = prepared.targets[index]
             if target.is_meta:

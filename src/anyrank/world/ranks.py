@@ -59,7 +59,6 @@ class Ranks:
     Attributes:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
-        nodes: for each of `ranks`, which machine it is on; machines count from 0.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, group: Any, store: Any) -> None:
@@ -69,8 +68,17 @@ class Ranks:
         self.store = store
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
-        names = self.gather(_machine())
-        self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        self.known: tuple[int, ...] = () if group is not None else (0,)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """For each of `ranks`, which machine it is on; machines count from 0.
+
+        Known after the first gather, with which it travels.
+        """
+        if not self.known:
+            self.gather(None)
+        return self.known
 
     @property
     def size(self) -> int:
@@ -99,7 +107,7 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        data = pickle.dumps(value)
+        data = pickle.dumps(value if self.known else (value, _machine()))
         sized = len(data).to_bytes(8, "little") + data
         try:
             heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
@@ -109,7 +117,12 @@ class Ranks:
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         except RuntimeError as error:
             raise self.roll_call() from error
-        return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        values = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        if not self.known:
+            names = [name for _, name in values]
+            self.known = tuple(sorted(set(names), key=names.index).index(one) for one in names)
+            values = [one for one, _ in values]
+        return values
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
         every = [torch.empty(length, dtype=torch.uint8) for _ in self.ranks]
