@@ -129,7 +129,8 @@ def main() -> None:
             f"{row['what']}: {row['median']:.2f} ({row['least']:.2f}-{row['most']:.2f}), "
             f"goal {row['goal']}"
         )
-    names = {kind: title for kind, (title, _) in SAVES.items()} | LOADS
+    names = {kind: title for kind, (title, _) in SAVES.items()}
+    names |= {f"load {kind}": title for kind, title in LOADS.items()}
     shape = {"ranks": options.ranks, "layers": options.layers, "mib": options.layers * 48}
     result = describe_machine() | shape | {"titles": names, "runs": runs} | summary
     if not options.quick:

@@ -161,6 +161,70 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} B"
 
 
+# -- saves and resumes ----------------------------------------------------------------------------
+
+
+def save_table(result: dict[str, Any]) -> str:
+    """Medians of every way, then the ratios with their goals."""
+    rows, titles = result["rows"], result["titles"]
+    saves = [
+        [titles[kind], f"{row['seconds']:.2f}", stall(row), f"{row['beyond_mib']:.0f}"]
+        for kind, row in rows.items()
+        if "->" not in kind
+    ]
+    moves = list(dict.fromkeys(kind.split()[1] for kind in rows if "->" in kind))
+    kinds = list(dict.fromkeys(kind.split()[0] for kind in rows if "->" in kind))
+    loads = [
+        [titles[f"load {kind}"], *(f"{rows[f'{kind} {move}']['seconds']:.2f}" for move in moves)]
+        for kind in kinds
+    ]
+    ratios = [
+        [
+            row["what"],
+            f"{row['median']:.2f} ({row['least']:.2f} to {row['most']:.2f})",
+            f"{row['goal']:g}",
+            "yes" if row["median"] <= row["goal"] else "**no**",
+        ]
+        for row in result["ratios"]
+    ]
+    head = (
+        f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
+        f"n = {len(result['runs'])}. {provenance(result)}"
+    )
+    return "\n\n".join(
+        [
+            head,
+            table(["save", "durable after s", "stall s", "MiB a rank beyond the share"], saves),
+            table(["load", *(f"{move} ranks, s" for move in moves)], loads),
+            table(["", "median (range)", "goal", "met"], ratios),
+        ]
+    )
+
+
+def stall(row: dict[str, Any]) -> str:
+    """How long the training stands still: for all of a save that is not in the background."""
+    return f"{row['stall_seconds'] or row['seconds']:.2f}"
+
+
+def order_table(result: dict[str, Any]) -> str:
+    """Samples repeated and lost."""
+    body = [
+        [
+            f"{row['from']} to {row['to']}",
+            f"{row['sampler']['repeated']} / {row['sampler']['lost']}",
+            f"{row['anyrank']['repeated']} / {row['anyrank']['lost']}",
+            str(row["anyrank"]["alike"]),
+        ]
+        for row in result["rows"]
+    ]
+    what = (
+        f"{result['samples']} samples, {result['batch']} a rank and step, {result['steps']} steps, "
+        f"then on other ranks to the epoch's end. {provenance(result)}"
+    )
+    head = ["ranks", "DistributedSampler and skipping: repeated / lost", "anyrank: repeated / lost"]
+    return f"{what}\n\n{table([*head, 'anyrank: ranks that draw like another'], body)}"
+
+
 # -- the page -------------------------------------------------------------------------------------
 
 SECTIONS = {
@@ -168,6 +232,8 @@ SECTIONS = {
     "goals": lambda: goal_table(read("load")),
     "traps": lambda: trap_table(read("traps")),
     "frozen": lambda: frozen_table(read("frozen")),
+    "save": lambda: save_table(read("save")),
+    "order": lambda: order_table(read("order")),
 }
 
 

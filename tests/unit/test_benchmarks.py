@@ -146,6 +146,19 @@ def test_frozen_part_costs_nothing_under_ddp() -> None:
     assert rows["default"]["frozen_step_bytes"] > 3 * 128 * 2**20
 
 
+def test_no_sample_is_repeated_or_lost_and_no_stream_shared() -> None:
+    rows = result("order")["rows"]
+    assert {(row["from"], row["to"]) for row in rows} >= {(3, 2), (2, 3), (4, 1)}
+    assert [row["anyrank"] for row in rows] == [{"repeated": 0, "lost": 0, "alike": 0}] * len(rows)
+    assert any(row["sampler"]["lost"] for row in rows)
+
+
+def test_saves_hold_the_promised_memory() -> None:
+    rows, share = result("save")["rows"], result("save")["mib"] / result("save")["ranks"]
+    assert rows["anyrank"]["beyond_mib"] < 64
+    assert rows["anyrank_background"]["beyond_mib"] < share + 64
+
+
 def test_page_holds_the_figures_of_the_results(module: Import) -> None:
     tables = module("tables")
     page = tables.PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Saves and resumes of state on a GPU: devices of optimizer state, pinned staging, CUDA streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "foreach": {},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+}
+
+
+def build(options: dict[str, Any], device: str = "cuda") -> anyrank.TrainState:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 8)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    return anyrank.TrainState(model, optimizer, scaler=torch.amp.GradScaler(device))
+
+
+def train(state: anyrank.TrainState, steps: int) -> list[float]:
+    """Losses, which dropout on the device makes depend on its stream."""
+    model, optimizer = state.parts["model"], state.parts["optimizer"]
+    device = next(model.parameters()).device
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = model(torch.ones(4, 64, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_on_the_gpu_goes_on_bit_by_bit(tmp_path: Path, name: str, background: bool) -> None:
+    state = build(OPTIONS[name])
+    train(state, 3)
+    with anyrank.Checkpoints(tmp_path, background=background) as ckpts:
+        ckpts.step_done(state)
+        ckpts.save(state)
+        expected = train(state, 3)  # while it is copied, in the background
+        ckpts.wait()
+        fresh = build(OPTIONS[name])
+        report = ckpts.resume(fresh, "must")
+    assert report is not None
+    assert set(report.components.values()) == {"exact"}
+    for mine, other in zip(
+        fresh.parts["optimizer"].state.values(),
+        state.parts["optimizer"].state.values(),
+        strict=True,
+    ):
+        assert {k: v.device for k, v in mine.items()} == {k: v.device for k, v in other.items()}
+    assert train(fresh, 3) == expected
+
+
+def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
+    state = build({})
+    train(state, 2)
+    with anyrank.Checkpoints(tmp_path / "gpu") as ckpts:
+        ckpts.save(state)
+        moved = build({}, "cpu")
+        report = ckpts.resume(moved, "must")
+    assert report is not None
+    assert report.components["streams"] in ("exact", "derived")
+    for parameter, other in zip(
+        moved.parts["model"].parameters(), state.parts["model"].parameters(), strict=True
+    ):
+        assert parameter.device.type == "cpu"
+        assert torch.equal(parameter, other.cpu())
+    with anyrank.Checkpoints(tmp_path / "cpu") as ckpts:
+        ckpts.save(moved)
+        back = build({"fused": True})
+        ckpts.resume(back, "must")
+    steps = [one["step"] for one in back.parts["optimizer"].state.values()]
+    assert all(step.is_cuda and step.item() == 2 for step in steps)  # a fused step reads it there
+
+
+def test_staging_is_pinned_and_reused(tmp_path: Path) -> None:
+    state = build({})
+    train(state, 1)
+    with anyrank.Checkpoints(tmp_path, every=1, background=True) as ckpts:
+        addresses: set[int] = set()
+        for _ in range(3):
+            ckpts.step_done(state)
+            ckpts.wait()
+            assert ckpts.background is not None
+            assert ckpts.background.later.memory.is_pinned()
+            addresses.add(ckpts.background.later.memory.data_ptr())
+    assert len(addresses) == 1
