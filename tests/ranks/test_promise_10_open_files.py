@@ -16,6 +16,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
@@ -117,11 +122,14 @@ def dcp_folder(folder: Path) -> Any:
 
 def run_folder(folder: Path) -> Any:
     """An anyrank run: newer steps that were never committed do not count."""
-    for step in ("step-00000010", "step-00000020", "step-00000030.tmp-1"):
+    train_state = anyrank.TrainState(reference())
+    train_state.step = 10
+    with anyrank.Checkpoints(folder) as ckpts:
+        ckpts.save(train_state)
+    for step in ("step-00000020", "step-00000030.tmp-1"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"model": state()}, checkpoint_id=folder / step, no_dist=True)
-    (folder / "step-00000010" / "anyrank.json").write_text("{}")
     return folder
 
 
@@ -151,6 +159,47 @@ def job_load(folder: str, layout: str) -> None:
     net = LAYOUTS[layout](net)
     anyrank.load(net, folder, verify=True)
     assert_same(net, LAYOUTS[layout](reference()))
+
+
+def job_save_run(folder: str, layout: str) -> None:
+    net = LAYOUTS[layout](reference())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for parameter in net.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    net.load_state_dict(LAYOUTS[layout](reference()).state_dict())
+    with anyrank.Checkpoints(folder) as ckpts:
+        ckpts.save(anyrank.TrainState(net, optimizer))
+
+
+def job_stock(folder: str, layout: str) -> None:
+    """torch's own reader, into torch's own state dicts."""
+    net = LAYOUTS[layout](Net())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    tables = {
+        "model": get_model_state_dict(net),
+        "optimizer": {"state": get_optimizer_state_dict(net, optimizer)["state"]},
+    }
+    dcp.load(tables, checkpoint_id=folder)
+    set_model_state_dict(net, tables["model"])
+    assert_same(net, LAYOUTS[layout](reference()))
+    moment: Any = tables["optimizer"]["state"]["embed.weight"]["exp_avg"]
+    moment = moment.full_tensor() if hasattr(moment, "full_tensor") else moment
+    torch.testing.assert_close(moment, 0.1 * reference().embed.weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("world", "saved"), [(1, "plain"), (3, "fsdp"), (4, "hsdp"), (4, "fsdp_tp")]
+)
+def test_stock_dcp_reads_a_run(tmp_path: Path, world: int, saved: str) -> None:
+    run_ranks(world, job_save_run, str(tmp_path), saved)
+    step = str(tmp_path / "step-00000000")
+    for other, layout in ((2, "fsdp"), (2, "plain")):
+        run_ranks(other, job_stock, step, layout)
+        run_ranks(other, job_load, str(tmp_path), layout)
+    net = Net()
+    assert anyrank.load(net, step, verify=True).verified.startswith("replicas, xxh3-64")
+    assert_same(net, reference())
 
 
 @pytest.mark.parametrize(("world", "saved"), [(3, "fsdp"), (4, "hsdp"), (2, "tp")])

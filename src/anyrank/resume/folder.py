@@ -17,7 +17,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.run_folder import check_sizes, step_name, steps_of
 from anyrank.files.storage import join_path
-from anyrank.files.store import Store, storing, write_file
+from anyrank.files.store import Store, reading, storing, write_file
 
 log = logging.getLogger("anyrank.resume")
 
@@ -39,19 +39,28 @@ class RunFolder:
         return join_path(self.path, name)
 
     def names(self) -> list[str]:
-        """What is in the folder; nothing when it is not there."""
-        try:
-            return self.store.names(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        """What is in the folder; nothing when it is not there.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        with reading(self.path):
+            try:
+                return self.store.names(self.path)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def committed(self) -> list[tuple[int, str]]:
-        """Step and name of what claims to be committed, the newest first."""
-        return [
-            (step, name)
-            for step, name in steps_of(self.names())
-            if self.store.is_file(join_path(self.join(name), MANIFEST))
-        ]
+        """Step and name of what claims to be committed, the newest first.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        with reading(self.path):
+            return [one for one in steps_of(self.names()) if self._has_manifest(one[1])]
+
+    def _has_manifest(self, name: str) -> bool:
+        return self.store.is_file(join_path(self.join(name), MANIFEST))
 
     def begin(self, step: int, run: str) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.
@@ -63,25 +72,32 @@ class RunFolder:
             self.store.make_folder(self.path)
             self._clean(run)
             final = self.join(step_name(step))
-            if self.store.is_file(join_path(final, MANIFEST)):
+            if self._has_manifest(step_name(step)):
                 raise CheckpointError(
                     f"{final}: is committed already: a step is saved once; save after the next "
                     "step_done, or use another folder for another run"
                 )
             if not self.store.renames:
-                if self.store.names(final):
-                    self.store.remove_folder(final)
                 return final
             path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
             self.store.make_folder(path)
             return path
 
     def _clean(self, run: str) -> None:
-        """Remove what dead saves of this run, and retention that was killed, left behind."""
-        for name in self.names():
-            match = TEMPORARY.match(name)
-            if (match and match[2] == run[:8]) or name.startswith(REMOVED):
-                with contextlib.suppress(OSError):
+        """Remove what dead saves of this run, and retention that was killed, left behind.
+
+        Where nothing is renamed, that is every step without a manifest: the lock leaves no other
+        run that could be writing one.
+        """
+        names = self.names()
+        dead = [name for name in names if name.startswith(REMOVED)]
+        dead += [one for one in names if (m := TEMPORARY.match(one)) and m[2] == run[:8]]
+        for name in dead:
+            with contextlib.suppress(OSError):
+                self.store.remove_folder(self.join(name))
+        if not self.store.renames:
+            for _, name in steps_of(names):
+                if not self._has_manifest(name):
                     self.store.remove_folder(self.join(name))
 
     def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
@@ -111,7 +127,7 @@ class RunFolder:
                 if keep_every is None or step % keep_every:
                     self._remove(one)
                     removed.append(one)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed
 
@@ -159,12 +175,14 @@ class RunFolder:
 
         Raises:
             CorruptCheckpoint: a file is gone or is not what was written.
+            CheckpointError: the storage does not say.
         """
         path = self.join(name)
-        manifest = read_manifest(self.store, path)
-        if step_name(manifest.step) != name:
-            raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
-        check_sizes(self.store, path, manifest)
+        with reading(path):
+            manifest = read_manifest(self.store, path)
+            if step_name(manifest.step) != name:
+                raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
+            check_sizes(self.store, path, manifest)
         return manifest
 
 
