@@ -398,6 +398,21 @@ def test_retention_never_goes_under_two_good_ones(tmp_path: Path) -> None:
         ]
 
 
+def test_a_run_can_branch_off_an_older_step(tmp_path: Path) -> None:
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path, every=1, keep=9) as ckpts:
+        for _ in range(5):
+            ckpts.step_done(state)
+    with anyrank.Checkpoints(tmp_path, every=2, keep=9) as ckpts:
+        ckpts.resume(state, 2)
+        assert len(ckpts.list()) == 5  # to look is not to leave
+        ckpts.step_done(state)
+        ckpts.step_done(state)
+        assert [one["step"] for one in ckpts.list()] == [4, 2, 1]
+    aside = sorted(path.name for path in tmp_path.glob(".superseded-*"))
+    assert aside == [f".superseded-step-0000000{number}" for number in (3, 4, 5)]
+
+
 def test_time_is_a_cadence(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
     with anyrank.Checkpoints(tmp_path, every="1h") as ckpts:

@@ -122,6 +122,7 @@ class Checkpoints:
         self.last_save = time.monotonic()
         self.saves: list[SaveRecord] = []
         self.locked = False
+        self.branch: int | None = None  # the step that was asked for, until the next save
         self._run: str | None = None
         self._pending: tuple[TrainState, Snapshot] | None = None
 
@@ -138,7 +139,7 @@ class Checkpoints:
         Args:
             state: what to restore, as it is built for a new run.
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
-                error; a number: that step.
+                error; a number: that step. Newer ones are set aside at the next save.
             skip: parts of the state that stay as they are.
 
         Returns:
@@ -164,6 +165,7 @@ class Checkpoints:
         resuming = Resuming(state, found, ranks, skip)
         resuming.fit()
         resuming.fill()
+        self.branch = found.manifest.step if isinstance(which, int) else None
         report = resuming.report(self.folder, self.verify, resuming.restore_streams())
         self._tell(report, ranks)
         return report
@@ -240,11 +242,14 @@ class Checkpoints:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: call step_done first"
             )
-        start = time.perf_counter()
+        start, folder = time.perf_counter(), self.folder
         self.wait()
         if self.saves and (self.saves[-1].step, self._run) == (state.step, state.run):
             return
         self._lock(ranks)
+        if self.branch is not None:
+            branch, self.branch = self.branch, None
+            ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
         if isinstance(state.data, Position):
             state.data.check_receipt(ranks)
         snapshot = collect(state, ranks)

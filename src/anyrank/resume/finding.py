@@ -76,7 +76,7 @@ def _bad(folder: RunFolder) -> list[str]:
 
 def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> str:
     first = ranks.ranks[0]
-    return ranks.from_one("setting aside", first, lambda: folder.set_aside(name, "damaged"))
+    return ranks.from_one("setting aside", first, lambda: folder.set_aside(name, "bad-damaged"))
 
 
 Looked = tuple[int, str, Manifest | None, Listing | None, str | None]

@@ -158,13 +158,26 @@ class RunFolder:
         write_file(self.store, fresh, f"{name}\n".encode())
         self.store.rename(fresh, self.join(LATEST))
 
+    def abandon(self, step: int) -> list[str]:
+        """Set aside the steps after this one, from which the run now branches off."""
+        newer = [name for number, name in self.committed() if number > step]
+        aside = [self.set_aside(name, "superseded") for name in newer]
+        if aside:
+            log.warning(
+                "%s: the run goes on from step %d; newer ones are now %s",
+                self.path,
+                step,
+                ", ".join(aside),
+            )
+        return aside
+
     def set_aside(self, name: str, why: str) -> str:
         """Take a step out of the way without deleting it; its new name."""
         taken = set(self.names())
         fresh = next(
             one
             for number in range(len(taken) + 2)
-            if (one := f".bad-{why}-{name}" + (f".{number}" if number else "")) not in taken
+            if (one := f".{why}-{name}" + (f".{number}" if number else "")) not in taken
         )
         with storing(self.path):
             self.store.rename(self.join(name), self.join(fresh))
