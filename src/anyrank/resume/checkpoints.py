@@ -208,7 +208,7 @@ class Checkpoints:
         wishes = {flag[1] for flag in flags if flag[1] is not None}
         if flags[0][2] or wishes:
             self.save(state)
-        elif ranks.index == 0 and self.saves:
+        elif self.locked and self._is_first:
             self.lock.renew()
         if signal.SIGTERM in wishes:
             self.close()
@@ -285,8 +285,9 @@ class Checkpoints:
         state.run = self._run = snapshot.header["run"]
         self.saves.append(replace(record, stall_seconds=stall))
         log.info("saved step %d: %s", record.step, record.path)
-        if self.on_commit is not None and self.ranks is not None and self.ranks.index == 0:
-            self.on_commit(self.saves[-1])
+        if self.on_commit is not None:
+            call, made = self.on_commit, self.saves[-1]
+            self._open().together("calling on_commit", lambda: self._is_first and call(made))
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -326,8 +327,12 @@ class Checkpoints:
             first = ranks.ranks[0]
             ranks.from_one("locking the run's folder", first, self.lock.take)
             self.locked = True
-        elif ranks.index == 0:
+        elif self._is_first:
             self.lock.renew()
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks is not None and self.ranks.index == 0
 
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
@@ -341,7 +346,7 @@ class Checkpoints:
             self.wishes.restore()
             if self.background is not None:
                 self.background.close()
-            if self.locked and self.ranks is not None and self.ranks.index == 0:
+            if self.locked and self._is_first:
                 self.lock.release()
             self.locked = False
             self.ranks = self.writers = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from anyrank.errors import CheckpointError
 from anyrank.files.storage import join_path, read_range
 from anyrank.files.store import Store, storing, write_file
 from anyrank.settings import LOCK_SEC
+
+log = logging.getLogger("anyrank.resume")
 
 LOCK = ".lock"
 RENEW_FRACTION = 10  # renewed this often within the time after which it counts as stale
@@ -47,18 +50,26 @@ class RunLock:
         self._write()
 
     def renew(self) -> None:
-        """Say that the owner is alive; cheap when called often."""
+        """Say that the owner is alive; cheap when called often. A failure is a warning.
+
+        It happens on one rank alone, between agreements: nothing may be raised there.
+        """
         if time.monotonic() - self.renewed > LOCK_SEC.get() / RENEW_FRACTION:
-            with storing(self.folder):
+            try:
                 if self.store.is_file(self.path):
                     self.store.remove(self.path)
-            self._write()
+                self._write()
+            except (OSError, CheckpointError) as error:
+                log.warning("%s: the lock was not renewed: %s", self.path, error)
 
     def release(self) -> None:
-        """Remove the lock if it is still ours."""
-        holder = self._read() if self.store.is_file(self.path) else None
-        if holder is not None and holder.get("token") == self.token:
-            self.store.remove(self.path)
+        """Remove the lock if it is still ours. A failure is a warning, as in `renew`."""
+        try:
+            holder = self._read() if self.store.is_file(self.path) else None
+            if holder is not None and holder.get("token") == self.token:
+                self.store.remove(self.path)
+        except OSError as error:
+            log.warning("%s: the lock was not removed: %s", self.path, error)
 
     def _write(self) -> None:
         table = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
