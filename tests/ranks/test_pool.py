@@ -194,7 +194,9 @@ def measure_memory() -> tuple[int, int, int]:
     rss, pss = rss_anon() - rss, pss_anon() - pss
     del kept
     with PeakMemory() as peak:
-        torch.ones(16 << 20)
+        held = torch.ones(16 << 20)
+        time.sleep(0.1)  # on a busy machine the sampling thread is not there at once
+        del held
     return rss, pss, peak.peak_bytes
 
 
