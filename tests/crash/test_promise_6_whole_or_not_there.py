@@ -21,7 +21,7 @@ from anyrank import faults
 from anyrank.testing import Died, Fault, run_ranks
 
 EVENTS = ["file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"]
-EVENTS += ["save.write", "save.commit"]
+EVENTS += ["save.stage", "save.write", "save.commit"]
 LAST = 3
 
 
