@@ -438,6 +438,19 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         assert f"another run writes here: process {os.getpid()} on " in run.stderr
 
 
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    state = anyrank.TrainState(*build())
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        with pytest.raises(anyrank.CheckpointError, match="holds step 1 of another run"):
+            ckpts.save(state)
+        assert not (tmp_path / ".lock").exists()
+        ckpts.resume(state)
+        ckpts.step_done(state)
+        ckpts.save(state)
+        assert [one["step"] for one in ckpts.list()] == [2, 1]
+
+
 def test_the_lock_of_a_dead_process_is_stale(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch, anyrank\n"

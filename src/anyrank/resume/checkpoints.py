@@ -123,7 +123,7 @@ class Checkpoints:
         self.saves: list[SaveRecord] = []
         self.locked = False
         self.branch: int | None = None  # the step that was asked for, until the next save
-        self._run: str | None = None
+        self._saved: tuple[int, str | None] | None = None  # step and run that are on disk
         self._pending: tuple[TrainState, Snapshot] | None = None
 
     # -- resume -----------------------------------------------------------------------------------
@@ -167,6 +167,7 @@ class Checkpoints:
         resuming.fill()
         self.branch = found.manifest.step if isinstance(which, int) else None
         report = resuming.report(self.folder, self.verify, resuming.restore_streams())
+        self._saved = (state.step, state.run)
         self._tell(report, ranks)
         return report
 
@@ -244,9 +245,9 @@ class Checkpoints:
             )
         start, folder = time.perf_counter(), self.folder
         self.wait()
-        if self.saves and (self.saves[-1].step, self._run) == (state.step, state.run):
+        if (state.step, state.run) == self._saved:
             return
-        self._lock(ranks)
+        self._lock(ranks, state.run)
         if self.branch is not None:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
@@ -282,7 +283,8 @@ class Checkpoints:
     def _done(
         self, state: TrainState, record: SaveRecord, snapshot: Snapshot, stall: float
     ) -> None:
-        state.run = self._run = snapshot.header["run"]
+        state.run = snapshot.header["run"]
+        self._saved = (record.step, state.run)
         self.saves.append(replace(record, stall_seconds=stall))
         log.info("saved step %d: %s", record.step, record.path)
         if self.on_commit is not None:
@@ -322,10 +324,19 @@ class Checkpoints:
                 self.writers = self.opened.enter_context(open_ranks(self.process_group))
         return self.ranks
 
-    def _lock(self, ranks: Ranks) -> None:
+    def _lock(self, ranks: Ranks, run: str | None) -> None:
+        """Become the folder's only writer, before the first save. All ranks."""
+
+        def take() -> None:
+            self.lock.take()
+            try:
+                self.folder.check_run(run)
+            except CheckpointError:
+                self.lock.release()
+                raise
+
         if not self.locked:
-            first = ranks.ranks[0]
-            ranks.from_one("locking the run's folder", first, self.lock.take)
+            ranks.from_one("locking the run's folder", ranks.ranks[0], take)
             self.locked = True
         elif self._is_first:
             self.lock.renew()

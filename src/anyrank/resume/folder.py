@@ -83,6 +83,24 @@ class RunFolder:
             self.store.make_folder(path)
             return path
 
+    def check_run(self, run: str | None) -> None:
+        """Refuse to mix two runs in one folder.
+
+        Raises:
+            CheckpointError: the newest readable step is of another run than this one.
+        """
+        for step, name in self.committed():
+            try:
+                other = read_manifest(self.store, self.join(name)).run
+            except CorruptCheckpoint:
+                continue
+            if other != run:
+                raise CheckpointError(
+                    f"{self.path}: holds step {step} of another run ({other[:8]}): resume that "
+                    "one before saving, or give this run a folder of its own"
+                )
+            return
+
     def _clean(self, run: str) -> None:
         """Remove what dead saves of this run, and retention that was killed, left behind.
 

@@ -73,9 +73,10 @@ class TrainState:
             if name in RESERVED or not name.isidentifier():
                 raise ValueError(f"{name!r} cannot be the name of a part: choose another")
             if not isinstance(one, (nn.Module, Optimizer, Stateful)):
+                hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
                 raise TypeError(
                     f"{name} is a {type(one).__name__}: a part is a module, an optimizer, or has "
-                    "state_dict() and load_state_dict()"
+                    f"state_dict() and load_state_dict(){hint}"
                 )
         self.data = data
         self.seed = seed
