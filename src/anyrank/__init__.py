@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CorruptCheckpoint,
         LoadError,
         RankError,
+        RecomputeError,
         UnsafeFile,
     )
     from anyrank.inspection.inspect import inspect
@@ -26,17 +27,37 @@ if TYPE_CHECKING:
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
     from anyrank.loading.staging import staging
+    from anyrank.memory.loss import tiled_loss
+    from anyrank.memory.offload import Offload, OffloadStats
+    from anyrank.memory.patch import recompute_, tile_
+    from anyrank.memory.recompute import recompute
+    from anyrank.memory.tile import tile
+    from anyrank.resume.checkpoints import Checkpoints
+    from anyrank.resume.elastic import ElasticLoader
+    from anyrank.resume.report import ResumeReport
+    from anyrank.resume.sampler import ElasticSampler
+    from anyrank.resume.shards import ElasticShards
+    from anyrank.resume.state import TrainState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AnyrankError",
     "CheckpointError",
+    "Checkpoints",
     "CorruptCheckpoint",
+    "ElasticLoader",
+    "ElasticSampler",
+    "ElasticShards",
     "LoadError",
     "LoadPlan",
     "LoadReport",
+    "Offload",
+    "OffloadStats",
     "RankError",
+    "RecomputeError",
+    "ResumeReport",
+    "TrainState",
     "UnsafeFile",
     "__version__",
     "freeze",
@@ -45,7 +66,12 @@ __all__ = [
     "materialize",
     "meta",
     "plan",
+    "recompute",
+    "recompute_",
     "staging",
+    "tile",
+    "tile_",
+    "tiled_loss",
 ]
 
 # Public name -> the module that defines it. No module beside this one may bear a public name:
@@ -53,11 +79,20 @@ __all__ = [
 HOMES = {
     "AnyrankError": "anyrank.errors",
     "CheckpointError": "anyrank.errors",
+    "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
+    "ElasticLoader": "anyrank.resume.elastic",
+    "ElasticSampler": "anyrank.resume.sampler",
+    "ElasticShards": "anyrank.resume.shards",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",
+    "Offload": "anyrank.memory.offload",
+    "OffloadStats": "anyrank.memory.offload",
     "RankError": "anyrank.errors",
+    "RecomputeError": "anyrank.errors",
+    "ResumeReport": "anyrank.resume.report",
+    "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
     "freeze": "anyrank.loading.freeze",
     "inspect": "anyrank.inspection.inspect",
@@ -65,7 +100,12 @@ HOMES = {
     "materialize": "anyrank.loading.materialize",
     "meta": "anyrank.loading.meta",
     "plan": "anyrank.loading.planning",
+    "recompute": "anyrank.memory.recompute",
+    "recompute_": "anyrank.memory.patch",
     "staging": "anyrank.loading.staging",
+    "tile": "anyrank.memory.tile",
+    "tile_": "anyrank.memory.patch",
+    "tiled_loss": "anyrank.memory.loss",
 }
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.

@@ -5,6 +5,7 @@ AnyrankError
  +- CheckpointError    a run checkpoint could not be written or resumed
  |   +- CorruptCheckpoint   its bytes are not the ones that were saved
  +- RankError          another rank failed, died or disagrees
+ +- RecomputeError     backward cannot have back what the forward pass saw
  +- UnsafeFile         the file asks to run code, or lies about its own size
 """
 
@@ -38,6 +39,10 @@ class CorruptCheckpoint(CheckpointError):
 
 class RankError(AnyrankError):
     """Another rank failed in an unforeseen way, died, or did something else at the same place."""
+
+
+class RecomputeError(AnyrankError):
+    """What backward needs of a recomputed, tiled or offloaded region is not what forward saw."""
 
 
 class UnsafeFile(AnyrankError):

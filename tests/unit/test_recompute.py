@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import anyrank
 from anyrank.memory.patch import matcher
+from anyrank.memory.region import Region
 
 WIDTH = 6
 
@@ -390,17 +391,43 @@ def test_nothing_of_the_block_lives_between_forward_and_backward_nor_after() -> 
         gc.enable()
 
 
-def test_values_that_one_backward_pass_does_not_read_are_dropped() -> None:
+def test_values_that_one_backward_pass_does_not_read_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    regions: list[Region] = []
+
+    class Noted(Region):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            regions.append(self)
+
+    monkeypatch.setattr("anyrank.memory.recompute.Region", Noted)
     module = Mlp().double()
     (x,) = leaves((4, WIDTH))
-    result = anyrank.recompute(module, x)
-    region = None
-    for each in gc.get_objects():
-        if type(each).__name__ == "Region" and each.values == {}:
-            region = each
-    assert region is not None
+    left: list[int] = []
+    x.register_hook(lambda grad: left.append(len(regions[0].values)))
+    result, other = anyrank.recompute(lambda x: (module(x), x.exp().sin()), x)
     torch.autograd.grad(result.sum(), x, retain_graph=True)
-    assert region.values == {}
+    assert left == [2]  # those of exp and sin
+    assert regions[0].values == {}
+    other.sum().backward()
+
+
+def test_what_backward_cannot_ask_for_is_not_kept() -> None:
+    unused: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        aside = x.exp()
+        unused.append(weakref.ref(aside.untyped_storage()))
+        aside.sin()  # saves `aside`, and is thrown away
+        hidden = x.sin()
+        hidden.register_hook(lambda grad: alive.extend(ref() is not None for ref in unused))
+        return hidden.exp()
+
+    (x,) = leaves((4, WIDTH))
+    anyrank.recompute(fn, x).sum().backward()
+    assert alive == [False, False]  # of the first run and of the second, between exp and sin
 
 
 # -- bad input ------------------------------------------------------------------------------------

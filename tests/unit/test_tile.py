@@ -63,7 +63,7 @@ def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     rows=st.integers(0, 9),
     chunk=st.integers(1, 11),
     dim=st.sampled_from([0, 1, -2, -3]),
-    layout=st.sampled_from(["dense", "transposed", "strided", "expanded"]),
+    layout=st.sampled_from(["dense", "transposed", "strided", "expanded", "chunk"]),
     frozen=st.booleans(),
     recomputed=st.booleans(),
 )
@@ -77,6 +77,7 @@ def test_any_size_dim_and_layout_equals_untiled(
         "transposed": lambda: x.transpose(0, 1).contiguous().transpose(0, 1),
         "strided": lambda: torch.stack([x, x], -1).select(-1, 0),
         "expanded": lambda: x[:, :, :1].expand(shape),
+        "chunk": lambda: torch.cat([x, x], -1).chunk(2, -1)[1],
     }[layout]
     module = Mlp().double()
     wanted = [*module.parameters(), *([] if frozen else [x])]
@@ -285,6 +286,26 @@ def test_an_expert_that_some_tiles_do_not_use(
     assert_close(pass_of(result.sum() * 0 + result, wanted)[1:], plain[1:])
 
 
+@pytest.mark.parametrize("cut_off", [[0], [1], [2], [1, 2], [0, 2]])
+def test_tiles_through_which_no_gradient_flows_give_zero(cut_off: list[int]) -> None:
+    x = double(1, 9, WIDTH)
+    torch.use_deterministic_algorithms(True)  # fills new memory with nan
+    try:
+        x.grad = None
+        tiles = iter([0, 1, 2, *(n for n in (2, 1, 0) if n not in cut_off)])
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return x.detach() if next(tiles) in cut_off else x.sin()
+
+        anyrank.tile(fn, chunk_size=3)(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = x.detach().cos()
+    for tile in cut_off:
+        expected[:, 3 * tile : 3 * tile + 3] = 0
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_after_an_error_in_the_middle_the_next_step_is_right() -> None:
     module = Mlp().double()
     x = double(1, ROWS, WIDTH)
@@ -330,8 +351,9 @@ def test_no_more_rows_than_a_tile_is_one_plain_call(rows: int) -> None:
 
 # torch 2.13 asks for .grad of a compiled function's arguments, and silences the warning by a log
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_torch_compile(where: str) -> None:
+def test_torch_compile(where: str, grad_dtype: torch.dtype | None) -> None:
     torch.compiler.reset()
     module = Mlp().double()
     module.rows = None  # type: ignore[assignment] # a list that grows would recompile
@@ -340,15 +362,31 @@ def test_torch_compile(where: str) -> None:
     wanted = [*module.parameters(), x]
     compile = functools.partial(torch.compile, backend="aot_eager")
     if where == "inside":
-        call = anyrank.tile(compile(module), chunk_size=4)
+        call = anyrank.tile(compile(module), chunk_size=4, grad_dtype=grad_dtype)
     else:
-        call = compile(anyrank.tile(module, chunk_size=4))
+        call = compile(anyrank.tile(module, chunk_size=4, grad_dtype=grad_dtype))
     assert_close(pass_of(call(x), wanted), pass_of(module(x), wanted))
     torch.compiler.reset()
 
 
 def plain_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.down(torch.tanh(module.up(x)))
+
+
+def test_autograd_adds_the_weight_gradients_of_all_tiles_in_place() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).double()
+    x = double(1, ROWS, WIDTH, grad=False)
+    sums: dict[str, int] = {}
+    for name, fn in (("tiled", anyrank.tile(module, chunk_size=2)), ("plain", split_call(module))):
+        with torch.profiler.profile() as profile:
+            fn(x).sum().backward()
+        sums[name] = sum(e.count for e in profile.key_averages() if e.key == "aten::add")
+        module.zero_grad()
+    assert sums == {"tiled": 0, "plain": 1}
+
+
+def split_call(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.cat([module(part) for part in x.split(2, 1)], 1)
 
 
 # -- grad_dtype -----------------------------------------------------------------------------------
@@ -412,10 +450,13 @@ def test_check_finds_a_function_that_looks_at_other_rows(fn: Any) -> None:
 
 def test_check_passes_what_is_independent_once_and_leaves_random_numbers_alone() -> None:
     module = Mlp(router=True)
+    drawn: list[float] = []
+    module.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
     tiled = anyrank.tile(module, chunk_size=4, check=True)
     state = torch.get_rng_state()
     tiled(torch.randn(2, ROWS, WIDTH, generator=torch.Generator()))
-    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    assert drawn[3:] == [torch.rand(()).item() for _ in range(3)]
     assert module.rows == [4, 10, 4, 4, 4, 2]
     tiled(torch.randn(2, ROWS, WIDTH))
     assert module.rows[6:] == [4, 4, 2]

@@ -1,0 +1,415 @@
+"""Recompute, tiles, tiled loss and offload beside their peers: live bytes, errors and time.
+
+    python benchmarks/memory.py              # some minutes; results/memory.json
+    python benchmarks/memory.py --quick      # small, nothing is written
+
+Bytes are those of live storages at the highest point of a forward and backward pass, by a dispatch
+mode that follows every storage from the operation that makes it to its end, on fake tensors of the
+full size; the same mode counts on a GPU. Under such a mode autograd sums gradients into new tensors
+where it would otherwise add in place, so the MLP is measured a second time by the allocator's own
+events, 16 times smaller in each dim. Time is that of a smaller case on this CPU; contenders take
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from machine import describe_machine
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import anyrank
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+MIB = 1 << 20
+BF16 = torch.bfloat16
+TOKENS, HIDDEN, INNER, VOCAB = 65536, 4096, 14336, 128256
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, and their highest sum."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        for tensor in known:
+            self.sizes[id(tensor.untyped_storage())] = 0  # there before: not counted
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.sizes:
+            self.sizes[id(storage)] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, id(storage)).atexit = False
+
+    def gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return result
+
+
+# -- the tiled MLP --------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """As the large language models have it."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += x.shape[1]
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class NestedBackward(torch.autograd.Function):
+    """A backward pass of its own for each tile, into `.grad`: fails or is wrong under wrappers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, chunk: int, *weights: Any) -> Any:
+        ctx.module, ctx.chunk = module, chunk
+        ctx.save_for_backward(x)
+        return torch.cat([module(part) for part in x.split(chunk, 1)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        found = torch.empty_like(x)
+        for n in range(0, x.shape[1], ctx.chunk):
+            part = x[:, n : n + ctx.chunk].detach().requires_grad_()
+            part.grad = found[:, n : n + ctx.chunk].zero_()
+            with torch.enable_grad():
+                y = ctx.module(part)
+            torch.autograd.backward(y, grad[:, n : n + ctx.chunk])
+        return found, None, None, *[None] * len(list(ctx.module.parameters()))
+
+
+def torch_tiles(module: nn.Module, chunk: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    region = functools.partial(checkpoint, module, use_reentrant=False)
+    return lambda x: torch.cat([region(part) for part in x.split(chunk, 1)], 1)
+
+
+MLPS: dict[str, Callable[[Any, int], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "plain": lambda module, chunk: module,
+    "torch checkpoint per tile": torch_tiles,
+    "backward per tile": lambda module, chunk: (
+        lambda x: NestedBackward.apply(x, module, chunk, *module.parameters())
+    ),
+    "anyrank.tile": lambda module, chunk: anyrank.tile(module, chunk_size=chunk),
+    "anyrank.tile, grad_dtype": lambda module, chunk: anyrank.tile(
+        module, chunk_size=chunk, grad_dtype=torch.float32
+    ),
+}
+
+
+def mlp_case(way: str, tokens: int, hidden: int, inner: int, tiles: int) -> Callable[[], Any]:
+    module = Mlp(hidden, inner)
+    call = MLPS[way](module, tokens // tiles)
+    x = torch.randn(1, tokens, hidden, dtype=BF16, requires_grad=True)
+    upstream = torch.randn(1, tokens, hidden, dtype=BF16)
+
+    def step() -> list[torch.Tensor]:
+        x.grad = None
+        for parameter in module.parameters():
+            parameter.grad = None
+        call(x).backward(upstream)
+        return [x, upstream, *module.parameters()]
+
+    step.known = [x, upstream, *module.parameters()]
+    return step
+
+
+def live_mib(make: Callable[[], Any], floor: int) -> int:
+    """Highest live bytes over the floor, in MiB, on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = make()
+        with Live(step.known) as live:
+            step()
+    return round((live.peak - floor) / MIB)
+
+
+def allocated_mib(make: Callable[[], Any], floor: int, scale: int) -> int:
+    """The same by the allocator's events on real tensors, of a case that is smaller by `scale`."""
+    step = make()
+    step()
+    for tensor in step.known:
+        tensor.grad = None
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        # Random states are of one size in every case: they would be scaled up.
+        now += event.nbytes() if abs(event.nbytes()) != torch.get_rng_state().numel() else 0
+        peak = max(peak, now)
+    return round((peak * scale - floor) / MIB)
+
+
+def mlp_bytes() -> list[dict[str, Any]]:
+    floor = 2 * (2 * TOKENS * HIDDEN + 3 * HIDDEN * INNER)
+    rows: list[dict[str, Any]] = []
+    for tiles in (16, 64):
+        for way in MLPS:
+            full = functools.partial(mlp_case, way, TOKENS, HIDDEN, INNER, tiles)
+            small = functools.partial(mlp_case, way, TOKENS // 16, HIDDEN // 16, INNER // 16, tiles)
+            row = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
+            rows.append(row | {"allocated_mib": allocated_mib(small, floor, 256)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def nested_calls() -> dict[str, float]:
+    """How often a token goes through the MLP in a step, inside of a recomputed block."""
+    found: dict[str, float] = {}
+    for way in MLPS:
+        module = Mlp(16, 24)
+        block = MLPS[way](module, 8)
+        x = torch.randn(1, 64, 16, dtype=BF16, requires_grad=True)
+        checkpoint(lambda x, b=block: x + b(F.silu(x)), x, use_reentrant=False).sum().backward()
+        found[way] = module.rows / 64
+    return found
+
+
+def weight_errors() -> dict[str, float]:
+    """Error of bf16 weight gradients over 64 tiles against float64, over the untiled layer's."""
+    torch.manual_seed(0)
+    module = Mlp(128, 256)
+    x = torch.randn(1, 8192, 128, dtype=BF16)
+    upstream = torch.randn(1, 8192, 128, dtype=BF16)
+    exact = Mlp(128, 256, torch.float64)
+    exact.load_state_dict(module.state_dict())
+    wanted = torch.autograd.grad(exact(x.double()), list(exact.parameters()), upstream.double())
+    errors: dict[str, float] = {}
+    for way in ("plain", "anyrank.tile", "anyrank.tile, grad_dtype"):
+        call = MLPS[way](module, 128)
+        grads = torch.autograd.grad(call(x), list(module.parameters()), upstream)
+        each = [(g.double() - w).norm() / w.norm() for g, w in zip(grads, wanted, strict=True)]
+        errors[way] = sum(each).item()
+    return {way: round(error / errors["plain"], 2) for way, error in errors.items()}
+
+
+# -- the loss -------------------------------------------------------------------------------------
+
+
+def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(hidden), labels)
+
+
+def chunked_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(h), y, reduction="sum")
+
+    parts = zip(hidden.split(1024), labels.split(1024), strict=True)
+    return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / len(labels)
+
+
+def torch_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, head.weight, labels, options=options)
+
+
+LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all logits": full_loss,
+    "torch checkpoint per tile": chunked_loss,
+    "anyrank.tiled_loss": anyrank.tiled_loss,
+    "anyrank.tiled_loss, recompute": functools.partial(anyrank.tiled_loss, impl="recompute"),
+}
+if hasattr(F, "linear_cross_entropy"):
+    LOSSES["torch linear_cross_entropy"] = torch_loss
+
+
+def loss_case(way: str, tokens: int, hidden_size: int, vocab: int, dtype: Any) -> Callable[[], Any]:
+    head = nn.Linear(hidden_size, vocab, bias=False, dtype=dtype)
+    hidden = torch.randn(tokens, hidden_size, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocab, (tokens,))
+
+    def step() -> None:
+        hidden.grad = head.weight.grad = None
+        LOSSES[way](head, hidden, labels).backward()
+
+    step.known = [hidden, labels, head.weight]
+    return step
+
+
+def loss_bytes() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for tokens in (4096, 16384, 65536):
+        for way in LOSSES:
+            make = functools.partial(loss_case, way, tokens, HIDDEN, VOCAB, BF16)
+            floor = 2 * (tokens * HIDDEN + HIDDEN * VOCAB)
+            try:
+                found = live_mib(make, floor)
+            except RuntimeError as error:  # some operations have no fake form
+                found = str(error).splitlines()[0][:120]
+            rows.append({"way": way, "tokens": tokens, "live_mib": found})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+# -- offload --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention's and the MLP's share of saved tensors, without their cost."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def offload_rows(tokens: int, width: int) -> list[dict[str, Any]]:
+    """What leaves for the host in a forward pass, of that parameters, and what stays."""
+    rows: list[dict[str, Any]] = []
+    for way in ("save_on_cpu", "anyrank, keep_last=0", "anyrank"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(width) for _ in range(6)))
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        x = torch.randn(1, tokens, width, requires_grad=True)
+        moved: list[tuple[int, bool]] = []
+
+        def pack(tensor: torch.Tensor, moved: Any = moved, parameters: Any = parameters) -> Any:
+            nbytes = tensor.numel() * tensor.element_size()
+            moved.append((nbytes, tensor.untyped_storage().data_ptr() in parameters))
+            return tensor
+
+        if way == "save_on_cpu":  # what it would copy: on CPU tensors it does nothing
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                model(x).sum().backward()
+            row: dict[str, Any] = {"to_host_mib": sum(n for n, _ in moved) / MIB}
+            row |= {"of_parameters_mib": sum(n for n, p in moved if p) / MIB, "left_mib": 0}
+        else:
+            keep = 0 if way.endswith("0") else 1
+            offload = anyrank.Offload(1 << 30, keep_last=keep, min_bytes=1, force=True)
+            anyrank.recompute_(model, "*", offload=offload)
+            held = set()
+            for _ in range(100):
+                inputs: list[weakref.ref[Any]] = []
+                hooks = [
+                    block.register_forward_pre_hook(
+                        lambda m, args, i=inputs: i.append(weakref.ref(args[0].untyped_storage()))
+                    )
+                    for block in model[1:]
+                ]
+                loss = model(x).sum()
+                left = sum(s.nbytes() for s in (ref() for ref in inputs) if s is not None)
+                loss.backward()
+                held.add(offload.stats().held_bytes)
+                for hook in hooks:
+                    hook.remove()
+            row = {"to_host_mib": offload.stats().copied_bytes / 100 / MIB, "left_mib": left / MIB}
+            row |= {"of_parameters_mib": 0.0, "host_bytes_over_100_steps": sorted(held)}
+        rows.append({"way": way} | row)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def times(steps: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
+    """Seconds of each, and ratios to the first one of the same turn."""
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for step in steps.values():
+        step()
+    for turn in range(repeats):
+        ways = list(steps)
+        for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+            start = time.perf_counter()
+            steps[way]()
+            seconds[way].append(time.perf_counter() - start)
+    first = seconds[next(iter(seconds))]
+    rows: list[dict[str, Any]] = []
+    for way, taken in seconds.items():
+        ratios = [a / b for a, b in zip(taken, first, strict=True)]
+        row = {"way": way, "n": repeats, "sec": round(statistics.median(taken), 4)}
+        spread = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        rows.append(row | {"ratio": {k: round(v, 3) for k, v in spread.items()}})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was to be reached, and whether it was."""
+    mlp = {(row["way"], row["tiles"]): row for row in result["mlp"]}
+    loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
+    mlp_time = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
+    loss_time = {row["way"]: row["ratio"]["median"] for row in result["loss_time"]}
+    offload = {row["way"]: row for row in result["offload"]}["anyrank, keep_last=0"]
+    wanted: list[tuple[str, float, float]] = [
+        ("tiled MLP, 64 tiles, MiB", mlp["anyrank.tile", 64]["allocated_mib"], 260),
+        ("tiled MLP, 16 tiles, MiB", mlp["anyrank.tile", 16]["allocated_mib"], 500),
+        ("tiled MLP, time of plain", mlp_time["anyrank.tile"], 1.35),
+        ("calls in a recomputed block", result["nested_calls"]["anyrank.tile"], 2),
+        ("weight error, grad_dtype", result["weight_errors"]["anyrank.tile, grad_dtype"], 1.2),
+        ("tiled loss, 4096 tokens, MiB", loss["anyrank.tiled_loss", 4096], 1050),
+        ("tiled loss, 65536 tokens, MiB", loss["anyrank.tiled_loss", 65536], 1050),
+        ("tiled loss, time of all logits", loss_time["anyrank.tiled_loss"], 1.05),
+        ("offload, MiB left on the device", offload["left_mib"], 0),
+        ("offload, host sizes over 100 steps", len(offload["host_bytes_over_100_steps"]), 1),
+    ]
+    if "torch linear_cross_entropy" in loss_time:
+        best = loss_time["torch linear_cross_entropy"]
+        wanted.append(("tiled loss, time of torch's", loss_time["anyrank.tiled_loss"] / best, 1.0))
+    return [
+        {"what": what, "value": round(value, 3), "at_most": most, "met": value <= most}
+        for what, value, most in wanted
+    ]
+
+
+def main() -> None:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    repeats, shrink = (2, 4) if options.quick else (options.repeats, 1)
+    result: dict[str, Any] = describe_machine()
+    result["mlp"] = mlp_bytes()
+    result["nested_calls"] = nested_calls()
+    result["weight_errors"] = weight_errors()
+    print(json.dumps([result["nested_calls"], result["weight_errors"]]), flush=True)
+    result["loss"] = loss_bytes()
+    result["offload"] = offload_rows(4096 // shrink, 128)
+    sizes = (4096 // shrink, 512, 1536, 8)
+    result["mlp_time"] = times({way: mlp_case(way, *sizes) for way in MLPS}, repeats)
+    sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
+    result["loss_time"] = times({way: loss_case(way, *sizes) for way in LOSSES}, repeats)
+    result["goals"] = goals(result)
+    for goal in result["goals"]:
+        print(json.dumps(goal), flush=True)
+    if not options.quick:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

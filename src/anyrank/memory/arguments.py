@@ -1,0 +1,115 @@
+"""The arguments of a call as a flat list, so that tensors at any depth are seen and packed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # torch's containers have no public module
+
+
+class Call:
+    """A function with its arguments, taken apart.
+
+    Attributes:
+        fn: the function, out of any `functools.partial`, whose arguments are among the others.
+        leaves: the arguments in order, at any depth of lists, tuples, dicts and registered types;
+            what another container holds stays in it, and reaches the function as it is.
+        spec: their structure.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.fn, self.args, self.kwargs = unwrap(fn, args, kwargs)
+        self.leaves, self.spec = flatten((self.args, self.kwargs))
+
+    def __call__(self) -> Any:
+        """Call the function with the very containers that were given: it may fill them."""
+        return self.fn(*self.args, **self.kwargs)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Other leaves, as args and kwargs."""
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Call the function with other leaves in place of these."""
+        args, kwargs = self.arguments(leaves)
+        return self.fn(*args, **kwargs)
+
+    def name(self, position: int) -> str:
+        """How a user would write the argument at a position."""
+        numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
+        root = "args" if str(path[0]) == "[0]" else "kwargs"
+        return root + "".join(str(key) for key in path[1:])
+
+
+class Emptied(Call):
+    """A call without its tensors, which a region may hold while an offload takes them away.
+
+    A tensor that is given twice is one here, and the same object when the function runs again: some
+    functions look.
+
+    Attributes:
+        tensors: the tensors of the call, each once. `forget` drops them.
+        positions: where each stands first.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.fn, self.args, self.kwargs, self.spec = call.fn, (), {}, call.spec
+        self.tensors: list[torch.Tensor] = []
+        self.positions: list[int] = []
+        self.index: dict[int, int] = {}
+        first: dict[int, int] = {}
+        for position, leaf in enumerate(call.leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in first:
+                    first[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                    self.positions.append(position)
+                self.index[position] = first[id(leaf)]
+        self.leaves = [None if n in self.index else leaf for n, leaf in enumerate(call.leaves)]
+
+    def forget(self) -> None:
+        self.tensors = []
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All leaves again, with these in place of the call's tensors."""
+        return [
+            tensors[self.index[n]] if n in self.index else leaf
+            for n, leaf in enumerate(self.leaves)
+        ]
+
+    def tensor_name(self, number: int) -> str:
+        return self.name(self.positions[number])
+
+
+def unwrap(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Take the arguments that a `functools.partial` holds out of it."""
+    while isinstance(fn, functools.partial):
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+    return fn, args, kwargs
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure; None is a leaf."""
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """What `flatten` took apart."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's or a module's name in messages."""
+    fn = unwrap(fn, (), {})[0]
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    return getattr(fn, "__qualname__", None) or type(fn).__name__

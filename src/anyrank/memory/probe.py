@@ -1,0 +1,66 @@
+"""`check=True`: does a function do to a tile what it does to the same rows of the whole?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anyrank.memory.arguments import Call, flatten
+from anyrank.memory.cut import Cut, normal, spread
+from anyrank.memory.surroundings import Surroundings
+
+
+def compare_probe(call: Call, cut: Cut, out_dims: Any, label: str) -> None:
+    """Run the call untiled and its second tile alone, without gradients, and compare.
+
+    Random state is set back. Costs one untiled call and two tiles.
+
+    Raises:
+        ValueError: the results differ, or the function draws random numbers.
+    """
+    devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    with torch.no_grad(), Surroundings.now(devices, ()).restored():
+        k = 1
+        probe = flatten(call.run(cut.tile(k, call.leaves)))[0]
+        result = call.run(call.leaves)
+        again = flatten(call.run(cut.tile(k, call.leaves)))[0]
+        whole = flatten(result)[0]
+        dims = spread(out_dims, result, label)
+    for n, tensor in enumerate(whole):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if not same(probe[n], again[n]):
+            raise ValueError(
+                f"{label}: gives another result for the same tile each time, so check=True cannot "
+                "compare: turn dropout off for the check, or leave it out"
+            )
+        dim = normal(dims[n], tensor, f"{label}: a result")
+        if tensor.shape[dim] != cut.size:
+            raise ValueError(
+                f"{label}: a result has shape {list(tensor.shape)}, and not {cut.size} rows in dim "
+                f"{dim} (out_dims)"
+            )
+        rows = tensor.narrow(dim, cut.starts[k], cut.length(k))
+        if not same(probe[n], rows):
+            raise ValueError(
+                f"{label}: is not independent along the tiled dim: rows {cut.starts[k]} to "
+                f"{cut.starts[k] + cut.length(k) - 1} come out differently alone "
+                f"({distance(probe[n], rows)}) than as a part of the whole; tile another dim, or "
+                "another function"
+            )
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to the order of sums."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    tolerance = 0.0 if not a.is_floating_point() else 32 * torch.finfo(a.dtype).eps
+    scale = max(1.0, b.abs().max().item()) if b.numel() and b.is_floating_point() else 1.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> str:
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} for {list(b.shape)}"
+    return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
