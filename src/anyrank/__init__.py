@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from anyrank.memory.recompute import recompute
     from anyrank.memory.tile import tile
     from anyrank.resume.checkpoints import Checkpoints
-    from anyrank.resume.elastic import ElasticLoader
+    from anyrank.resume.data.elastic import ElasticLoader
+    from anyrank.resume.data.sampler import ElasticSampler
+    from anyrank.resume.data.shards import ElasticShards
     from anyrank.resume.report import ResumeReport
-    from anyrank.resume.sampler import ElasticSampler
-    from anyrank.resume.shards import ElasticShards
     from anyrank.resume.state import TrainState
 
 __version__ = "0.1.0"
@@ -81,9 +81,9 @@ HOMES = {
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
-    "ElasticLoader": "anyrank.resume.elastic",
-    "ElasticSampler": "anyrank.resume.sampler",
-    "ElasticShards": "anyrank.resume.shards",
+    "ElasticLoader": "anyrank.resume.data.elastic",
+    "ElasticSampler": "anyrank.resume.data.sampler",
+    "ElasticShards": "anyrank.resume.data.shards",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",

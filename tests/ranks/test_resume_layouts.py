@@ -1,4 +1,4 @@
-"""Saved in one layout on some ranks, resumed in another on others: equal to the run that went on."""
+"""Saved in one layout on some ranks, resumed in another on others, as if it had gone on."""
 
 from __future__ import annotations
 

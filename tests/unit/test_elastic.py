@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anyrank
-from anyrank.resume.permutation import Order
-from anyrank.resume.schedule import shares
+from anyrank.resume.data.permutation import Order
+from anyrank.resume.data.schedule import shares
 from anyrank.resume.streams import ambient
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anyrank.resume.data.permutation import Order, feistel
 from anyrank.resume.hashing import derive, mix64, signed
-from anyrank.resume.permutation import Order, feistel
 
 SEEDS = st.integers(-(2**70), 2**70)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import anyrank
-from anyrank.resume.sampler import Share
+from anyrank.resume.data.sampler import Share
 from anyrank.world.ranks import one_process
 
 pytestmark = [

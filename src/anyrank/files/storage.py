@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Generator
 from typing import Any, Protocol
 
 from anyrank.errors import LoadError
@@ -80,7 +82,9 @@ class RemoteFile:
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         wanted = sum(len(buffer) for buffer in buffers)
-        data = memoryview(self.filesystem.cat_file(self.path, start=offset, end=offset + wanted))
+        with asking(self.path):
+            found = self.filesystem.cat_file(self.path, start=offset, end=offset + wanted)
+        data = memoryview(found)
         position = 0
         for buffer in buffers:
             part = data[position : position + len(buffer)]
@@ -92,26 +96,49 @@ class RemoteFile:
         """Nothing is held open."""
 
 
+@contextlib.contextmanager
+def asking(path: str) -> Generator[None]:
+    """Turn what a remote storage's own library raises into an OSError, as local storage does."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each library has a tree of its own
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error
+
+
 class RemoteStorage:
-    """Any file system that fsspec knows (s3://, gs://, memory://, ...)."""
+    """Any file system that fsspec knows (s3://, gs://, memory://, ...).
+
+    Listings are never kept: another process may have written since.
+    """
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs  # heavy, and only remote sources need it
 
-        self.filesystem: Any = url_to_fs(url)[0]
+        with asking(url):
+            self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
 
     def is_file(self, path: str) -> bool:
-        return bool(self.filesystem.isfile(path))
+        """False only when the storage says so: a storage that does not answer is an OSError."""
+        try:
+            with asking(path):
+                return bool(self.filesystem.info(path)["type"] == "file")
+        except FileNotFoundError:
+            return False
 
     def is_dir(self, path: str) -> bool:
-        return bool(self.filesystem.isdir(path))
+        with asking(path):
+            return bool(self.filesystem.isdir(path))
 
     def names(self, path: str) -> list[str]:
-        found: list[str] = self.filesystem.ls(path, detail=False)
+        with asking(path):
+            found: list[str] = self.filesystem.ls(path, detail=False)
         return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in found)
 
     def info(self, path: str) -> FileInfo:
-        details: dict[str, Any] = self.filesystem.info(path)
+        with asking(path):
+            details: dict[str, Any] = self.filesystem.info(path)
         tags = (details.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
         version = next((str(tag) for tag in tags if tag is not None), "")
         return FileInfo(path, int(details["size"]), version)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.storage import LocalStorage, RemoteStorage, Storage, asking
+from anyrank.files.storage import LocalStorage, RemoteStorage, Storage, asking, join_path
 
 SYNC_FILE_RANGE_WRITE = 2
 BLOCK_BYTES = 16 << 20  # of a file, each with a checksum of its own: ranks share the verification
@@ -225,12 +225,11 @@ class RemoteStore(RemoteStorage):
         return RemoteSink(self.filesystem, path)
 
     def rename(self, old: str, new: str) -> None:
-        """Copy and delete, object by object: never where a kill in between would matter."""
+        """Copy, then delete, object by object: never where a kill in between would matter."""
         faults.point("file.rename")
         with asking(old):
-            root = self.filesystem._strip_protocol(old)
-            for one in self.filesystem.find(old):
-                self.filesystem.cp_file(one, new + one.removeprefix(root))
+            for name in self.names(old):
+                self.filesystem.cp_file(join_path(old, name), join_path(new, name))
             self.filesystem.rm(old, recursive=True)
 
     def sync_folder(self, path: str) -> None:

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.store import store_for
 from anyrank.resume.background import Background
-from anyrank.resume.elastic import ElasticLoader
+from anyrank.resume.data.elastic import ElasticLoader
+from anyrank.resume.data.position import Position
+from anyrank.resume.data.sampler import ElasticSampler
 from anyrank.resume.finding import VERIFY, find, narrow
 from anyrank.resume.folder import RunFolder, describe
 from anyrank.resume.lock import RunLock
-from anyrank.resume.position import Position
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.resuming import Resuming
-from anyrank.resume.sampler import ElasticSampler
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.signals import Wishes
 from anyrank.resume.state import TrainState
@@ -123,8 +123,8 @@ class Checkpoints:
         self.saves: list[SaveRecord] = []
         self.locked = False
         self.branch: int | None = None  # the step that was asked for, until the next save
-        self._saved: tuple[int, str | None] | None = None  # step and run that are on disk
-        self._pending: tuple[TrainState, Snapshot] | None = None
+        self.on_disk: tuple[int, str | None] | None = None  # step and run that are on disk
+        self.pending: tuple[TrainState, Snapshot] | None = None
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Checkpoints:
         resuming.fill()
         self.branch = found.manifest.step if isinstance(which, int) else None
         report = resuming.report(self.folder, self.verify, resuming.restore_streams())
-        self._saved = (state.step, state.run)
+        self.on_disk = (state.step, state.run)
         self._tell(report, ranks)
         return report
 
@@ -245,7 +245,7 @@ class Checkpoints:
             )
         start, folder = time.perf_counter(), self.folder
         self.wait()
-        if (state.step, state.run) == self._saved:
+        if (state.step, state.run) == self.on_disk:
             return
         self._lock(ranks, state.run)
         if self.branch is not None:
@@ -263,7 +263,7 @@ class Checkpoints:
         assert self.writers is not None
         self.background.start(snapshot, self.writers)
         self.background.stall += time.perf_counter() - start
-        self._pending = (state, snapshot)
+        self.pending = (state, snapshot)
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
         return write(snapshot, self.folder, ranks, self.keep, self.keep_every)
@@ -274,9 +274,9 @@ class Checkpoints:
         Raises:
             CheckpointError: the save that was in flight failed.
         """
-        if self.background is None or self._pending is None:
+        if self.background is None or self.pending is None:
             return
-        (state, snapshot), self._pending = self._pending, None
+        (state, snapshot), self.pending = self.pending, None
         record = self.background.wait()
         self._done(state, record, snapshot, record.stall_seconds)
 
@@ -284,7 +284,7 @@ class Checkpoints:
         self, state: TrainState, record: SaveRecord, snapshot: Snapshot, stall: float
     ) -> None:
         state.run = snapshot.header["run"]
-        self._saved = (record.step, state.run)
+        self.on_disk = (record.step, state.run)
         self.saves.append(replace(record, stall_seconds=stall))
         log.info("saved step %d: %s", record.step, record.path)
         if self.on_commit is not None:

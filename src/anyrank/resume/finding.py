@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import Manifest
+from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.files.run_folder import list_step
 from anyrank.loading.verify import check_files
 from anyrank.resume.folder import RunFolder
@@ -98,7 +99,10 @@ def _look(folder: RunFolder, which: str | int) -> Looked | None:
         manifest = folder.examine(name)
         return step, name, manifest, list_step(folder.store, folder.join(name), manifest), None
     except CorruptCheckpoint as error:
-        return step, name, None, None, str(error)
+        manifest = None  # it may be sound itself, and tell how much is lost
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(folder.store, folder.join(name))
+        return step, name, manifest, None, str(error)
 
 
 def _verify(listing: Listing, ranks: Ranks) -> str | None:

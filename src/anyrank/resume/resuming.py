@@ -19,10 +19,10 @@ from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.strategy import decide
 from anyrank.loading.targets import find_targets
+from anyrank.resume.data.position import Position
 from anyrank.resume.finding import Found, verified_in_words
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Fill, Fitted, Stored
-from anyrank.resume.position import Position
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.saved_streams import Outcome as StreamOutcome
 from anyrank.resume.saved_streams import check_scopes, fingerprints, restore

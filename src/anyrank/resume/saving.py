@@ -23,9 +23,9 @@ from anyrank.files.run_folder import INDEX, Place, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import Written, write_file
 from anyrank.loading.verify import content_hash
+from anyrank.resume.data.position import Position
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Saved, differences
-from anyrank.resume.position import Position
 from anyrank.resume.saved_streams import Place as Seat
 from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
 from anyrank.resume.share import Item, items_of, write_share

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.resume.permutation import IDENTITY_NAME, ORDER_NAME
-from anyrank.resume.receipt import Receipt, receipt_of, receipt_of_range
-from anyrank.resume.schedule import Schedule, StepPlan
+from anyrank.resume.data.permutation import IDENTITY_NAME, ORDER_NAME
+from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
+from anyrank.resume.data.schedule import Schedule, StepPlan
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]

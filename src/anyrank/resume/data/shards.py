@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.elastic import ElasticLoader
+from anyrank.resume.data.elastic import ElasticLoader
+from anyrank.resume.data.permutation import Order
+from anyrank.resume.data.schedule import Tail
 from anyrank.resume.hashing import derive
-from anyrank.resume.permutation import Order
-from anyrank.resume.schedule import Tail
 from anyrank.resume.streams import kept
 
 SHARDS_NAME = "shards-v1"

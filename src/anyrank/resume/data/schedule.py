@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from anyrank.resume.permutation import Order
+from anyrank.resume.data.permutation import Order
 
 Tail = Literal["short", "drop", "pad"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.elastic import length_of
-from anyrank.resume.permutation import Order
-from anyrank.resume.position import Position
-from anyrank.resume.receipt import Receipt, receipt_of
-from anyrank.resume.schedule import Schedule, StepPlan, Tail
+from anyrank.resume.data.elastic import length_of
+from anyrank.resume.data.permutation import Order
+from anyrank.resume.data.position import Position
+from anyrank.resume.data.receipt import Receipt, receipt_of
+from anyrank.resume.data.schedule import Schedule, StepPlan, Tail
 
 
 class Share(NamedTuple):

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.fetch import Answer
+from anyrank.resume.data.fetch import Answer
+from anyrank.resume.data.receipt import Receipt, receipt_of
+from anyrank.resume.data.schedule import Schedule, StepPlan, Turn
+from anyrank.resume.data.sync import GradientSync
 from anyrank.resume.hashing import derive
-from anyrank.resume.receipt import Receipt, receipt_of
-from anyrank.resume.schedule import Schedule, StepPlan, Turn
 from anyrank.resume.streams import accelerators_of, seeded
-from anyrank.resume.sync import GradientSync
 from anyrank.world.ranks import Ranks
 
 

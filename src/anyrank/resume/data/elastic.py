@@ -8,11 +8,11 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.fetch import Request, Requests, Samples, make_fetcher
-from anyrank.resume.permutation import Order
-from anyrank.resume.position import OnBatchChange, Position
-from anyrank.resume.schedule import Schedule, Tail
-from anyrank.resume.step import Pass, Step
+from anyrank.resume.data.fetch import Request, Requests, Samples, make_fetcher
+from anyrank.resume.data.permutation import Order
+from anyrank.resume.data.position import OnBatchChange, Position
+from anyrank.resume.data.schedule import Schedule, Tail
+from anyrank.resume.data.step import Pass, Step
 from anyrank.world.ranks import open_ranks
 
 
