@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import anyrank
-from anyrank.resume.checkpoints import cadence
+from anyrank.resume.cadence import cadence
 from anyrank.resume.trees import from_json, to_json
 
 

@@ -39,6 +39,7 @@ class Manifest:
         versions: of anyrank and torch.
         files: name -> record, for every other file of the folder.
         parts: name -> what is saved of a part of the state, apart from its tensors.
+        differed: buffers that were not alike on all ranks; the first rank's were saved.
         streams: scope of each random stream.
     """
 
@@ -52,6 +53,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     parts: dict[str, Any]
+    differed: list[str] = field(default_factory=list[str])
     streams: dict[str, str] = field(default_factory=dict[str, str])
 
     def to_bytes(self) -> bytes:

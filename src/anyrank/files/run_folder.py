@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyrank.errors import AnyrankError, CorruptCheckpoint, LoadError
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
 from anyrank.files.storage import Storage, inside, join_path
@@ -166,5 +166,9 @@ def index_of(places: Iterable[Place], aliases: Mapping[str, str]) -> bytes:
         }
         entry = tensors.setdefault(place.name, described)
         entry["chunks"].append((place.box.offsets, place.box.sizes, number, place.offset))
+    for name, entry in tensors.items():
+        held = sum(math.prod(sizes) for _, sizes, _, _ in entry["chunks"])
+        if held != math.prod(entry["shape"]):  # never commit what cannot be read
+            raise CheckpointError(f"{name}: {held} elements were written of {entry['shape']}")
     table = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
     return (json.dumps(table, separators=(",", ":")) + "\n").encode()

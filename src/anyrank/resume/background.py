@@ -6,6 +6,7 @@ next gradients are computed; only the optimizer waits for it. Everything else is
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from anyrank.errors import AnyrankError, RankError
 from anyrank.resume.saving import SaveRecord, Snapshot
 from anyrank.resume.share import Item, Staging
 from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
 
 Write = Callable[[Snapshot, Ranks], SaveRecord]
 
@@ -36,25 +39,38 @@ class Background:
         self.record: SaveRecord | None = None
         self.stall = 0.0
         self.hooks: list[Any] = []
+        self.watched: list[Optimizer] = []
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Let these optimizers wait for a copy that is under way before they step."""
-        if not self.hooks:
+        inner = [innermost(one) for one in optimizers]
+        if [id(one) for one in inner] != [id(one) for one in self.watched]:
+            self.close()
+            self.watched = inner
             self.hooks = [
-                innermost(one).register_step_pre_hook(lambda *_: self.wait_for_copy())
-                for one in optimizers
+                one.register_step_pre_hook(lambda *_: self.wait_for_copy()) for one in inner
             ]
 
-    def start(self, snapshot: Snapshot, ranks: Ranks) -> None:
-        """Copy what may change any time, and go on with the rest in a thread. All ranks."""
+    def start(self, snapshot: Snapshot, ranks: Ranks, writers: Ranks) -> None:
+        """Copy what may change any time, and go on with the rest in a thread. All ranks.
+
+        Args:
+            snapshot: what to save.
+            ranks: for this thread.
+            writers: the same ranks, for the other thread.
+
+        Raises:
+            AnyrankError: a rank had no memory for the copy; nothing was started.
+        """
         fleeting = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
-        copied = self.now.take(fleeting)
+        copied: list[Item] = []
+        ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting)))
         self.failure = self.record = None
         self.stall = 0.0
         self.staged.clear()
         self.thread = threading.Thread(
-            target=self._run, args=(snapshot, copied, steady, ranks), name="anyrank-save"
+            target=self._run, args=(snapshot, copied, steady, writers), name="anyrank-save"
         )
         self.thread.start()
 
@@ -78,6 +94,8 @@ class Background:
             self.failure = error
         except Exception as error:  # a thread must hand on whatever happens in it
             self.failure = RankError(f"{type(error).__name__}: {error}")
+        if self.failure is not None:  # told at the next step as well, but there may be none
+            log.error("step %d was not saved: %s", snapshot.header["step"], self.failure)
 
     def wait_for_copy(self) -> None:
         """Return when the state may change again."""
@@ -111,7 +129,7 @@ class Background:
         """Forget the optimizers."""
         for hook in self.hooks:
             hook.remove()
-        self.hooks = []
+        self.hooks, self.watched = [], []
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

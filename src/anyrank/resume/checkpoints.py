@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from anyrank.errors import AnyrankError, CheckpointError
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.store import store_for
 from anyrank.resume.background import Background
+from anyrank.resume.cadence import cadence
 from anyrank.resume.data.elastic import ElasticLoader
 from anyrank.resume.data.position import Position
 from anyrank.resume.data.sampler import ElasticSampler
-from anyrank.resume.finding import VERIFY, find, narrow
+from anyrank.resume.finding import VERIFY, Found, find, narrow
 from anyrank.resume.folder import RunFolder, describe
 from anyrank.resume.lock import RunLock
 from anyrank.resume.report import ResumeReport
@@ -34,36 +34,17 @@ from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
 
-EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
-UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
-
-@dataclass(frozen=True)
-class Cadence:
-    """When a save is due: each `steps` steps, or each `seconds`; never when both are None."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def cadence(every: int | str | None) -> Cadence:
-    """`every=`, read.
+def refuse_within_step(state: TrainState) -> None:
+    """Refuse to save what is not accounted for.
 
     Raises:
-        ValueError: it is neither a positive number of steps nor a time such as "10min".
+        CheckpointError: microbatches of a step were taken, and step_done was not called.
     """
-    text = str(every).strip()
-    if every is None:
-        return Cadence()
-    if text.isdigit() and int(text) > 0:
-        return Cadence(steps=int(text))
-    match = EVERY.match(text)
-    if match and float(match[1]) > 0:
-        return Cadence(seconds=float(match[1]) * UNITS[match[2]])
-    raise ValueError(
-        f"every={every!r}: give a number of steps, as in every=500, or a time, as in '10min' "
-        f"(units: {', '.join(UNITS)})"
-    )
+    if getattr(state.data, "in_step", False):
+        raise CheckpointError(
+            "save() within a step, whose samples are not accounted for: call step_done first"
+        )
 
 
 class Checkpoints:
@@ -154,7 +135,18 @@ class Checkpoints:
         which = narrow(which)
         self.wait()
         ranks = self._open()
-        found = find(self.folder, which, self.verify, ranks)
+        fitted: list[Resuming] = []
+
+        def fit(found: Found) -> str | None:
+            resuming = Resuming(state, found, ranks, skip)
+            try:
+                resuming.fit()
+            except CorruptCheckpoint as error:
+                return str(error)
+            fitted.append(resuming)
+            return None
+
+        found = find(self.folder, which, self.verify, ranks, fit)
         if found is None:
             if which == "must":
                 raise CheckpointError(
@@ -162,11 +154,10 @@ class Checkpoints:
                     "check the path, or use 'auto'"
                 )
             return None
-        resuming = Resuming(state, found, ranks, skip)
-        resuming.fit()
+        (resuming,) = fitted
         resuming.fill()
         self.branch = found.manifest.step if isinstance(which, int) else None
-        report = resuming.report(self.folder, self.verify, resuming.restore_streams())
+        report = resuming.report(self.folder, self.verify)
         self.on_disk = (state.step, state.run)
         self._tell(report, ranks)
         return report
@@ -185,6 +176,8 @@ class Checkpoints:
         for name, outcome in report.components.items():
             if outcome not in ("exact", "resharded"):
                 log.warning("%s is %s: %s", name, outcome, outcome.reason)
+        if resumed_buffers := [note for note in report.notes if "buffers differed" in note]:
+            log.warning("%s", resumed_buffers[0])
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -197,20 +190,29 @@ class Checkpoints:
         Raises:
             CheckpointError: a save failed; the last committed step is still there.
         """
-        state.check_usable()
         self.wishes.watch()
-        self._complete(state)
         ranks = self._open()
-        failed = self.background is not None and self.background.failed
-        due = ranks.index == 0 and self._is_due(state.step)
-        flags = ranks.gather((failed, self.wishes.take(), due))
-        if any(flag[0] for flag in flags):
-            self.wait()
-        wishes = {flag[1] for flag in flags if flag[1] is not None}
-        if flags[0][2] or wishes:
-            self.save(state)
-        elif self.locked and self._is_first:
-            self.lock.renew()
+
+        def here() -> tuple[bool, int | None, bool]:
+            state.check_usable()
+            self._complete(state)
+            failed = self.background is not None and self.background.failed
+            due = self._is_first and self._is_due(state.step)
+            return failed, self.wishes.take(), due
+
+        flags = ranks.together("completing the step", here)
+        mine, wishes = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
+        try:
+            if any(flag[0] for flag in flags):
+                self.wait()
+            if flags[0][2] or wishes:
+                self.save(state)
+            elif self.locked and self._is_first:
+                self.lock.renew()
+        except AnyrankError:
+            if mine is not None:
+                self.wishes.give_back(mine)  # it is still to be done, at the next boundary
+            raise
         if signal.SIGTERM in wishes:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", state.step)
@@ -239,11 +241,8 @@ class Checkpoints:
                 within a step. Nothing is committed then, and no earlier step is touched.
         """
         ranks = self._open()
-        if getattr(state.data, "in_step", False):
-            raise CheckpointError(
-                "save() within a step, whose samples are not accounted for: call step_done first"
-            )
         start, folder = time.perf_counter(), self.folder
+        ranks.together("saving", lambda: refuse_within_step(state))
         self.wait()
         if (state.step, state.run) == self.on_disk:
             return
@@ -261,7 +260,7 @@ class Checkpoints:
             return
         self.background.watch([p for p in state.parts.values() if isinstance(p, Optimizer)])
         assert self.writers is not None
-        self.background.start(snapshot, self.writers)
+        self.background.start(snapshot, ranks, self.writers)
         self.background.stall += time.perf_counter() - start
         self.pending = (state, snapshot)
 
@@ -288,8 +287,11 @@ class Checkpoints:
         self.saves.append(replace(record, stall_seconds=stall))
         log.info("saved step %d: %s", record.step, record.path)
         if self.on_commit is not None:
-            call, made = self.on_commit, self.saves[-1]
-            self._open().together("calling on_commit", lambda: self._is_first and call(made))
+            self._open().together("calling on_commit", self._call_back)
+
+    def _call_back(self) -> None:
+        if self.on_commit is not None and self._is_first:
+            self.on_commit(self.saves[-1])
 
     # -- look -------------------------------------------------------------------------------------
 

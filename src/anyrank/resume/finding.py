@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -28,10 +29,17 @@ class Found:
     set_aside: list[str]
 
 
-def find(folder: RunFolder, which: str | int, verify: str, ranks: Ranks) -> Found | None:
+def find(
+    folder: RunFolder,
+    which: str | int,
+    verify: str,
+    ranks: Ranks,
+    fit: Callable[[Found], str | None],
+) -> Found | None:
     """The newest step that verifies, or the one asked for; None for an empty folder. All ranks.
 
-    Damaged steps are renamed `.bad-...` and passed over.
+    `fit` is called by all ranks with a step that verified, and may still find damage, which it
+    returns in words. Damaged steps are renamed `.bad-...` and passed over.
 
     Raises:
         CheckpointError: steps are there and none can be used, or the one asked for is not there.
@@ -52,7 +60,10 @@ def find(folder: RunFolder, which: str | int, verify: str, ranks: Ranks) -> Foun
         if problem is None:
             assert manifest is not None
             assert listing is not None
-            return Found(name, manifest, listing, newest, samples, set_aside)
+            found = Found(name, manifest, listing, newest, samples, set_aside)
+            problem = fit(found)
+            if problem is None:
+                return found
         reasons.append(problem)
         if which not in ("auto", "must"):
             raise CorruptCheckpoint(f"step {which} was asked for and is damaged: {problem}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError
 from anyrank.files.formats import list_source
@@ -13,7 +15,9 @@ from anyrank.loading.allocate import allocate, default_device, device_for, put_i
 from anyrank.loading.freeze import check_frozen, frozen_parts, remember
 from anyrank.loading.targets import Target, find_targets
 from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, listed, misfits
-from anyrank.tensors.names import match, near
+from anyrank.resume.trees import from_json, to_json
+from anyrank.tensors.held import hold
+from anyrank.tensors.names import WRAPPERS, match, near
 
 
 def targets_of(module: nn.Module) -> list[Target]:
@@ -30,8 +34,13 @@ def targets_of(module: nn.Module) -> list[Target]:
     return targets
 
 
-def save_module(part: str, module: nn.Module) -> Saved:
+def save_module(part: str, module: nn.Module, stepped: Container[int]) -> Saved:
     """What a module brings to a save. This rank's view; the ranks compare it.
+
+    Args:
+        part: its name in the state.
+        module: as the ranks hold it.
+        stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
         CheckpointError: a tensor on meta, or two of one name.
@@ -57,11 +66,35 @@ def save_module(part: str, module: nn.Module) -> Saved:
         for target in targets
         for place in target.places[1:]
     }
-    steady = {f"{part}.{t.name}" for t in targets if t.kind == "parameter"}
     for target in targets:
         target.name = f"{part}.{target.name}"
-    record = {"kind": "module", "layout": layout_digest(targets), "frozen": frozen}
-    return Saved(record, [*targets], aliases=aliases, steady=steady)
+    saved = Saved(None, [*targets], aliases=aliases)
+    saved.steady = {target.name for target in targets if id(target.tensor) in stepped}
+    saved.loose = {t.name for t in targets if t.kind == "buffer" and t.layout is None}
+    layout = layout_digest(targets)
+    extra = {name: _save_extra(part, name, one, saved) for name, one in _with_extra(module)}
+    saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
+    return saved
+
+
+def _with_extra(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules with a state of their own beside their tensors, by name without wrappers."""
+    found: list[tuple[str, nn.Module]] = []
+    for raw, one in module.named_modules():
+        if type(one).get_extra_state is not nn.Module.get_extra_state:
+            parts = [segment for segment in raw.split(".") if segment not in WRAPPERS]
+            if isinstance(module, DistributedDataParallel):
+                parts = parts[1:]
+            found.append((".".join(parts), one))
+    return found
+
+
+def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        saved.tensors.append(hold(where, tensor.detach()))
+        return {"~tensor": where}
+
+    return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
 
 
 def fit_module(part: str, module: nn.Module, record: Any, stored: Stored) -> Fitted:
@@ -85,6 +118,12 @@ def fit_module(part: str, module: nn.Module, record: Any, stored: Stored) -> Fit
             missing.append(target.name)
             continue
         used.update({key, *names})
+        others = [saved[name] for name in names if name in saved]
+        if any(other.chunks != saved[key].chunks for other in others):
+            problems.append(
+                f"{part}.{target.name}: is one tensor here, and was several in the checkpoint, "
+                f"which may differ ({', '.join(one.name for one in others)}): untie them"
+            )
         problem = misfits(saved[key], target)
         if problem:
             problems.append(f"{part}.{problem}")
@@ -98,6 +137,9 @@ def fit_module(part: str, module: nn.Module, record: Any, stored: Stored) -> Fit
         shown = [f"{name}{near(name, missing)}" for name in extra]
         problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
 
+    restored, wrong = _fit_extra(part, module, record, stored, fills)
+    problems += wrong
+
     def commit() -> None:
         for fill in fills:
             if isinstance(fill.held, Target) and fill.held.is_meta:
@@ -105,12 +147,37 @@ def fit_module(part: str, module: nn.Module, record: Any, stored: Stored) -> Fit
         for name, inner in parts.items():
             remember(inner)
             _compare_digest(part, name, inner, record)
+        for one, value in restored:
+            one.set_extra_state(value)
 
     for target in wanted:  # the layout's hash goes by the names in the checkpoint
         target.name = f"{part}.{target.name}"
     outcome = stored.moved(record["layout"], layout_digest(wanted))
     hollow = any(target.is_meta and target.kind == "derived" for target in every)
     return Fitted(outcome, fills, commit, problems, hollow)
+
+
+def _fit_extra(
+    part: str, module: nn.Module, record: Any, stored: Stored, fills: list[Fill]
+) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
+    """Modules with the extra state that they are to have, and what is wrong with that."""
+    here, problems = dict(_with_extra(module)), list[str]()
+
+    def take(table: Any) -> torch.Tensor:
+        saved = stored.listing.tensors[table["~tensor"]]
+        held = hold(saved.name, torch.empty(saved.shape, dtype=saved.dtype))
+        fills.append(Fill(held, saved, held.tensor, stored.listing))
+        return held.tensor
+
+    saved: dict[str, Any] = record["extra"]
+    for title, names in (
+        (f"{part}: extra state that the checkpoint does not hold", here.keys() - saved.keys()),
+        (f"{part}: extra state of modules that are not in the model", saved.keys() - here.keys()),
+    ):
+        if names:
+            problems.append(listed(title, sorted(names)))
+    both = [name for name in saved if name in here]
+    return [(here[name], from_json(saved[name], take)) for name in both], problems
 
 
 def _memory(target: Target, device: torch.device) -> torch.Tensor:
@@ -148,6 +215,10 @@ def _frozen(
             continue
         for index, key in found.keys.items():
             target, saved = targets[index], listing.tensors[key]
+            problem = misfits(saved, target)
+            if problem:
+                problems.append(f"{part}.{name}.{problem} (its source)")
+                continue
             fills.append(Fill(target, saved, _memory(target, device), listing))
     return problems, fills
 

@@ -26,9 +26,14 @@ from anyrank.resume.parts import (
     listed,
 )
 from anyrank.resume.trees import from_json, to_json
-from anyrank.tensors.held import Held, hold
+from anyrank.tensors.held import Held, hold, placement_of
+from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
+from anyrank.world.device import rank_device
 
+NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
+# How a step is computed, not what: a run goes on with what its optimizer is made with now.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 Names = Mapping[int, Target]  # id of a parameter -> the tensor of a module of the same state
 
 
@@ -48,7 +53,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     groups: list[Any] = []
     for number, group in enumerate(optimizer.param_groups):
         where = f"{part}.param_groups.{number}"
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         put = _putter(saved, None, rank)
         members = [names[id(parameter)].name for parameter in group["params"]]
         groups.append({"params": members, "options": to_json(options, where, put)})
@@ -85,16 +90,15 @@ def _putter(saved: Saved, parameter: Held | None, rank: int) -> Callable[[str, t
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold(where, tensor)
-        sharded = parameter is not None and parameter.layout is not None
-        if held.layout is None and sharded and held.tensor.numel() > 1:
+        layout = None if parameter is None else parameter.layout
+        if held.layout is None and layout is not None and held.tensor.ndim:
             held.name = f"{where}@{rank:05d}"
             saved.own.append(held)
-            return {"~own": where}
+            return {"~own": [where, str(layout)]}
         saved.tensors.append(held)
-        if held.layout is not None:
-            like = parameter is not None and held.layout == parameter.layout
-            return {"~like" if like else "~whole": where}
-        return {"~plain": where}
+        if held.layout is None:
+            return {"~plain": [where, ""]}
+        return {"~like" if held.layout == layout else "~laid": [where, str(layout)]}
 
     return put
 
@@ -137,6 +141,8 @@ def fit_optimizer(
         optimizer.state.update(extra)
         for group, number in zip(optimizer.param_groups, groups, strict=True):
             for key, value in options[number].items():
+                if key in IMPLEMENTATION and key in group:
+                    continue
                 if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                     group[key].copy_(value)
                 else:
@@ -196,21 +202,24 @@ class _Taker:
         self.part, self.stored, self.fitted = part, stored, fitted
         self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
         self.tensors: list[Held] = []
+        self.same_layout = False
 
-    def take(self, table: Mapping[str, str]) -> torch.Tensor:
+    def take(self, table: Mapping[str, list[str]]) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
-        ((kind, where),) = table.items()
+        ((kind, (where, layout)),) = table.items()
         key = f"{where}@{self.rank:05d}" if kind == "~own" else where
         saved = self.stored.listing.tensors.get(key)
-        if saved is None or (kind == "~own" and not self.stored.same_ranks):
+        self.same_layout = self.parameter is not None and str(self.parameter.layout) == layout
+        moved = not (self.stored.same_ranks and self.same_layout)
+        if saved is None or (kind == "~own" and moved):
             self.fitted.problems.append(
                 f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of another "
-                "shape than its parameter: only as many ranks can go on with it"
+                "shape than its parameter: only as many ranks with the same layout can go on with "
+                "it"
             )
             return torch.empty(0)
-        device = self._device(where)
-        like = not where.endswith(".step") and self._is_like(kind, saved.shape)
-        if like is None:
+        placements = self._placements(kind, saved.shape, where)
+        if placements is None:
             assert self.parameter is not None
             self.fitted.problems.append(
                 f"{where}: has shape {list(saved.shape)}, its parameter "
@@ -218,50 +227,55 @@ class _Taker:
                 "to which rank"
             )
             return torch.empty(0)
-        tensor = self._make(like and kind != "~own", saved.shape, saved.dtype, device)
+        tensor = self._make(placements, saved.shape, saved.dtype, self._device(where))
         held = hold(key, tensor)
         self.tensors += [] if kind == "~own" else [held]
         self.fitted.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return tensor
 
-    def _is_like(self, kind: str, shape: tuple[int, ...]) -> bool | None:
-        """Whether the tensor lies as its parameter does; None when that cannot be told."""
+    def _placements(self, kind: str, shape: tuple[int, ...], where: str) -> Any:
+        """How the tensor lies on its parameter's mesh; () for a plain tensor, None when it cannot
+        be told.
+        """
         parameter = self.parameter
-        if parameter is None or parameter.layout is None or kind in ("~own", "~whole"):
-            return False
-        if kind == "~like":
-            return True
-        if torch.Size(shape).numel() == 1 and shape != parameter.shape:
-            return False
+        if parameter is None or parameter.layout is None or kind == "~own":
+            return ()
+        given: Any = parameter.tensor
+        if kind in ("~like", "~laid"):
+            if kind == "~like" and (shape == parameter.shape or self.same_layout):
+                return given.placements
+            return replicated(given)
+        if where.endswith(".step") or (shape != parameter.shape and torch.Size(shape).numel() == 1):
+            return ()
         pairs = zip(shape, parameter.shape, strict=False)
-        broadcasts = all(a in (1, b) for a, b in pairs)
-        return True if len(shape) == len(parameter.shape) and broadcasts else None
+        fits = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
+        return given.placements if fits else None
 
     def _make(
-        self, like: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, placements: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        if not like or self.parameter is None:
+        if not placements or self.parameter is None:
             return torch.empty(shape, dtype=dtype, device=device)
         from torch.distributed.tensor import DTensor
 
-        given: Any = self.parameter.tensor
-        held = Held("", given, shape, self.parameter.layout, self.parameter.coordinate)
-        local = torch.empty(held.local_shape, dtype=dtype, device=device)
-        stride = torch.empty(shape, device="meta").stride()
+        mesh: Any = self.parameter.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        hollow = torch.empty(shape, device="meta")
+        layout = Layout(tuple(mesh.shape), tuple(placement_of(one, "") for one in placements))
+        local = local_shape(shape, layout, mesh.get_coordinate())
         return DTensor.from_local(
-            local,
-            given.device_mesh,
-            given.placements,
+            torch.empty(local, dtype=dtype, device=device),
+            mesh,
+            placements,
             run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
+            shape=hollow.shape,
+            stride=hollow.stride(),
         )
 
     def _device(self, where: str) -> torch.device:
         """State lives with its parameter; a step count only where a kernel reads it."""
         if self.parameter is None:
             return torch.device("cpu")
-        device = device_for(self.parameter, torch.device("cpu"))
+        device = device_for(self.parameter, rank_device())
         if where.rsplit(".", 1)[-1] != "step":
             return device
         group = next(
@@ -271,3 +285,10 @@ class _Taker:
         )
         on_device = bool(group.get("capturable") or group.get("fused"))
         return device if on_device else torch.device("cpu")
+
+
+def replicated(tensor: Any) -> Any:
+    """Placements that keep a tensor whole on every rank of another one's mesh."""
+    from torch.distributed.tensor import Replicate
+
+    return tuple(Replicate() for _ in tensor.placements)

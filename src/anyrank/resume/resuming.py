@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anyrank import faults
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Job, Reader
 from anyrank.loading.allocate import default_buffer, default_device
@@ -25,14 +25,16 @@ from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Fill, Fitted, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.saved_streams import Outcome as StreamOutcome
-from anyrank.resume.saved_streams import check_scopes, fingerprints, restore
+from anyrank.resume.saved_streams import check_scopes, fingerprints, read_blob, restore
 from anyrank.resume.saving import STREAMS, seat_of
 from anyrank.resume.state import TrainState
-from anyrank.tensors.held import coordinates_of
+from anyrank.tensors.held import Coordinates, coordinates_of
 from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.plan import plan_reads
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
+
+SMALL_BUFFER = 1 << 20
 
 
 class Resuming:
@@ -42,7 +44,10 @@ class Resuming:
         self.state, self.found, self.ranks = state, found, ranks
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
+        self.coordinates: dict[int, Coordinates] = {}
+        self.hollow = False
         self.streams: list[bytes] = []
+        self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
         manifest = found.manifest
@@ -53,6 +58,7 @@ class Resuming:
 
         Raises:
             CheckpointError: all problems, in one list.
+            CorruptCheckpoint: the saved random streams are damaged.
         """
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
@@ -69,6 +75,7 @@ class Resuming:
         def here() -> tuple[Any, bool]:
             if problems:
                 raise CheckpointError(self._told(problems))
+            self._read_streams()
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
             self.fitted = self.state.fit(records, stored, self.ranks.index)
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
@@ -101,6 +108,7 @@ class Resuming:
             self.ranks.together("restoring the state", self._commit)
             if self.hollow:
                 self._rebuild()
+            self.outcomes = self._restore_streams()
         except Exception as error:
             self.state.poison = (str(error) or type(error).__name__).splitlines()[0]
             text = f"{error}\n  the state is half restored: resume again before it is used"
@@ -122,16 +130,11 @@ class Resuming:
             with self._reader(listing, buffer) as reader:
                 files = {chunk.file for one in wanted for chunk in one.stored.chunks}
 
-                def opening(reader: Reader = reader, files: set[int] = files) -> None:
-                    if reader.listing is self.found.listing:
-                        self._read_streams(reader)
-                    reader.open(files)
-
                 def reading(reader: Reader = reader, wanted: list[Wanted] = wanted) -> None:
                     faults.point("resume.read")
                     move(wanted, reader, ranks, decision, self.coordinates, buffer)
 
-                ranks.together("opening the checkpoint", opening)
+                ranks.together("opening the checkpoint", lambda r=reader, f=files: r.open(f))
                 ranks.together("reading the checkpoint", reading)
                 self.bytes_read += reader.bytes_read
 
@@ -139,18 +142,22 @@ class Resuming:
         threads = read_threads(self.ranks.ranks_on_node)
         return Reader(listing, None, buffer_bytes=buffer, threads=threads, check=self.ranks.check)
 
-    def _read_streams(self, reader: Reader) -> None:
+    def _read_streams(self) -> None:
         """The first rank's streams, and those of the rank with this one's number."""
         self.streams = []
-        for index in dict.fromkeys((0, self.ranks.index)):
-            stored = self.found.listing.tensors.get(f"{STREAMS}@{index:05d}")
-            if stored is None:
-                continue
-            data = torch.empty(stored.shape, dtype=stored.dtype)
-            reads = plan_reads(stored, local_pieces(stored.shape, None, None))
-            reader.open({chunk.file for chunk in stored.chunks})
-            reader.run([Job(read, data[read.local_slices()]) for read in reads])
-            self.streams.append(bytes(data.numpy()))
+        with self._reader(self.found.listing, SMALL_BUFFER) as reader:
+            for index in dict.fromkeys((0, self.ranks.index)):
+                stored = self.found.listing.tensors.get(f"{STREAMS}@{index:05d}")
+                if stored is None:
+                    continue
+                data = torch.empty(stored.shape, dtype=stored.dtype)
+                reads = plan_reads(stored, local_pieces(stored.shape, None, None))
+                reader.open({chunk.file for chunk in stored.chunks})
+                reader.run([Job(read, data[read.local_slices()]) for read in reads])
+                self.streams.append(bytes(data.numpy()))
+                read_blob(self.streams[-1])
+        if not self.streams:
+            raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")
 
     def _commit(self) -> None:
         faults.point("resume.commit")
@@ -173,7 +180,7 @@ class Resuming:
                     default_device(targets),
                 )
 
-    def restore_streams(self) -> dict[str, StreamOutcome]:
+    def _restore_streams(self) -> dict[str, StreamOutcome]:
         """Put the random streams back: the last act, so that nothing moves them afterwards.
 
         Raises:
@@ -203,6 +210,12 @@ class Resuming:
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
         told = {name: one for name, one in streams.items() if one.how != "exact"}
         notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
+        differed = self.found.manifest.differed
+        if differed:
+            notes.append(
+                f"{len(differed)} buffers differed between the ranks that saved them; the first "
+                f"rank's are kept: {', '.join(differed[:10])}"
+            )
         data = self.state.data
         if isinstance(data, Position):
             notes += [
@@ -211,10 +224,9 @@ class Resuming:
             notes += data.notes
         return notes
 
-    def report(
-        self, folder: RunFolder, verify: str, streams: Mapping[str, StreamOutcome]
-    ) -> ResumeReport:
+    def report(self, folder: RunFolder, verify: str) -> ResumeReport:
         """What was done. All ranks."""
+        streams = self.outcomes
         found, manifest = self.found, self.found.manifest
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather((self.bytes_read, seconds))
@@ -241,11 +253,8 @@ class Resuming:
 
 
 def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
-    kinds = {
-        kind: [n for n, o in streams.items() if o.how == kind] for kind in ("exact", "derived")
-    }
-    if not kinds["derived"]:
-        return Outcome("exact")
-    return Outcome(
-        "derived", f"{', '.join(kinds['derived'])} on other ranks than they were saved on"
-    )
+    for kind in ("derived", "skipped"):
+        names = [name for name, one in streams.items() if one.how == kind]
+        if names:
+            return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
+    return Outcome("exact")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ from anyrank.tensors.held import Coordinates, Held, coordinates_of, hold
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
+log = logging.getLogger("anyrank.resume")
+
 STREAMS = "streams"
 
 
@@ -46,6 +49,7 @@ class Brought:
     coordinates: Coordinates
     seat: Seat
     prints: dict[str, str]
+    loose: dict[str, str]
     step: int
     run: str | None
 
@@ -129,9 +133,16 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
             if one.by_rank
         }
         tensors = [held for one in made[0].values() for held in one.tensors]
+        _refuse_doubled(made[0])
+        loose = {
+            held.name: content_hash(held.local())
+            for one in made[0].values()
+            for held in one.tensors
+            if held.name in one.loose
+        }
         prints = fingerprints(state.generators)
         where = coordinates_of(tensors)
-        return Brought(shared, records, where, seat, prints, state.step, state.run)
+        return Brought(shared, records, where, seat, prints, loose, state.step, state.run)
 
     answers = ranks.together("collecting the state", here)
     parts = made[0]
@@ -150,7 +161,8 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     coordinates = {
         rank: answer.coordinates for rank, answer in zip(ranks.ranks, answers, strict=True)
     }
-    writes = plan_writes(tensors, coordinates)
+    loose = {name for one in parts.values() for name in one.loose}
+    writes = plan_writes(tensors, coordinates, by_first=loose)
     aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
     header = {
         "step": state.step,
@@ -159,9 +171,41 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         "run": state.run,
         "lineage": state.lineage,
         "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors)},
+        "differed": _differing(answers, ranks),
     }
     items = items_of(tensors, own, writes, ranks.rank, steady)
     return Snapshot(items, records, aliases, dict(scopes), header)
+
+
+def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
+    """Two values under one name would be one tensor in the checkpoint.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    seen: set[str] = set()
+    for part, one in parts.items():
+        for name in [*(held.name for held in (*one.tensors, *one.own)), *one.aliases]:
+            if name in seen:
+                raise CheckpointError(
+                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
+                    "'.' in it reads like a table within a table, 1 like '1')"
+                )
+            seen.add(name)
+
+
+def _differing(answers: Sequence[Brought], ranks: Ranks) -> list[str]:
+    """Buffers that are not alike on all ranks; the first rank's are saved, which is told."""
+    first = answers[0].loose
+    names = sorted(name for name in first if any(one.loose[name] != first[name] for one in answers))
+    if names and ranks.index == 0:
+        log.warning(
+            "%d buffers differ between the ranks; rank %d's are saved: %s",
+            len(names),
+            ranks.ranks[0],
+            ", ".join(names[:10]),
+        )
+    return names
 
 
 def _streams_tensor(index: int, blob: bytes) -> Held:
@@ -191,7 +235,7 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Rank
         return
     part = wrong[0]
     mine = parts[part]
-    tables = {held.name: [str(one) for one in held.describe()[1:]] for held in mine.tensors}
+    tables = [[str(one) for one in held.describe()] for held in mine.tensors]
     every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
     for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
         if other != every[0]:
@@ -199,6 +243,7 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Rank
                 f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
                 f"{differences(every[0], other)}: make it alike on all ranks"
             )
+    raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
 
 
 def _records(

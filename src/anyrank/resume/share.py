@@ -15,7 +15,7 @@ from anyrank.files.store import Digester, Sink, Store, Written, storing
 from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Held
-from anyrank.tensors.layout import local_pieces
+from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.writes import PIECE_BYTES, Write, cut
 
 MOST_PARTS = 512  # of one call; the kernel's limit is 1024
@@ -64,7 +64,8 @@ def items_of(
             source = held.local()[inside] if piece.box.numel else held.local().new_empty(held.shape)
             items.append(_item(held, piece.box, source, held.name in steady))
     for held in own:
-        for whole in local_pieces(held.shape, None, None):
+        box = Box.whole(held.shape)  # one empty piece, where there is no element
+        for whole in local_pieces(held.shape, None, None) or (Piece(box, box.offsets),):
             for piece in cut(whole, max(1, PIECE_BYTES // held.dtype.itemsize)):
                 source = held.local()[piece.box.slices()]
                 items.append(_item(held, piece.box, source, False))

@@ -39,3 +39,13 @@ class Wishes:
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before.clear()
+
+
+def leave_to_rank(worker: int) -> None:
+    """Let a loader's worker outlive the first SIGTERM and any SIGUSR1. For `worker_init_fn`.
+
+    torchrun and schedulers signal all processes of a rank, and the rank still has a step to
+    complete. A second SIGTERM ends the worker: torch sends one to those that it cannot join.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

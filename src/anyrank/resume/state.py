@@ -111,17 +111,24 @@ class TrainState:
             if isinstance(one, nn.Module):
                 for target in targets_of(one):
                     if part != "model":
-                        target.name = f"{part}.{target.name}"
+                        target.name = f"{part}/{target.name}"  # "." would not tell it apart
                     found.setdefault(id(target.tensor), target)
         return found
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part brings to a save, as this rank sees it."""
         names = self.names()
+        stepped = {
+            id(parameter)
+            for one in self.parts.values()
+            if isinstance(one, Optimizer)
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
         saved: dict[str, Saved] = {}
         for part, one in self.parts.items():
             if isinstance(one, nn.Module):
-                saved[part] = save_module(part, one)
+                saved[part] = save_module(part, one, stepped)
             elif isinstance(one, Optimizer):
                 saved[part] = save_optimizer(part, one, names, rank)
             else:

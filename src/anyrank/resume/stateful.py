@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,17 +69,19 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
     if not record["tree"]:
         return Fitted(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
-    now = _sharded_now(part, thing) if record["layout"] != layout_digest([]) else {}
+    now = cache(lambda: _tensors_now(part, thing))
     tensors: list[Held] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, where),) = table.items()
         key = f"{where}@{own:05d}" if kind == "~own" else where
         saved = stored.listing.tensors[key]
-        if kind == "~whole" and where in now:
-            tensor = torch.empty_like(now[where])
+        like = now().get(where)
+        if kind == "~whole" and like is not None:
+            tensor = torch.empty_like(like)
         else:
-            tensor = torch.empty(saved.shape, dtype=saved.dtype)
+            device = None if like is None else like.device
+            tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
         held = hold(where, tensor)
         tensors.append(held)
         fitted.fills.append(Fill(held, saved, held.local(), stored.listing))
@@ -97,13 +100,12 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
     return fitted
 
 
-def _sharded_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
-    """The sharded tensors that the object has now: what it loads is laid out as they are."""
+def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+    """The tensors that the object has now: what it loads is where they are, and laid out so."""
     found: dict[str, torch.Tensor] = {}
 
     def put(where: str, tensor: torch.Tensor) -> None:
-        if hasattr(tensor, "placements"):
-            found[where] = tensor.detach()
+        found[where] = tensor.detach()
 
     to_json(thing.state_dict(), part, put)
     return found

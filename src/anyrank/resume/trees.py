@@ -7,7 +7,9 @@ become a table of one entry whose key starts with "~". Anything else is refused 
 from __future__ import annotations
 
 import base64
+import io
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,6 +20,23 @@ from anyrank.errors import CheckpointError
 Put = Callable[[str, torch.Tensor], Any]
 Take = Callable[[Any], Any]
 MARK = "~"
+TABLES: dict[type, str] = {
+    dict: "~table",
+    OrderedDict: "~ordered",
+    Counter: "~counter",
+    defaultdict: "~defaultdict",
+}
+SEQUENCES: dict[type, str] = {
+    list: "",
+    tuple: "~tuple",
+    set: "~set",
+    frozenset: "~frozenset",
+    torch.Size: "~size",
+}
+FACTORIES: dict[str | None, Any] = {
+    None: None,
+    **{kind.__name__: kind for kind in (int, float, str, list, dict, set)},
+}
 
 
 def to_json(value: Any, where: str, put: Put) -> Any:
@@ -38,9 +57,9 @@ def to_json(value: Any, where: str, put: Put) -> Any:
     if isinstance(value, float):
         plain = float(value)
         return plain if math.isfinite(plain) else {"~float": repr(plain)}
-    if isinstance(value, Mapping):
+    if type(value) in TABLES:  # exactly these: a subclass would come back as its base
         return _table(cast("Mapping[Any, Any]", value), where, put)
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if type(value) in SEQUENCES:
         return _sequence(cast("list[Any]", value), where, put)
     if isinstance(value, torch.dtype):
         return {"~dtype": str(value).removeprefix("torch.")}
@@ -48,6 +67,8 @@ def to_json(value: Any, where: str, put: Put) -> Any:
         return {"~device": str(value)}
     if isinstance(value, (bytes, bytearray)):
         return {"~bytes": base64.b64encode(value).decode()}
+    if isinstance(value, io.BytesIO):
+        return {"~stream": base64.b64encode(value.getvalue()).decode()}
     if type(value).__module__ == "numpy":
         return _numpy(value, where, put)
     raise CheckpointError(
@@ -58,20 +79,27 @@ def to_json(value: Any, where: str, put: Put) -> Any:
 
 
 def _table(value: Mapping[Any, Any], where: str, put: Put) -> Any:
-    if all(type(key) is str and not key.startswith(MARK) for key in value):
+    kind = TABLES[type(value)]
+    plain = all(type(key) is str and not key.startswith(MARK) for key in value)
+    if plain and kind == "~table":
         return {key: to_json(item, f"{where}.{key}", put) for key, item in value.items()}
     pairs = [
         [to_json(key, f"{where} key {key!r}", put), to_json(item, f"{where}.{key}", put)]
         for key, item in value.items()
     ]
-    return {"~table": pairs}
+    if isinstance(value, defaultdict):
+        factory = cast("Any", value.default_factory)
+        if factory not in FACTORIES.values():
+            raise CheckpointError(f"{where}: a defaultdict of {factory}: make it a plain dict")
+        pairs = [next(name for name, one in FACTORIES.items() if one is factory), pairs]
+    return {kind: pairs}
 
 
 def _sequence(value: Any, where: str, put: Put) -> Any:
-    kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k))
-    ordered = value if kind in (list, tuple) else sorted(value, key=repr)
+    kind = SEQUENCES[type(value)]
+    ordered = sorted(value, key=repr) if kind in ("~set", "~frozenset") else value
     items = [to_json(item, f"{where}.{number}", put) for number, item in enumerate(ordered)]
-    return items if kind is list else {f"~{kind.__name__}": items}
+    return {kind: items} if kind else items
 
 
 def _numpy(value: Any, where: str, put: Put) -> Any:
@@ -99,11 +127,14 @@ def from_json(value: Any, take: Take) -> Any:
     if not mark.startswith(MARK):
         return {key: from_json(item, take) for key, item in table.items()}
     inner = table[mark]
-    if mark == "~table":
-        return {from_json(key, take): from_json(item, take) for key, item in inner}
-    if mark in ("~tuple", "~set", "~frozenset"):
-        made = [from_json(item, take) for item in inner]
-        return {"~tuple": tuple, "~set": set, "~frozenset": frozenset}[mark](made)
+    if mark in TABLES.values():
+        factory, pairs = inner if mark == "~defaultdict" else (None, inner)
+        made = {from_json(key, take): from_json(item, take) for key, item in pairs}
+        kind = next(kind for kind, name in TABLES.items() if name == mark)
+        return defaultdict(FACTORIES[factory], made) if kind is defaultdict else kind(made)
+    if mark in SEQUENCES.values():
+        kind = next(kind for kind, name in SEQUENCES.items() if name == mark)
+        return kind([from_json(item, take) for item in inner])
     if mark == "~array":
         return from_json(inner, take).numpy()
     plain: dict[str, Callable[[str], Any]] = {
@@ -111,18 +142,6 @@ def from_json(value: Any, take: Take) -> Any:
         "~dtype": lambda name: getattr(torch, name),
         "~device": torch.device,
         "~bytes": base64.b64decode,
+        "~stream": lambda text: io.BytesIO(base64.b64decode(text)),
     }
     return plain[mark](inner) if mark in plain else take(table)
-
-
-def marks(value: Any, name: str) -> list[Any]:
-    """What stands under a mark anywhere in the JSON of a value, in order."""
-    found: list[Any] = []
-
-    def see(table: Any) -> Any:
-        if name in table:
-            found.append(table[name])
-        return torch.zeros(())
-
-    from_json(value, see)
-    return found

@@ -87,7 +87,8 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
         kind = type(tensor).__name__
-        if kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
+        wraps = hasattr(type(tensor), "__tensor_flatten__")  # torch's protocol of wrapper classes
+        if wraps or kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
             raise LoadError(
                 f"{name}: is a {kind}, whose bytes are not the tensor's: load before it is wrapped "
                 "or quantised, or use fully_shard (FSDP2)"
@@ -96,11 +97,16 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     shape = tuple(int(size) for size in mesh.shape)
     coordinate = mesh.get_coordinate()
-    layout = Layout(shape, tuple(_placement(one, name) for one in placements))
+    layout = Layout(shape, tuple(placement_of(one, name) for one in placements))
     return layout, None if coordinate is None else tuple(coordinate)
 
 
-def _placement(placement: Any, name: str) -> Placement:
+def placement_of(placement: Any, name: str) -> Placement:
+    """A placement of torch as plain data.
+
+    Raises:
+        LoadError: it is partial, or of a kind that says no dim.
+    """
     if placement.is_replicate():
         return Placement("replicate")
     dim = getattr(placement, "dim", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyrank.tensors.box import Box
@@ -30,7 +30,10 @@ class Write:
 
 
 def plan_writes(
-    tensors: Sequence[Held], coordinates: Mapping[int, Coordinates], most_bytes: int = PIECE_BYTES
+    tensors: Sequence[Held],
+    coordinates: Mapping[int, Coordinates],
+    most_bytes: int = PIECE_BYTES,
+    by_first: Container[str] = (),
 ) -> list[Write]:
     """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
 
@@ -41,6 +44,7 @@ def plan_writes(
         tensors: as this rank holds them, in the same order on all ranks.
         coordinates: of every rank, by global rank.
         most_bytes: of one piece.
+        by_first: names of tensors that the first holder writes, whole: those that may differ.
     """
     load = dict.fromkeys(coordinates, 0)
     writes: list[Write] = []
@@ -53,7 +57,7 @@ def plan_writes(
                 for piece in cut(whole, max(1, most_bytes // itemsize)):
                     nbytes = piece.box.numel * itemsize
                     first, *others = members
-                    if others:
+                    if others and held.name not in by_first:
                         shared.append((nbytes, index, piece, members))
                         continue
                     load[first] += nbytes

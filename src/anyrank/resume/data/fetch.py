@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from anyrank.resume.hashing import derive
+from anyrank.resume.signals import leave_to_rank
 from anyrank.resume.streams import kept, reseed
 
 
@@ -89,5 +90,6 @@ def make_fetcher(samples: Samples, requests: Requests, **options: Any) -> DataLo
         sampler=requests,
         collate_fn=as_it_is,
         generator=private,
+        worker_init_fn=leave_to_rank,
         **options,
     )

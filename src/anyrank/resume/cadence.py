@@ -1,0 +1,37 @@
+"""When a save is due."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
+UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a save is due: each `steps` steps, or each `seconds`; never when both are None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def cadence(every: int | str | None) -> Cadence:
+    """`every=`, read.
+
+    Raises:
+        ValueError: it is neither a positive number of steps nor a time such as "10min".
+    """
+    text = str(every).strip()
+    if every is None:
+        return Cadence()
+    if text.isdigit() and int(text) > 0:
+        return Cadence(steps=int(text))
+    match = EVERY.match(text)
+    if match and float(match[1]) > 0:
+        return Cadence(seconds=float(match[1]) * UNITS[match[2]])
+    raise ValueError(
+        f"every={every!r}: give a number of steps, as in every=500, or a time, as in '10min' "
+        f"(units: {', '.join(UNITS)})"
+    )
