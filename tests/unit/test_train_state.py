@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -300,7 +302,11 @@ def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     save_one(tmp_path)
     manifest = tmp_path / "step-00000001" / "anyrank.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+    table = json.loads(manifest.read_text()) | {"version": 9}
+    table.pop("self")
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    table["self"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    manifest.write_text(json.dumps(table))
     with (
         anyrank.Checkpoints(tmp_path) as ckpts,
         pytest.raises(anyrank.CheckpointError, match="format version 9, this anyrank reads 1"),
@@ -527,3 +533,149 @@ def test_values_come_back_with_their_types() -> None:
 def test_other_values_are_refused_by_key(value: Any) -> None:
     with pytest.raises(anyrank.CheckpointError, match=r"^part.a.1: a .* cannot be saved"):
         to_json({"a": [1, value]}, "part", lambda where, tensor: None)
+
+
+# -- what would be lost without a word ------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A module with a state of its own beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.count: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize("value", [7, {"amax": torch.arange(3.0)}, io.BytesIO(b"bytes")], ids=str)
+def test_extra_state_of_modules_is_kept(tmp_path: Path, value: Any) -> None:
+    model = nn.ModuleDict({"a": Extra(), "b": nn.Linear(2, 2)})
+    model["a"].count = value
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(model))
+        fresh = nn.ModuleDict({"a": Extra(), "b": nn.Linear(2, 2)})
+        ckpts.resume(anyrank.TrainState(fresh))
+        found = fresh["a"].count
+        if isinstance(value, dict):
+            assert torch.equal(found["amax"], value["amax"])
+        else:
+            assert getattr(found, "getvalue", lambda: found)() in (7, b"bytes")
+        plain = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
+        with pytest.raises(anyrank.CheckpointError, match="extra state of modules that are not"):
+            ckpts.resume(anyrank.TrainState(plain))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, {1: torch.ones(1), "1": torch.ones(1)}],
+)
+def test_two_tensors_of_one_name_are_refused_at_the_save(tmp_path: Path, value: Any) -> None:
+    state = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker(value))
+    with (
+        anyrank.Checkpoints(tmp_path) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match=r"two tensors have the name tracker\.value"),
+    ):
+        ckpts.save(state)
+
+
+def test_modules_with_alike_names_do_not_meet(tmp_path: Path) -> None:
+    def make() -> tuple[anyrank.TrainState, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"head": nn.Linear(2, 2)})
+        head = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+        return anyrank.TrainState(model, optimizer, head=head), optimizer
+
+    state, optimizer = make()
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    fresh, other = make()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(state)
+        ckpts.resume(fresh)
+    for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+
+
+def test_tensors_without_elements_come_back(tmp_path: Path) -> None:
+    state = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker(torch.empty(0, 3)))
+    fresh = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker())
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(state)
+        ckpts.resume(fresh)
+    assert fresh.parts["tracker"].value.shape == (0, 3)
+
+
+def test_weights_that_were_apart_are_not_tied(tmp_path: Path) -> None:
+    apart = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(apart))
+        with pytest.raises(anyrank.CheckpointError, match="was several in the checkpoint"):
+            ckpts.resume(anyrank.TrainState(tied))
+
+
+def test_wrapped_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    tracker = Tracker(TwoTensor(torch.ones(2), torch.ones(2)))
+    with (
+        anyrank.Checkpoints(tmp_path) as ckpts,
+        pytest.raises(anyrank.AnyrankError, match=r"tracker\.value: is a TwoTensor"),
+    ):
+        ckpts.save(anyrank.TrainState(nn.Linear(1, 1), tracker=tracker))
+
+
+def test_how_an_optimizer_steps_stays_as_it_is_made(tmp_path: Path) -> None:
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    step(model, optimizer)
+    fused = torch.optim.AdamW(model.parameters(), lr=0.9, fused=True)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(model, optimizer))
+        ckpts.resume(anyrank.TrainState(model, fused))
+    group = fused.param_groups[0]
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.1, True, None)
+    step(model, fused)
+
+
+def test_an_average_that_moves_under_a_background_copy_is_saved_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = build()
+    ema = AveragedModel(model)
+    step(model, optimizer)
+    ema.update_parameters(model)
+    before = copy.deepcopy(ema.state_dict())
+    state = anyrank.TrainState(model, optimizer, ema=ema)
+    with anyrank.Checkpoints(tmp_path, background=True) as ckpts:
+        ckpts.save(state)
+        for parameter in ema.parameters():
+            parameter.data.mul_(2)
+        ckpts.wait()
+        ckpts.resume(state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ema.state_dict().items())
+
+
+def test_damaged_streams_are_damage(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        state = anyrank.TrainState(*build())
+        ckpts.resume(state)
+        ckpts.step_done(state)
+        ckpts.save(state)
+    newest = tmp_path / "step-00000002"
+    places = json.loads((newest / "tensors.json").read_text())["tensors"]["streams@00000"]
+    with open(newest / "__0_0.distcp", "r+b") as file:
+        file.seek(places["chunks"][0][3] + 100)
+        file.write(b"\x00\x01")
+    model, optimizer = build()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(anyrank.TrainState(model, optimizer))
+    assert report is not None
+    assert (report.step, report.lost_steps) == (1, 1)

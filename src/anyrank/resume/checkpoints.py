@@ -103,7 +103,9 @@ class Checkpoints:
         self.last_save = time.monotonic()
         self.saves: list[SaveRecord] = []
         self.locked = False
-        self.branch: int | None = None  # the step that was asked for, until the next save
+        self.branch: int | None = (
+            None  # what was resumed though newer steps are there, until a save
+        )
         self.on_disk: tuple[int, str | None] | None = None  # step and run that are on disk
         self.pending: tuple[TrainState, Snapshot] | None = None
 
@@ -156,7 +158,8 @@ class Checkpoints:
             return None
         (resuming,) = fitted
         resuming.fill()
-        self.branch = found.manifest.step if isinstance(which, int) else None
+        leaves_newer = isinstance(which, int) or bool(found.left)
+        self.branch = found.manifest.step if leaves_newer else None
         report = resuming.report(self.folder, self.verify)
         self.on_disk = (state.step, state.run)
         self._tell(report, ranks)
@@ -327,21 +330,20 @@ class Checkpoints:
         return self.ranks
 
     def _lock(self, ranks: Ranks, run: str | None) -> None:
-        """Become the folder's only writer, before the first save. All ranks."""
+        """Become the folder's only writer, or make sure to be it still. All ranks."""
 
         def take() -> None:
             self.lock.take()
+            if self.locked:
+                return
             try:
                 self.folder.check_run(run)
             except CheckpointError:
                 self.lock.release()
                 raise
 
-        if not self.locked:
-            ranks.from_one("locking the run's folder", ranks.ranks[0], take)
-            self.locked = True
-        elif self._is_first:
-            self.lock.renew()
+        ranks.from_one("locking the run's folder", ranks.ranks[0], take)
+        self.locked = True
 
     @property
     def _is_first(self) -> bool:

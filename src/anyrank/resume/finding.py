@@ -1,10 +1,11 @@
-"""Which step a resume goes on from: the newest that verifies; damaged ones are set aside."""
+"""Which step a resume goes on from: the newest that verifies, past what is damaged."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
@@ -14,12 +15,20 @@ from anyrank.loading.verify import check_files
 from anyrank.resume.folder import RunFolder
 from anyrank.world.ranks import Ranks
 
+log = logging.getLogger("anyrank.resume")
+
 VERIFY = ("size", "full", "off")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A step that verified, and the damaged ones that were passed over."""
+    """A step that verified, and the newer ones that were passed over.
+
+    Attributes:
+        set_aside: what damaged ones are called now.
+        left: names of those that kept their place, as they could not be read or not be renamed.
+        notes: why, in sentences.
+    """
 
     name: str
     manifest: Manifest
@@ -27,6 +36,76 @@ class Found:
     newest_step: int
     newest_samples: int
     set_aside: list[str]
+    left: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one step is like. `damaged` is None for a good one, `unread` for one that may be."""
+
+    step: int
+    name: str
+    manifest: Manifest | None = None
+    listing: Listing | None = None
+    damaged: str | None = None
+    unread: str | None = None
+
+
+class Passed:
+    """The steps that were tried and cannot be used. Equal on all ranks, which all call it."""
+
+    def __init__(self, folder: RunFolder, ranks: Ranks) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.newest = self.samples = self.unread = 0
+        self.reasons: list[str] = []
+        self.set_aside: list[str] = []
+        self.left: list[str] = []
+        self.notes: list[str] = []
+
+    def found(self, look: Look) -> Found:
+        """The good one behind these."""
+        assert look.manifest is not None
+        assert look.listing is not None
+        newest, samples = max(self.newest, look.step), max(self.samples, look.manifest.samples)
+        rest = (self.set_aside, self.left, self.notes)
+        return Found(look.name, look.manifest, look.listing, newest, samples, *rest)
+
+    def add(self, look: Look) -> None:
+        """Rename a step that is proved to be damaged; leave another as it is. All ranks."""
+        self.newest = max(self.newest, look.step)
+        if look.manifest is not None:
+            self.samples = max(self.samples, look.manifest.samples)
+        if look.damaged is None:
+            self.unread += 1
+            self._leave(look, str(look.unread), f"cannot be read: {look.unread}")
+            return
+        aside, refusal = _set_aside(self.folder, look.name, self.ranks)
+        if aside is None:
+            self._leave(look, look.damaged, f"is damaged and cannot be renamed: {refusal}")
+            return
+        self.reasons.append(look.damaged)
+        self.set_aside.append(aside)
+
+    def _leave(self, look: Look, reason: str, why: str) -> None:
+        self.reasons.append(reason)
+        self.left.append(look.name)
+        self.notes.append(f"passed over and left as it is: {look.name} {why}")
+        if self.ranks.index == 0:
+            log.warning("%s: LOST: %s", self.folder.path, self.notes[-1])
+
+    def error(self) -> CheckpointError:
+        """What to raise when there is no other step."""
+        path, count = self.folder.path, len(self.reasons)
+        if self.unread:
+            return CheckpointError(
+                f"{path}: none of {count} checkpoints can be used, and {self.unread} may be sound "
+                f"but cannot be read; the newest: {self.reasons[0]}"
+            )
+        aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
+        return CorruptCheckpoint(
+            f"{path}: all {count} checkpoints are damaged{aside}; the newest: {self.reasons[0]}"
+        )
 
 
 def find(
@@ -39,40 +118,32 @@ def find(
     """The newest step that verifies, or the one asked for; None for an empty folder. All ranks.
 
     `fit` is called by all ranks with a step that verified, and may still find damage, which it
-    returns in words. Damaged steps are renamed `.bad-...` and passed over.
+    returns in words. Damaged steps are renamed `.bad-...` and passed over. A step on a disk that
+    does not hand it out is passed over as well, and keeps its name: it may be sound.
 
     Raises:
         CheckpointError: steps are there and none can be used, or the one asked for is not there.
     """
-    first = ranks.ranks[0]
-    set_aside: list[str] = []
-    newest, samples, reasons = 0, 0, list[str]()
-    while True:
-        looked = ranks.from_one("looking for a checkpoint", first, lambda: _look(folder, which))
-        if looked is None:
-            break
-        step, name, manifest, listing, problem = looked
-        newest = max(newest, step)
-        if manifest is not None:
-            samples = max(samples, manifest.samples)
-        if listing is not None and verify == "full":
-            problem = _verify(listing, ranks)
-        if problem is None:
-            assert manifest is not None
-            assert listing is not None
-            found = Found(name, manifest, listing, newest, samples, set_aside)
-            problem = fit(found)
-            if problem is None:
+    first, passed = ranks.ranks[0], Passed(folder, ranks)
+
+    def look_for() -> Look | None:
+        return _look(folder, which, passed.left)
+
+    while (look := ranks.from_one("looking for a checkpoint", first, look_for)) is not None:
+        if look.listing is not None and verify == "full":
+            look = _verify(look, folder, ranks)
+        if look.damaged is None and look.unread is None:
+            found = passed.found(look)
+            look = replace(look, damaged=fit(found))
+            if look.damaged is None:
                 return found
-        reasons.append(problem)
         if which not in ("auto", "must"):
-            raise CorruptCheckpoint(f"step {which} was asked for and is damaged: {problem}")
-        set_aside.append(_set_aside(folder, name, ranks))
-    if reasons:
-        raise CorruptCheckpoint(
-            f"{folder.path}: all {len(reasons)} checkpoints are damaged, and were set aside as "
-            f"{', '.join(set_aside)}; the newest: {reasons[0]}"
-        )
+            if look.damaged is None:
+                raise CheckpointError(f"step {which} was asked for: {look.unread}")
+            raise CorruptCheckpoint(f"step {which} was asked for and is damaged: {look.damaged}")
+        passed.add(look)
+    if passed.reasons:
+        raise passed.error()
     bad = ranks.from_one("looking for a checkpoint", first, lambda: _bad(folder))
     if bad:
         raise CheckpointError(
@@ -86,17 +157,21 @@ def _bad(folder: RunFolder) -> list[str]:
     return [name for name in folder.names() if name.startswith(".bad-")]
 
 
-def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> str:
-    first = ranks.ranks[0]
-    return ranks.from_one("setting aside", first, lambda: folder.set_aside(name, "bad-damaged"))
+def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> tuple[str | None, str]:
+    """The new name, or None and why there is none. All ranks."""
+
+    def rename() -> tuple[str | None, str]:
+        try:
+            return folder.set_aside(name, "bad-damaged"), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+    return ranks.from_one("setting aside", ranks.ranks[0], rename)
 
 
-Looked = tuple[int, str, Manifest | None, Listing | None, str | None]
-
-
-def _look(folder: RunFolder, which: str | int) -> Looked | None:
+def _look(folder: RunFolder, which: str | int, left: list[str]) -> Look | None:
     """The step to try, with what is wrong with it. One rank."""
-    steps = folder.committed()
+    steps = [one for one in folder.claimed() if one[1] not in left]
     if which not in ("auto", "must"):
         chosen = [(step, name) for step, name in steps if step == which]
         if not chosen:
@@ -108,26 +183,38 @@ def _look(folder: RunFolder, which: str | int) -> Looked | None:
     step, name = steps[0]
     try:
         manifest = folder.examine(name)
-        return step, name, manifest, list_step(folder.store, folder.join(name), manifest), None
+        listing = list_step(folder.store, folder.join(name), manifest)
+        return Look(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and tell how much is lost
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(folder.store, folder.join(name))
-        return step, name, manifest, None, str(error)
+        return Look(step, name, manifest, damaged=str(error))
+    except CheckpointError as error:
+        if which == step or not folder.may_be_sound(error):
+            raise
+        return Look(step, name, unread=str(error))
 
 
-def _verify(listing: Listing, ranks: Ranks) -> str | None:
-    """Compare every byte with its checksum, each rank a part; what is wrong, or None. All ranks."""
+def _verify(look: Look, folder: RunFolder, ranks: Ranks) -> Look:
+    """Compare every byte with its checksum, each rank a part. All ranks."""
 
-    def check() -> str | None:
+    def check() -> tuple[str | None, str | None]:
+        assert look.listing is not None
         try:
-            check_files(listing, ranks.index, ranks.size, ranks.check)
-        except LoadError as error:
-            return str(error)
-        return None
+            check_files(look.listing, ranks.index, ranks.size, ranks.check)
+        except (LoadError, OSError) as error:
+            if isinstance(error, LoadError) and error.__cause__ is None:
+                return str(error), None
+            if not folder.may_be_sound(error):
+                raise
+            return None, str(error)
+        return None, None
 
     said = ranks.together("verifying the checkpoint", check)
-    return next((problem for problem in said if problem is not None), None)
+    damaged = next((one for one, _ in said if one is not None), None)
+    unread = next((one for _, one in said if one is not None), None)
+    return replace(look, damaged=damaged, unread=unread)
 
 
 def verified_in_words(verify: str) -> str:

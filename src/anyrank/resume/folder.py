@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.run_folder import check_sizes, step_name, steps_of
 from anyrank.files.storage import join_path
@@ -59,6 +59,32 @@ class RunFolder:
         with reading(self.path):
             return [one for one in steps_of(self.names()) if self._has_manifest(one[1])]
 
+    def claimed(self) -> list[tuple[int, str]]:
+        """As `committed`, with what lost its manifest since: damage, and no empty place.
+
+        Where nothing is renamed, a step without a manifest is one whose save died.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        if not self.store.renames:
+            return self.committed()
+        return [(n, one) for n, one in steps_of(self.names()) if self._was_renamed(n, one)]
+
+    def _was_renamed(self, step: int, name: str) -> bool:
+        """Whether a folder got its name in a commit, behind its manifest."""
+        if name != step_name(step):
+            return self._has_manifest(name)
+        return not self.store.is_file(self.join(name))
+
+    def may_be_sound(self, error: Exception) -> bool:
+        """Whether a step was not read because a disk did not hand it out: no proof of damage.
+
+        An object store that does not answer is the network: the next try may get through.
+        """
+        causes = (error, error.__cause__)
+        return self.store.renames and any(isinstance(one, OSError | LoadError) for one in causes)
+
     def _has_manifest(self, name: str) -> bool:
         return self.store.is_file(join_path(self.join(name), MANIFEST))
 
@@ -79,6 +105,9 @@ class RunFolder:
                 )
             if not self.store.renames:
                 return final
+            if self.store.is_dir(final):
+                aside = self.set_aside(step_name(step), "bad-damaged")
+                log.warning("%s: has lost its manifest, and is now %s", final, aside)
             path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
             self.store.make_folder(path)
             return path
@@ -87,12 +116,19 @@ class RunFolder:
         """Refuse to mix two runs in one folder.
 
         Raises:
-            CheckpointError: the newest readable step is of another run than this one.
+            CheckpointError: the newest readable step is of another run than this one, or there
+                are steps, none can be read, and one may be sound.
         """
-        for step, name in self.committed():
+        unread: CheckpointError | None = None
+        for step, name in self.claimed():
             try:
                 other = read_manifest(self.store, self.join(name)).run
             except CorruptCheckpoint:
+                continue
+            except CheckpointError as error:
+                if not self.may_be_sound(error):
+                    raise
+                unread = unread or error
                 continue
             if other != run:
                 raise CheckpointError(
@@ -100,16 +136,23 @@ class RunFolder:
                     "one before saving, or give this run a folder of its own"
                 )
             return
+        if unread is not None:
+            raise unread
 
     def _clean(self, run: str) -> None:
         """Remove what dead saves of this run, and retention that was killed, left behind.
 
-        Where nothing is renamed, that is every step without a manifest: the lock leaves no other
-        run that could be writing one.
+        A run that has no step yet has no lasting id: all saves that died are its own. Where nothing
+        is renamed, every step without a manifest is one: the lock leaves no other run that could
+        be writing.
         """
         names = self.names()
         dead = [name for name in names if name.startswith(REMOVED)]
-        dead += [one for one in names if (m := TEMPORARY.match(one)) and m[2] == run[:8]]
+        is_first = not self.claimed()
+        for name in names:
+            match = TEMPORARY.match(name)
+            if match and (is_first or match[2] == run[:8]):
+                dead.append(name)
         for name in dead:
             with contextlib.suppress(OSError):
                 self.store.remove_folder(self.join(name))
@@ -132,7 +175,8 @@ class RunFolder:
     def tidy(self, name: str, keep: int, keep_every: int | None) -> list[str]:
         """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
 
-        Never goes under two steps whose files are all there.
+        Never goes under two steps whose files all are there and have their sizes: bytes are
+        compared by `verify="full"` alone, as that reads everything.
         """
         removed: list[str] = []
         try:
@@ -145,7 +189,7 @@ class RunFolder:
                 if keep_every is None or step % keep_every:
                     self._remove(one)
                     removed.append(one)
-        except (OSError, CheckpointError) as error:
+        except (OSError, AnyrankError) as error:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed
 
@@ -153,7 +197,7 @@ class RunFolder:
         try:
             manifest = read_manifest(self.store, self.join(name))
             check_sizes(self.store, self.join(name), manifest)
-        except CheckpointError:
+        except (OSError, AnyrankError):
             return False
         return True
 
@@ -178,7 +222,7 @@ class RunFolder:
 
     def abandon(self, step: int) -> list[str]:
         """Set aside the steps after this one, from which the run now branches off."""
-        newer = [name for number, name in self.committed() if number > step]
+        newer = [name for number, name in self.claimed() if number > step]
         aside = [self.set_aside(name, "superseded") for name in newer]
         if aside:
             log.warning(

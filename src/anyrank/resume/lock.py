@@ -1,4 +1,8 @@
-"""A run folder has one writer: a lock file with owner, host and time, and stale ones told apart."""
+"""A run folder has one writer: a lock file with owner, host and time, and stale ones told apart.
+
+Local: the file is created exclusively, a stale one is renamed away first, and only one process can
+rename it. Object stores have neither: there the last to write has it, and each save looks again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import uuid
 from typing import Any
 
 from anyrank.errors import CheckpointError
-from anyrank.files.storage import join_path, read_range
+from anyrank.files.storage import join_path
 from anyrank.files.store import Store, storing, write_file
 from anyrank.settings import LOCK_SEC
 
@@ -19,95 +23,199 @@ log = logging.getLogger("anyrank.resume")
 
 LOCK = ".lock"
 RENEW_FRACTION = 10  # renewed this often within the time after which it counts as stale
+MOST_BYTES = 4096  # of a lock
+TORN_SEC = 1.0  # after which a lock without content is that of a process which died in between
+TRIES = 10  # to take a lock which others take as well; each time, one of them gets it
 
 
 class RunLock:
-    """The lock of a run folder. Used by one rank, the first."""
+    """The lock of a run folder. Used by one rank, the first.
+
+    Attributes:
+        held: whether it was taken, and not released.
+        lost: another process has taken it since; no save may follow.
+    """
 
     def __init__(self, store: Store, folder: str) -> None:
         self.store, self.folder = store, folder
         self.path = join_path(folder, LOCK)
         self.token = uuid.uuid4().hex
         self.renewed = 0.0
+        self.held = self.lost = False
 
     def take(self) -> None:
-        """Become the folder's writer.
+        """Become the folder's writer, or make sure to be it still. Before each save.
 
         Raises:
-            CheckpointError: another process is, and is alive or was a short time ago.
+            CheckpointError: another process is, and is alive or was a short time ago; or one has
+                become it since, which must not be mixed with.
         """
-        with storing(self.folder):
-            self.store.make_folder(self.folder)
-            if self.store.is_file(self.path):
-                holder = self._read()
-                if holder is not None and not _is_stale(holder):
-                    raise CheckpointError(
-                        f"{self.folder}: another run writes here: process {holder.get('pid')} on "
-                        f"{holder.get('host')}, last seen {_ago(holder)}: stop it, or use another "
-                        f"folder; remove {LOCK} if it is surely dead"
-                    )
-                self.store.remove(self.path)
-        self._write()
+        if self.held:
+            self._look_after(write=False)
+        else:
+            with storing(self.folder):
+                self.store.make_folder(self.folder)
+                self._acquire()
+            self.held = True
+        if self.lost:
+            raise CheckpointError(
+                f"{self.folder}: another run has taken it over ({self._owner()}), and this one "
+                "saves no more here: stop one of them; a run loses its folder when it is silent "
+                f"for longer than ANYRANK_LOCK_SEC, {LOCK_SEC.get():g} s, or its {LOCK} is removed"
+            )
 
     def renew(self) -> None:
         """Say that the owner is alive; cheap when called often. A failure is a warning.
 
-        It happens on one rank alone, between agreements: nothing may be raised there.
+        It happens on one rank alone, between agreements: nothing may be raised there. That another
+        process has the lock is raised by the next `take`.
         """
         if time.monotonic() - self.renewed > LOCK_SEC.get() / RENEW_FRACTION:
-            try:
-                if self.store.is_file(self.path):
-                    self.store.remove(self.path)
-                self._write()
-            except (OSError, CheckpointError) as error:
-                log.warning("%s: the lock was not renewed: %s", self.path, error)
+            self._look_after(write=True)
 
     def release(self) -> None:
         """Remove the lock if it is still ours. A failure is a warning, as in `renew`."""
+        self.held = self.lost = False
         try:
-            holder = self._read() if self.store.is_file(self.path) else None
-            if holder is not None and holder.get("token") == self.token:
+            if self._is_ours(self._read(self.path)):
                 self.store.remove(self.path)
         except OSError as error:
             log.warning("%s: the lock was not removed: %s", self.path, error)
 
-    def _write(self) -> None:
-        table = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
-        table |= {"token": self.token, "time": time.time()}
-        write_file(self.store, self.path, json.dumps(table).encode())
+    def _acquire(self) -> None:
+        for _ in range(TRIES):
+            seen = self._read(self.path)
+            if seen is not None and _parse(seen) is None:
+                time.sleep(TORN_SEC)  # its owner may be about to write it
+                seen = self._read(self.path)
+            holder = None if seen is None else _parse(seen)
+            if holder is not None and not _is_stale(holder):
+                raise CheckpointError(
+                    f"{self.folder}: another run writes here: {_told(holder)}: stop it, or use "
+                    f"another folder; remove {LOCK} if it is surely dead"
+                )
+            if (seen is None or self._clear(seen)) and self._create():
+                return
+        raise CheckpointError(f"{self.folder}: other runs start here at the same time: stop them")
+
+    def _clear(self, seen: bytes) -> bool:
+        """Take a stale lock away; False when it was another's turn."""
+        if not self.store.renames:
+            return True
+        aside = f"{self.path}.stale-{self.token[:8]}"
+        try:
+            self.store.rename(self.path, aside)
+        except FileNotFoundError:
+            return False
+        if self._read(aside) != seen:  # somebody was faster, and this is their fresh lock
+            self.store.rename(aside, self.path)
+            return False
+        self.store.remove(aside)
+        return True
+
+    def _create(self) -> bool:
+        """Write a lock where none is; False when another process has done so."""
+        try:
+            self._write(self.path)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return self.store.renames or self._is_ours(self._read(self.path))
+
+    def _look_after(self, write: bool) -> None:
+        """Notice a lock that is not ours any more, never replace it, and renew one that is."""
+        if self.lost:
+            return
+        try:
+            seen = self._read(self.path)
+            if seen is None:  # somebody has cleaned up
+                self.lost = not self._create()
+            elif not self._is_ours(seen):
+                self.lost = True
+            elif write:
+                self._replace()
+        except (OSError, CheckpointError) as error:
+            log.warning("%s: the lock was not renewed: %s", self.path, error)
+
+    def _replace(self) -> None:
+        if not self.store.renames:
+            self._write(self.path)
+            return
+        fresh = f"{self.path}.new"
+        if self.store.is_file(fresh):
+            self.store.remove(fresh)  # a renewal was killed
+        self._write(fresh)
+        self.store.rename(fresh, self.path)
+
+    def _write(self, path: str) -> None:
+        pid = os.getpid()
+        table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
+        table |= {"boot": _boot(), "token": self.token, "time": time.time()}
+        write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 
-    def _read(self) -> dict[str, Any] | None:
-        """The holder; None for a lock that was torn while it was written, or is gone."""
+    def _read(self, path: str) -> bytes | None:
+        """A lock's bytes, in one request as it may be replaced meanwhile; None for none."""
+        data = bytearray(MOST_BYTES)
         try:
-            file = self.store.open(self.path)
+            file = self.store.open(path)
             try:
-                data = read_range(file, self.path, 0, self.store.info(self.path).size)
+                return bytes(data[: file.readv([memoryview(data)], 0)])
             finally:
                 file.close()
-            table = json.loads(data)
-            return table if isinstance(table, dict) else None  # pyright: ignore[reportUnknownVariableType]
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return None
+
+    def _is_ours(self, seen: bytes | None) -> bool:
+        holder = None if seen is None else _parse(seen)
+        return holder is not None and holder.get("token") == self.token
+
+    def _owner(self) -> str:
+        try:
+            holder = _parse(self._read(self.path) or b"")
+        except OSError:
+            holder = None
+        return "its owner is unknown" if holder is None else _told(holder)
+
+
+def _parse(seen: bytes) -> dict[str, Any] | None:
+    """The holder; None for a lock that was torn while it was written."""
+    try:
+        table = json.loads(seen)
+        float(table["time"])
+    except (ValueError, TypeError, LookupError):
+        return None
+    return table
 
 
 def _is_stale(holder: dict[str, Any]) -> bool:
     """Whether the owner is surely dead, on this machine, or long silent, on another."""
-    if holder.get("host") == socket.gethostname():
-        if holder.get("boot") != _boot():
-            return True
-        try:
-            os.kill(int(holder["pid"]), 0)
-        except (ProcessLookupError, KeyError, ValueError, TypeError):
-            return True
-        except PermissionError:
-            return False
-        return int(holder["pid"]) == os.getpid()
-    return time.time() - float(holder.get("time", 0)) > LOCK_SEC.get()
+    if holder.get("host") != socket.gethostname():
+        return _silent_sec(holder) > LOCK_SEC.get()
+    if holder.get("boot") != _boot():
+        return True
+    try:
+        pid = int(holder["pid"])
+    except (KeyError, ValueError, TypeError):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it is another user's
+    then, now = holder.get("started"), _started(pid)
+    return pid == os.getpid() or bool(then and now and then != now)
 
 
-def _ago(holder: dict[str, Any]) -> str:
-    return f"{max(0.0, time.time() - float(holder.get('time', 0))):.0f} s ago"
+def _silent_sec(holder: dict[str, Any]) -> float:
+    return max(0.0, time.time() - float(holder["time"]))
+
+
+def _told(holder: dict[str, Any]) -> str:
+    seen = f"last seen {_silent_sec(holder):.0f} s ago"
+    return f"process {holder.get('pid')} on {holder.get('host')}, {seen}"
 
 
 def _boot() -> str:
@@ -116,4 +224,13 @@ def _boot() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process started, in clock ticks since boot: numbers are used again, also by others."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]  # the name before may hold anything
+    except (OSError, IndexError):
         return ""

@@ -245,7 +245,7 @@ class Resuming:
             lost_samples=max(0, found.newest_samples - manifest.samples),
             set_aside=found.set_aside,
             components=components,
-            notes=self._notes(streams),
+            notes=[*found.notes, *self._notes(streams)],
             verified=verified_in_words(verify),
             bytes_read=[one[0] for one in measured],
             seconds=max(one[1] for one in measured),
