@@ -38,6 +38,8 @@ format: $(READY)  ## format the code, and fix what the linter can
 
 bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/load.py
+	$(VENV_PYTHON) benchmarks/save.py
+	$(VENV_PYTHON) benchmarks/memory.py
 
 gpu: $(READY)  ## tests and benchmark that need a CUDA device
 	$(VENV_PYTHON) -m pytest tests/gpu

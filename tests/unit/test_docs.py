@@ -43,6 +43,8 @@ from safetensors.torch import save_file
 import anyrank
 from anyrank import cli, settings
 from anyrank.files.formats import FILES
+from anyrank.files.manifest import FileRecord, Manifest
+from anyrank.resume.saving import SaveRecord
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -416,6 +418,8 @@ def is_known(line: str) -> bool:
 
 def knows_command(words: list[str]) -> bool:
     """Whether `anyrank` has this command, with these options."""
+    script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
+    words = words[: script + 1]  # behind a script are its own options
     names = [word for word in words if not word.startswith("-")]
     if not names:
         return set(words) <= {"--help", "-h", "--version"}
@@ -423,6 +427,8 @@ def knows_command(words: list[str]) -> bool:
     if command is None:
         return False
     known = {option for parameter in command.params for option in parameter.opts}
+    if command.context_settings.get("allow_interspersed_args") is False:  # the script has its own
+        words = words[: next((n for n, word in enumerate(words) if word.endswith(".py")), None)]
     given = {word.split("=")[0] for word in words if word.startswith("-")}
     return given <= known | {"--help", "-h"}
 
@@ -447,10 +453,12 @@ def test_commands_exist(page: Path) -> None:
 def test_a_command_that_is_not_there_is_found() -> None:
     good = ["make test", "make gpu VENV_PYTHON=python3", "anyrank plan x --ranks 8", "anyrank -h"]
     good += [".venv/bin/anyrank demo", "python examples/finetune.py", "A=1 make docs"]
+    good += ["anyrank run --ranks 2 train.py --of-the-script 3"]
     bad = [
         "make tset",
         "anyrank laod x",
         "anyrank plan x --rank 8",
+        "anyrank run --rank 2 train.py",
         "python examples/no.py",
         "rm x",
     ]
@@ -481,18 +489,37 @@ def test_every_public_name_is_told_of() -> None:
         ("load.md", anyrank.materialize),
         ("strategies.md", anyrank.plan),
         ("freeze-and-staging.md", anyrank.freeze),
+        ("resume.md", anyrank.TrainState),
+        ("resume.md", anyrank.Checkpoints),
+        ("resume.md", anyrank.Checkpoints.resume),
+        ("data.md", anyrank.ElasticLoader),
+        ("data.md", anyrank.ElasticSampler),
+        ("data.md", anyrank.ElasticShards),
         ("testing.md", run_ranks),
         ("testing.md", anyrank.testing.RankPool.run),
     ],
     ids=lambda value: getattr(value, "__qualname__", None),
 )
 def test_every_argument_is_told_of(page: str, function: Callable[..., Any]) -> None:
-    names = set(inspect.signature(function).parameters) - {"self", "args", "kwargs"}
+    names = set(inspect.signature(function).parameters) - {"self", "args", "kwargs", "others"}
     assert lacks(read(page), sorted(names)) == []
 
 
+def test_every_method_of_checkpoints_is_told_of() -> None:
+    names = [name for name in vars(anyrank.Checkpoints) if not name.startswith("_")]
+    assert lacks(read("resume.md"), names) == []
+
+
 @pytest.mark.parametrize(
-    ("page", "kind"), [("load.md", anyrank.LoadReport), ("strategies.md", anyrank.LoadPlan)]
+    ("page", "kind"),
+    [
+        ("load.md", anyrank.LoadReport),
+        ("strategies.md", anyrank.LoadPlan),
+        ("resume.md", anyrank.ResumeReport),
+        ("resume.md", SaveRecord),
+        ("formats.md", Manifest),
+        ("formats.md", FileRecord),
+    ],
 )
 def test_every_field_of_a_report_is_told_of(page: str, kind: Any) -> None:
     assert lacks(read(page), [one.name for one in fields(kind)]) == []

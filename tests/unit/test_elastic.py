@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -533,3 +537,32 @@ def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) 
     for turns in every:
         assert all(0 <= turn.k < count for turn in turns)
         assert [turn.is_copy for turn in turns] == sorted(turn.is_copy for turn in turns)
+
+
+def test_workers_leave_the_first_signal_to_the_rank() -> None:
+    loader = anyrank.ElasticLoader(list(range(8)), global_batch=2, microbatch=1, num_workers=1)
+    for number, step in enumerate(loader):
+        batches = list(step.microbatches(NET))
+        assert len(batches) == 2
+        if number == 0:
+            (worker,) = multiprocessing.active_children()
+            for name in ("SIGUSR1", "SIGTERM"):
+                os.kill(worker.pid or 0, getattr(signal, name))
+            time.sleep(0.1)
+            assert worker.is_alive()
+        loader.commit()
+    assert loader.receipts == [(0, 8, "exactly once")]
+
+
+def signal_workers_all_along() -> None:
+    loader = anyrank.ElasticLoader(list(range(64)), global_batch=1, microbatch=1, num_workers=1)
+    for step in loader:
+        for _ in step.microbatches(NET):
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGTERM)
+                time.sleep(0.05)
+
+
+def test_a_worker_is_ended_by_the_second() -> None:
+    with pytest.raises(RuntimeError, match="killed by signal: Terminated"):
+        signal_workers_all_along()

@@ -116,8 +116,7 @@ class RemoteStorage:
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs  # heavy, and only remote sources need it
 
-        with asking(url):
-            self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
+        self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
 
     def is_file(self, path: str) -> bool:
         """False only when the storage says so: a storage that does not answer is an OSError."""
