@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.resume import receipt as module
+from anyrank.resume.data import receipt as module
 from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)

@@ -1,0 +1,588 @@
+"""The run folder against the world: lost manifests, disks that fail, two writers, signals."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anyrank
+from anyrank import faults
+from anyrank.files.manifest import FileRecord, Manifest, parse
+from anyrank.files.storage import LocalFile
+from anyrank.files.store import LocalStore, store_for
+from anyrank.resume import lock as lock_module
+from anyrank.resume.folder import RunFolder
+from anyrank.resume.lock import RunLock
+from anyrank.resume.signals import WATCHED, Wishes
+from anyrank.testing import run_ranks
+from anyrank.world.ranks import open_ranks
+
+NEWEST, BEFORE = "step-00000002", "step-00000001"
+
+
+def build() -> anyrank.TrainState:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2)
+    return anyrank.TrainState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def saved_run(path: Path, steps: int = 2) -> anyrank.TrainState:
+    """A run of one process with these steps."""
+    state = build()
+    with anyrank.Checkpoints(path, every=1) as ckpts:
+        for _ in range(steps):
+            ckpts.step_done(state)
+    return state
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir() if one.is_dir())
+
+
+@pytest.fixture
+def bad_sectors(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Ends of paths which a read now fails on, as on a failing disk."""
+    ends: set[str] = set()
+    paths: dict[int, str] = {}
+    new, readv = LocalFile.__init__, LocalFile.readv
+
+    def opened(self: LocalFile, path: str) -> None:
+        new(self, path)
+        paths[id(self)] = path
+
+    def read(self: LocalFile, buffers: list[memoryview], offset: int) -> int:
+        if any(paths[id(self)].endswith(end) for end in ends):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return readv(self, buffers, offset)
+
+    monkeypatch.setattr(LocalFile, "__init__", opened)
+    monkeypatch.setattr(LocalFile, "readv", read)
+    return ends
+
+
+# -- a step that lost its manifest ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_step_without_a_manifest_is_damage(tmp_path: Path, empty: bool) -> None:
+    saved_run(tmp_path)
+    for file in (tmp_path / NEWEST).iterdir():
+        if empty or file.name == "anyrank.json":
+            file.unlink()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        assert ckpts.latest() == str(tmp_path / BEFORE)
+        state = build()
+        report = ckpts.resume(state)
+        assert report is not None
+        assert (report.step, report.lost_steps) == (1, 1)
+        assert report.set_aside == [f".bad-damaged-{NEWEST}"]
+        ckpts.step_done(state)
+        ckpts.save(state)
+        assert [one["step"] for one in ckpts.list()] == [2, 1]
+
+
+def test_a_run_whose_only_step_lost_its_manifest_never_starts_anew(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    (tmp_path / BEFORE / "anyrank.json").unlink()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        for match in ("all 1 checkpoints are damaged", "damaged ones set aside"):
+            with pytest.raises(anyrank.CheckpointError, match=match):
+                ckpts.resume(build())
+
+
+def test_a_save_goes_past_a_step_that_lost_its_manifest(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        state = build()
+        ckpts.resume(state)
+        ckpts.step_done(state)
+        shutil.copytree(tmp_path / BEFORE, tmp_path / NEWEST)
+        (tmp_path / NEWEST / "anyrank.json").unlink()
+        ckpts.save(state)
+        assert [one["step"] for one in ckpts.list()] == [2, 1]
+    assert folders(tmp_path) == [f".bad-damaged-{NEWEST}", BEFORE, NEWEST]
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    saved_run(tmp_path)
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-00000009").write_text("notes")
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(build())
+    assert report is not None
+    assert (report.step, report.lost_steps) == (2, 0)
+    assert folders(tmp_path) == [BEFORE, NEWEST, "step-7"]
+
+
+def test_damage_where_nothing_can_be_renamed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(tmp_path)
+    (tmp_path / NEWEST / "tensors.json").write_text("")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(LocalStore, "rename", refuse)
+    report = anyrank.Checkpoints(tmp_path).resume(build())
+    assert report is not None
+    assert (report.step, report.lost_steps, report.set_aside) == (1, 1, [])
+    assert f"left as it is: {NEWEST} is damaged and cannot be renamed" in str(report)
+    assert "LOST" in caplog.text
+    assert folders(tmp_path) == [BEFORE, NEWEST]
+
+
+# -- a disk that does not hand out what it holds --------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "verify"), [("anyrank.json", "size"), ("__0_0.distcp", "full")])
+def test_an_unreadable_step_is_passed_over_and_keeps_its_name(
+    tmp_path: Path, bad_sectors: set[str], name: str, verify: Any
+) -> None:
+    saved_run(tmp_path)
+    bad_sectors.add(f"{NEWEST}/{name}")
+    with anyrank.Checkpoints(tmp_path, verify=verify) as ckpts:
+        state = build()
+        report = ckpts.resume(state)
+        assert report is not None
+        assert (report.step, report.lost_steps, report.set_aside) == (1, 1, [])
+        assert f"left as it is: {NEWEST} cannot be read" in str(report)
+        assert folders(tmp_path) == [BEFORE, NEWEST]
+        with pytest.raises(anyrank.CheckpointError, match="Input/output error") as asked:
+            ckpts.resume(build(), 2)
+        assert asked.type is anyrank.CheckpointError
+        ckpts.resume(state)
+        ckpts.step_done(state)
+        ckpts.save(state)  # the run has gone on from step 1: the unreadable one is out of the way
+    assert folders(tmp_path) == [f".superseded-{NEWEST}", BEFORE, NEWEST]
+
+
+def test_a_run_that_cannot_be_read_is_an_error_and_stays(
+    tmp_path: Path, bad_sectors: set[str]
+) -> None:
+    saved_run(tmp_path)
+    bad_sectors.add("anyrank.json")
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        with pytest.raises(anyrank.CheckpointError, match="2 may be sound but cannot be read"):
+            ckpts.resume(build())
+        with pytest.raises(anyrank.CheckpointError, match="cannot be read"):
+            ckpts.save(build())
+        assert folders(tmp_path) == [BEFORE, NEWEST]
+        bad_sectors.clear()
+        assert ckpts.resume(build()) is not None
+
+
+@pytest.mark.parametrize("end", [f"{BEFORE}/anyrank.json", f"{BEFORE}/tensors.json"])
+def test_an_unreadable_old_step_fails_no_save(
+    tmp_path: Path, bad_sectors: set[str], end: str
+) -> None:
+    state = build()
+    with anyrank.Checkpoints(tmp_path, every=1, keep=2) as ckpts:
+        ckpts.step_done(state)
+        bad_sectors.add(end)
+        for _ in range(2):
+            ckpts.step_done(state)
+        assert len(ckpts.stats()) == 3
+    assert len(folders(tmp_path)) == 2  # two good ones stay, and the first was not one of them
+
+
+def test_a_failing_clean_up_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = build()
+    with anyrank.Checkpoints(tmp_path, every=1, keep=2) as ckpts:
+        ckpts.step_done(state)
+
+        def refuse(*_: Any) -> None:
+            raise anyrank.LoadError("no")
+
+        monkeypatch.setattr(RunFolder, "_point_at", refuse)
+        ckpts.step_done(state)
+        assert len(ckpts.stats()) == 2
+    assert "old steps were not removed: no" in caplog.text
+
+
+def test_an_unreadable_lock_is_nobodys(
+    tmp_path: Path, bad_sectors: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (RunLock(LocalStore(), str(tmp_path)) for _ in range(2))
+    first.take()
+    bad_sectors.add(".lock")
+    with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
+        second.take()
+    first.renewed = -1e9
+    first.renew()
+    first.release()
+    assert "was not renewed" in caplog.text
+    assert "was not removed" in caplog.text
+    assert (tmp_path / ".lock").exists()
+
+
+# -- the manifest ---------------------------------------------------------------------------------
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def is_corrupt(data: bytes) -> bool:
+    try:
+        parse(data, "x")
+    except anyrank.CheckpointError as error:
+        return isinstance(error, anyrank.CorruptCheckpoint)
+    return False
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
+    sample = Manifest(
+        run="0f",
+        step=3,
+        epoch=1,
+        samples=12,
+        saved_on={"ranks": 2, "layout": "S0"},
+        lineage=[{"step": 1, "ranks": 1}],
+        written="2026-01-01T00:00:00+00:00",
+        versions={"anyrank": "0.1"},
+        files={"a": FileRecord(7, ("00ff",))},
+        parts={"lr": [1e-5, 5e-324, 0.1 + 0.2, float("inf"), True, None], "caf\u00e9": -1},
+    )
+    data = sample.to_bytes()
+    assert parse(data, "x") == sample
+    assert [bit for bit in range(len(data) * 8) if not is_corrupt(flipped(data, bit))] == []
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"text"', "3", "{}", "", "[" * 100_000])
+def test_what_is_no_manifest_is_corrupt(text: str) -> None:
+    with pytest.raises(anyrank.CorruptCheckpoint):
+        parse(text.encode(), "x")
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wishes() -> Iterator[tuple[Wishes, list[int]]]:
+    """Wishes that watch, and what reaches the handlers that were there before."""
+    reached: list[int] = []
+    before = {one: signal.signal(one, lambda n, _: reached.append(n)) for one in WATCHED}
+    made = Wishes()
+    made.watch()
+    yield made, reached
+    made.restore()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", WATCHED)
+def test_sigusr1_never_replaces_a_sigterm(
+    wishes: tuple[Wishes, list[int]], first: signal.Signals
+) -> None:
+    for number in (first, *(one for one in WATCHED if one != first)):
+        signal.raise_signal(number)
+    assert wishes[0].take() == signal.SIGTERM
+    assert wishes[0].take() is None
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_second_sigterm_is_not_held_back(wishes: tuple[Wishes, list[int]], taken: bool) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    if taken:
+        assert wishes[0].take() == signal.SIGTERM
+    assert wishes[1] == []
+    signal.raise_signal(signal.SIGTERM)
+    assert wishes[1] == [signal.SIGTERM]
+
+
+def test_a_wish_that_was_given_back_is_taken_again(wishes: tuple[Wishes, list[int]]) -> None:
+    for number in WATCHED:
+        wishes[0].give_back(number)
+        signal.raise_signal(signal.SIGUSR1)
+        assert wishes[0].take() == number
+        assert wishes[0].take() is None
+    assert wishes[1] == []
+
+
+def test_a_signal_between_any_two_instructions_is_not_lost(
+    wishes: tuple[Wishes, list[int]],
+) -> None:
+    made, _ = wishes
+
+    def take_and_send(at: int) -> tuple[int | None, int]:
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            if frame.f_code is not Wishes.take.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                if count == at:
+                    signal.raise_signal(signal.SIGUSR1)
+                count += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return made.take(), count
+        finally:
+            sys.settrace(before)
+
+    total = take_and_send(-1)[1]
+    assert total > 3
+    for at in range(total):
+        taken = take_and_send(at)[0]
+        assert (taken or made.take()) == signal.SIGUSR1, at
+
+
+# -- the lock -------------------------------------------------------------------------------------
+
+
+def holder(**changed: Any) -> str:
+    """A lock of the process that started this one, an hour old."""
+    pid = os.getppid()
+    boot, started = lock_module._boot(), lock_module._started(pid)  # type: ignore[attr-defined]
+    table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
+    return json.dumps(table | {"token": "theirs", "time": time.time() - 3600} | changed)
+
+
+def dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def token(path: Path) -> str:
+    return json.loads((path / ".lock").read_text())["token"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale"),
+    [
+        ({}, False),
+        ({"started": "1"}, True),  # the number was used again
+        ({"started": ""}, False),
+        ({"boot": "another"}, True),
+        ({"pid": None}, True),
+        ({"pid": os.getpid()}, True),
+        ({"host": "elsewhere"}, True),
+        ({"host": "elsewhere", "time": time.time() + 1e6}, False),
+    ],
+    ids=str,
+)
+def test_whose_lock_is_stale(tmp_path: Path, changed: dict[str, Any], stale: bool) -> None:
+    (tmp_path / ".lock").write_text(holder(**changed))
+    lock = RunLock(LocalStore(), str(tmp_path))
+    if not stale:
+        with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
+            lock.take()
+        assert token(tmp_path) == "theirs"
+        return
+    lock.take()
+    assert token(tmp_path) == lock.token
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(RunLock, "_read"), (LocalStore, "rename"), (LocalStore, "create")],
+    ids=["read", "rename", "create"],
+)
+def test_one_of_two_gets_a_stale_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    """The other takes it behind the read, before the rename or before the creation."""
+    (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
+    lock, raced = RunLock(LocalStore(), str(tmp_path)), list[bytes | None]()
+    real = getattr(owner, method)
+
+    def racing(self: Any, *paths: str) -> Any:
+        if raced:
+            return real(self, *paths)
+        raced.append(real(self, *paths) if method == "_read" else None)
+        (tmp_path / ".lock").write_text(holder())
+        return raced[0] if method == "_read" else real(self, *paths)
+
+    monkeypatch.setattr(owner, method, racing)
+    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+        lock.take()
+    assert raced
+    assert token(tmp_path) == "theirs"
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_a_lock_without_content_is_waited_for_and_then_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".lock"
+    path.write_text("")
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(holder()))
+    lock = RunLock(LocalStore(), str(tmp_path))
+    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+        lock.take()
+    path.write_text("")
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    lock.take()
+    assert token(tmp_path) == lock.token
+
+
+def test_a_lock_is_never_away_while_it_is_renewed(tmp_path: Path) -> None:
+    lock = RunLock(LocalStore(), str(tmp_path))
+    lock.take()
+    (tmp_path / ".lock.new").write_text("of a renewal that was killed")
+    before, passed = (tmp_path / ".lock").read_text(), list[str]()
+
+    def note(name: str) -> None:
+        assert len(token(tmp_path)) == 32
+        passed.append(name)
+
+    for name in ("file.open", "file.write", "file.fsync", "file.rename", "file.remove"):
+        faults.armed[name] = lambda name=name: note(name)
+    try:
+        lock.renewed = -1e9
+        lock.renew()
+        lock.renew()  # so soon, nothing
+    finally:
+        faults.armed.clear()
+    assert passed == ["file.remove", "file.open", "file.write", "file.fsync", "file.rename"]
+    assert (tmp_path / ".lock").read_text() != before
+    assert token(tmp_path) == lock.token
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_whose_lock_was_taken_over_saves_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    state = build()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.step_done(state)
+        ckpts.save(state)
+        theirs = holder(host="elsewhere", time=time.time())
+        (tmp_path / ".lock").write_text(theirs)
+        if late:
+            ckpts.lock.renewed = -1e9
+        ckpts.step_done(state)
+        assert ckpts.lock.lost == late
+        for _ in range(2):
+            with pytest.raises(anyrank.CheckpointError, match=r"taken it over \(process .*elsewh"):
+                ckpts.save(state)
+        assert [one["step"] for one in ckpts.list()] == [1]
+    assert (tmp_path / ".lock").read_text() == theirs
+
+
+def test_a_lock_that_was_removed_by_hand_is_made_again(tmp_path: Path) -> None:
+    state = build()
+    with anyrank.Checkpoints(tmp_path, every=1) as ckpts:
+        ckpts.step_done(state)
+        (tmp_path / ".lock").unlink()
+        ckpts.step_done(state)
+        assert token(tmp_path) == ckpts.lock.token
+
+
+def test_of_two_that_write_a_lock_to_an_object_store_the_last_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    lock, written = RunLock(store_for(url), url), list[int]()
+    real = RunLock._write  # type: ignore[attr-defined]
+
+    def both(self: RunLock, path: str) -> None:
+        real(self, path)
+        if not written:
+            written.append(1)
+            self.store.filesystem.pipe(path, holder().encode())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(RunLock, "_write", both)
+    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+        lock.take()
+    assert written
+
+
+# -- what dead saves leave, and what a power cut takes --------------------------------------------
+
+
+def test_a_first_save_cleans_up_after_all_that_failed(tmp_path: Path) -> None:
+    state = build()
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        for _ in range(2):
+            faults.armed["save.commit"] = lambda: (_ for _ in ()).throw(OSError("gone"))
+            try:
+                with pytest.raises((anyrank.AnyrankError, OSError)):
+                    ckpts.save(state)
+            finally:
+                faults.armed.clear()
+            assert len(folders(tmp_path)) == 1
+        ckpts.save(state)
+        assert folders(tmp_path) == ["step-00000000"]
+        foreign = "step-00000001.tmp-0123abcd-0123abcd"
+        mine = f"step-00000001.tmp-{(state.run or '')[:8]}-0123abcd"
+        for name in (foreign, mine):
+            (tmp_path / name).mkdir()
+        ckpts.step_done(state)
+        ckpts.save(state)
+    assert folders(tmp_path) == ["step-00000000", BEFORE, foreign]
+
+
+def test_each_new_folder_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.chdir(tmp_path)
+    for path in (f"{tmp_path}/a/b/c", f"{tmp_path}/a/b/c/", "a/b/d/", "e"):
+        LocalStore().make_folder(path)
+    assert synced == [str(tmp_path / one) for one in ("", "a", "a/b", "a/b", "")]
+    (tmp_path / "file").write_text("")
+    for path, kind in (("file", FileExistsError), ("file/a", NotADirectoryError)):
+        with pytest.raises(kind):
+            LocalStore().make_folder(path)
+
+
+# -- the ranks ------------------------------------------------------------------------------------
+
+
+def job_destroy(path: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    with open_ranks(), anyrank.Checkpoints(path) as ckpts:
+        ckpts.save(build())
+        dist.destroy_process_group()
+    logging.getLogger().removeHandler(handler)
+    return told
+
+
+def test_who_destroys_the_groups_first_is_told_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(2, job_destroy, str(tmp_path)) == [[], []]
+    assert capfd.readouterr().err == ""
+    assert not (tmp_path / ".lock").exists()
