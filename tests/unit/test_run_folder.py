@@ -182,7 +182,7 @@ def test_a_run_that_cannot_be_read_is_an_error_and_stays(
     with anyrank.Checkpoints(tmp_path) as ckpts:
         with pytest.raises(anyrank.CheckpointError, match="2 may be sound but cannot be read"):
             ckpts.resume(build())
-        with pytest.raises(anyrank.CheckpointError, match="cannot be read"):
+        with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
             ckpts.save(build())
         assert folders(tmp_path) == [BEFORE, NEWEST]
         bad_sectors.clear()
@@ -319,6 +319,16 @@ def test_a_wish_that_was_given_back_is_taken_again(wishes: tuple[Wishes, list[in
         assert wishes[0].take() == number
         assert wishes[0].take() is None
     assert wishes[1] == []
+
+
+def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in WATCHED]
+    made = Wishes()
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        made.watch()
+    made.restore()
+    assert [signal.getsignal(number) for number in WATCHED] == before
 
 
 def test_a_signal_between_any_two_instructions_is_not_lost(

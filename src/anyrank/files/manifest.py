@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.storage import Storage, join_path, read_range
 from anyrank.files.store import BLOCK_BYTES, Digester, Written
 
@@ -65,7 +65,7 @@ class Manifest:
             for name, one in self.files.items()
         }
         table["self"] = _digest(table)
-        return (json.dumps(table, indent=1) + "\n").encode()
+        return _text(table)
 
 
 def record(written: Written) -> FileRecord:
@@ -77,7 +77,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """The manifest of a step's folder.
 
     Raises:
-        CorruptCheckpoint: it is not JSON, lacks fields, or is not what was written.
+        CorruptCheckpoint: it is not there, not JSON, lacks fields, or is not what was written.
         CheckpointError: another format version, or it cannot be read.
     """
     return parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
@@ -88,26 +88,29 @@ def parse(data: bytes, path: str) -> Manifest:
     try:
         table = json.loads(data)
         said = table.pop("self", None)
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a manifest ({error}): the file is damaged") from (
             error
         )
-    if table.get("format") == FORMAT and table.get("version", 0) != VERSION:
+    if said != _digest(table):
+        raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
+    if table.get("format") == FORMAT and table.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: has format version {table.get('version')}, this anyrank reads {VERSION}: "
             "resume with the anyrank that wrote it, or a newer one"
         )
-    if said != _digest(table):
-        raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
-    names = [one.name for one in fields(Manifest)]
+    if data != _text(table | {"self": said}):  # 1E5 for 1e5: another byte, and the same value
+        raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
-        values: dict[str, Any] = {name: table[name] for name in names}
+        values: dict[str, Any] = {
+            one.name: table[one.name] for one in fields(Manifest) if one.name in table
+        }
         values["files"] = {
             name: FileRecord(int(one["size"]), tuple(one["xxh3_64"]), int(one["block"]))
             for name, one in values["files"].items()
         }
         return Manifest(**values)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path}: lacks a field: {error}") from error
 
 
@@ -117,8 +120,8 @@ def read_small(
     """A small file of a step, whole, and compared with its record where there is one.
 
     Raises:
-        CorruptCheckpoint: its bytes are not those that were written.
-        CheckpointError: it is not there, or cannot be read.
+        CorruptCheckpoint: it is not there, or its bytes are not those that were written.
+        CheckpointError: it cannot be read; chained to what the storage said.
     """
     path = join_path(folder, name)
     try:
@@ -130,8 +133,12 @@ def read_small(
             data = read_range(file, path, 0, info.size)
         finally:
             file.close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except LoadError as error:  # it names the path and the byte
+        raise CheckpointError(str(error)) from error
     expected = None if known is None else known[name]
     if expected is not None:
         digester = Digester()
@@ -143,6 +150,10 @@ def read_small(
                 f"{expected.size} with {expected.xxh3_64[0]}: the file is damaged"
             )
     return data
+
+
+def _text(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=1) + "\n").encode()
 
 
 def _digest(table: Mapping[str, Any]) -> str:

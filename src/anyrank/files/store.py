@@ -186,8 +186,16 @@ class LocalStore(LocalStorage):
     renames = True
 
     def make_folder(self, path: str) -> None:
+        """Make it and what is missing above it; each survives a power cut."""
         faults.point("file.folder")
-        os.makedirs(path, exist_ok=True)
+        missing = [path.rstrip("/") or "/"]
+        while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):
+            missing.append(above)
+        for one in reversed(missing):
+            if not os.path.isdir(one):
+                os.makedirs(one, exist_ok=True)
+                with contextlib.suppress(PermissionError):  # a parent that may not be listed
+                    self.sync_folder(os.path.dirname(one) or ".")
 
     def create(self, path: str) -> Sink:
         return LocalSink(path)

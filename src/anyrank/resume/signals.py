@@ -20,12 +20,16 @@ class Wishes:
         self.before: dict[int, Any] = {}
 
     def watch(self) -> None:
-        """Note the signals from now on. Only the main thread can, and only it gets them."""
+        """Note the signals from now on. Only the main thread can, and only it gets them.
+
+        A handler from outside Python could not be given back: that signal is left alone.
+        """
         if self.before or threading.current_thread() is not threading.main_thread():
             return
         self.asked_to_end = False
         for number in WATCHED:
-            self.before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not None:
+                self.before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self.asked_to_end:

@@ -267,7 +267,8 @@ def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Rank
         store = dist.PrefixStore(prefix, _default_store())  # pyright: ignore[reportPrivateImportUsage]
         yield Ranks(ranks, rank, group, store)
     finally:
-        dist.destroy_process_group(group)
+        with contextlib.suppress(ValueError):  # the caller has destroyed all groups before
+            dist.destroy_process_group(group)
 
 
 def _default_store() -> Any:
