@@ -237,8 +237,13 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     log = tmp_path / "log"
     threading.Thread(target=interrupt_when_written, args=(log,), daemon=True).start()
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with pytest.raises(KeyboardInterrupt):
-        demo.launch([sys.executable, "-c", script], str(log))
+    # A shell that starts this in the background leaves SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            demo.launch([sys.executable, "-c", script], str(log))
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
 
