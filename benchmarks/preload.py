@@ -20,6 +20,7 @@ import transformers.models.llama.modeling_llama
 import anyrank
 
 OPTIONAL = ("accelerate.utils.fsdp_utils", "transformers.distributed", "peft")
+OPTIONAL += ("accelerate", "torch_checkpointing")
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):  # what needs it is left out
         importlib.import_module(name)

@@ -105,6 +105,39 @@ def dcp_async(state: State, folder: str) -> float:
     return stall
 
 
+def torch_checkpointing(state: State, folder: str) -> float:
+    """The package of that name; its metadata for another layout need a GPU, so without them."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
+    manager.save(folder, state_dict_of(state))
+    manager.close()
+    dist.barrier()
+    return 0.0
+
+
+def accelerate_save(state: State, folder: str) -> float:
+    """accelerate's save_state: on the CPU of DDP replicas, written by the first rank."""
+    from accelerate import Accelerator
+
+    accelerator: Any = Accelerator(cpu=True)
+    accelerator._models, accelerator._optimizers = [state[0]], [state[1]]
+    accelerator.save_state(folder)
+    dist.barrier()
+    return 0.0
+
+
+def make_replicas(layers: int) -> State:
+    """The same parameters and state, whole on every rank."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return model, optimizer
+
+
 def ours(state: State, folder: str) -> float:
     """Committed, durable, with checksums."""
     with anyrank.Checkpoints(folder) as ckpts:
@@ -135,6 +168,8 @@ SAVES: dict[str, tuple[str, Save]] = {
     "rank0": ("torch.save on rank 0", rank0),
     "dcp": ("dcp.save", dcp_save),
     "dcp_async": ("dcp.async_save", dcp_async),
+    "torch_checkpointing": ("torch_checkpointing, for the same layout only", torch_checkpointing),
+    "accelerate": ("accelerate save_state, replicas", accelerate_save),
     "anyrank": ("anyrank", ours),
     "anyrank_background": ("anyrank, background=True", ours_background),
 }
@@ -143,7 +178,7 @@ SAVES: dict[str, tuple[str, Save]] = {
 def run_save(rank: int, size: int, kind: str, folder: str, layers: int) -> Iterator[Any]:
     """One save on fresh ranks; see `Launcher.run`."""
     warnings.simplefilter("ignore")
-    state = make_state(layers)
+    state = (make_replicas if kind == "accelerate" else make_state)(layers)
     settle()
     dist.barrier()
     yield {}

@@ -170,7 +170,7 @@ def save_table(result: dict[str, Any]) -> str:
     saves = [
         [titles[kind], f"{row['seconds']:.2f}", stall(row), f"{row['beyond_mib']:.0f}"]
         for kind, row in rows.items()
-        if "->" not in kind
+        if "->" not in kind and "seconds" in row
     ]
     moves = list(dict.fromkeys(kind.split()[1] for kind in rows if "->" in kind))
     kinds = list(dict.fromkeys(kind.split()[0] for kind in rows if "->" in kind))
