@@ -315,6 +315,19 @@ def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     assert manifest.exists()
 
 
+def test_verify_says_what_is_compared(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    with open(tmp_path / "step-00000001" / "__0_0.distcp", "ab") as file:
+        file.write(b"more")
+    with anyrank.Checkpoints(tmp_path, verify="off") as ckpts:
+        assert ckpts.resume(anyrank.TrainState(*build())) is not None
+    with (
+        anyrank.Checkpoints(tmp_path) as ckpts,
+        pytest.raises(anyrank.CorruptCheckpoint, match=r"bytes, anyrank\.json says"),
+    ):
+        ckpts.resume(anyrank.TrainState(*build()))
+
+
 def test_a_save_within_a_step_is_refused(tmp_path: Path) -> None:
     loader = anyrank.ElasticLoader(torch.arange(8.0), global_batch=4, microbatch=2)
     model, optimizer = build()

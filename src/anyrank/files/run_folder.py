@@ -84,7 +84,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     return Listing("anyrank run", listing.files, renamed, {}, others, listing.checksums)
 
 
-def list_step(storage: Storage, folder: str, manifest: Manifest) -> Listing:
+def list_step(storage: Storage, folder: str, manifest: Manifest, sizes: bool = True) -> Listing:
     """Every tensor of a committed step, by `tensors.json`.
 
     Raises:
@@ -97,7 +97,7 @@ def list_step(storage: Storage, folder: str, manifest: Manifest) -> Listing:
     files: list[FileInfo] = []
     checksums: list[Checksum] = []
     for number, name in enumerate(table["files"]):
-        info = _found(storage, inside(folder, name), manifest, name)
+        info = _found(storage, inside(folder, name), manifest, name, sizes)
         files.append(info)
         record = manifest.files[name]
         for start, digest in zip(range(0, info.size, record.block), record.xxh3_64, strict=False):
@@ -113,25 +113,29 @@ def list_step(storage: Storage, folder: str, manifest: Manifest) -> Listing:
     return Listing("anyrank run", tuple(files), tensors, checksums=tuple(checksums))
 
 
-def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Compare every file's size with the manifest, and the small ones' bytes.
+def check_sizes(storage: Storage, folder: str, manifest: Manifest, data: bool = True) -> None:
+    """Compare every file's size with the manifest (data files' if asked), and small ones' bytes.
 
     Raises:
         CorruptCheckpoint: a file is gone, or is not what was written.
     """
     for name in manifest.files:
-        _found(storage, inside(folder, name), manifest, name)
-        if not name.endswith(".distcp"):
+        small = not name.endswith(".distcp")
+        if data or small:
+            _found(storage, inside(folder, name), manifest, name)
+        if small:
             read_small(storage, folder, name, manifest.files)
 
 
-def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
+def _found(
+    storage: Storage, path: str, manifest: Manifest, name: str, sized: bool = True
+) -> FileInfo:
     if name not in manifest.files:
         raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
     if not storage.is_file(path):
         raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
     info = storage.info(path)
-    if info.size != manifest.files[name].size:
+    if sized and info.size != manifest.files[name].size:
         raise CorruptCheckpoint(
             f"{path}: has {info.size} bytes, {MANIFEST} says {manifest.files[name].size}: "
             "the file is truncated or was written to"

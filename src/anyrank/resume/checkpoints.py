@@ -60,7 +60,7 @@ class Checkpoints:
             first rank; None saves when asked, and on SIGTERM and SIGUSR1.
         background: hold the training only for a copy; at most one save is in flight.
         verify: before a resume changes anything: "size" compares all files' sizes and the small
-            ones' checksums, "full" every byte, "off" the manifest and the index only.
+            ones' checksums, "full" every byte, "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         process_group: the ranks that take part. Default: all, or this process alone.

@@ -127,7 +127,7 @@ def find(
     first, passed = ranks.ranks[0], Passed(folder, ranks)
 
     def look_for() -> Look | None:
-        return _look(folder, which, passed.left)
+        return _look(folder, which, passed.left, verify != "off")
 
     while (look := ranks.from_one("looking for a checkpoint", first, look_for)) is not None:
         if look.listing is not None and verify == "full":
@@ -169,7 +169,7 @@ def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> tuple[str | None, 
     return ranks.from_one("setting aside", ranks.ranks[0], rename)
 
 
-def _look(folder: RunFolder, which: str | int, left: list[str]) -> Look | None:
+def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> Look | None:
     """The step to try, with what is wrong with it. One rank."""
     steps = [one for one in folder.claimed() if one[1] not in left]
     if which not in ("auto", "must"):
@@ -182,8 +182,8 @@ def _look(folder: RunFolder, which: str | int, left: list[str]) -> Look | None:
         return None
     step, name = steps[0]
     try:
-        manifest = folder.examine(name)
-        listing = list_step(folder.store, folder.join(name), manifest)
+        manifest = folder.examine(name, sizes)
+        listing = list_step(folder.store, folder.join(name), manifest, sizes)
         return Look(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and tell how much is lost
@@ -221,7 +221,7 @@ def verified_in_words(verify: str) -> str:
     return {
         "full": "every byte of every file, by checksum",
         "size": "sizes of all files, checksums of the small ones",
-        "off": "checksums of the manifest and the index only",
+        "off": "checksums of the small files only",
     }[verify]
 
 

@@ -245,8 +245,8 @@ class RunFolder:
             self.store.rename(self.join(name), self.join(fresh))
         return fresh
 
-    def examine(self, name: str) -> Manifest:
-        """The manifest of a step whose files all have the right sizes.
+    def examine(self, name: str, sizes: bool = True) -> Manifest:
+        """The manifest of a step, whose files all have the right sizes, or the small ones only.
 
         Raises:
             CorruptCheckpoint: a file is gone or is not what was written.
@@ -257,7 +257,7 @@ class RunFolder:
             manifest = read_manifest(self.store, path)
             if step_name(manifest.step) != name:
                 raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
-            check_sizes(self.store, path, manifest)
+            check_sizes(self.store, path, manifest, data=sizes)
         return manifest
 
 
