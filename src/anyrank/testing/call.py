@@ -20,7 +20,7 @@ from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Retu
 
 MEET_SECONDS = 30.0  # the first call of a rank imports the job's modules
 STACK_SECONDS = 1.0
-CLEAN_SECONDS = 5.0
+CLEAN_SECONDS = 20.0  # a rank that has run Lightning collects garbage for seconds
 KILL_SECONDS = 5.0
 GONE = (EOFError, BrokenPipeError, ConnectionResetError)
 
