@@ -410,9 +410,14 @@ def test_the_end_of_the_server_is_an_error_and_the_next_call_works(pool: RankPoo
 def test_an_interrupted_call_leaves_nothing_behind(pool: RankPool) -> None:
     pids = pool.run(2, get_pid)
     start = time.monotonic()
+    # A shell that starts this in the background leaves SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(2, sleep_long)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, sleep_long)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 5
     assert not any(is_running(pid) for pid in pids)
     assert len(pool.run(2, get_pid)) == 2

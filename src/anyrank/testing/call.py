@@ -155,7 +155,7 @@ class Call:
     def stop(self, stuck: Sequence[int], why: str) -> None:
         """Note where these ranks stand, and kill them."""
         for index in stuck:
-            self.server.signal(self.ranks[index].pid, signal.SIGUSR1)
+            self.server.signal(self.ranks[index].pid, signal.SIGUSR2)
             self.server.signal(self.ranks[index].pid, signal.SIGCONT)
         deadline = time.monotonic() + STACK_SECONDS
         seen: dict[int, str] = {}

@@ -35,11 +35,12 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
 
     Args:
         conn: the pipe to the owner.
-        stack_file: where SIGUSR1, and a crash, write the stacks of all threads.
+        stack_file: where SIGUSR2, and a crash, write the stacks of all threads.
     """
     stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it as long as we live
     faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
+    # Not SIGUSR1, which Checkpoints watch for.
+    faulthandler.register(signal.SIGUSR2, stacks)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
