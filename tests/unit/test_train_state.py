@@ -692,3 +692,36 @@ def test_damaged_streams_are_damage(tmp_path: Path) -> None:
         report = ckpts.resume(anyrank.TrainState(model, optimizer))
     assert report is not None
     assert (report.step, report.lost_steps) == (1, 1)
+
+
+END_OF_PROCESS = """
+import errno, os, sys
+import torch, anyrank
+from anyrank import faults
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+if sys.argv[2] == "full":
+    faults.armed["save.write"] = full
+ckpts = anyrank.Checkpoints(sys.argv[1], background=True)
+ckpts.save(anyrank.TrainState(torch.nn.Linear(300, 300)))
+"""
+
+
+@pytest.mark.parametrize("disk", ["free", "full"])
+def test_a_process_that_ends_finishes_its_background_save(tmp_path: Path, disk: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", END_OF_PROCESS, str(tmp_path), disk],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    committed = (tmp_path / "step-00000000" / "anyrank.json").exists()
+    assert committed is (disk == "free")
+    if disk == "free":
+        assert (run.returncode, run.stderr) == (0, "")
+    else:
+        assert "step 0 was not saved" in run.stderr
+        assert "No space left on device" in run.stderr
