@@ -61,6 +61,17 @@ def test_without_a_failure_every_rank_has_all_results(world: int) -> None:
         assert (kind, text) == ("no error", str([rank * 10 for rank in range(world)]))
 
 
+def job_meet(times: int) -> None:
+    for _ in range(times):
+        with open_ranks():
+            pass
+
+
+def test_a_rank_that_leaves_at_once_does_not_break_a_slower_one() -> None:
+    """As a loop over a loader does that ends before its first collective."""
+    run_ranks(4, job_meet, 60)
+
+
 def test_one_failing_rank_fails_all_with_its_class() -> None:
     kind, text, causes = agreed(run_ranks(4, job_together, {2: "LoadError"}))
     assert kind == "LoadError"

@@ -370,7 +370,7 @@ def test_a_signal_between_any_two_instructions_is_not_lost(
 def holder(**changed: Any) -> str:
     """A lock of the process that started this one, an hour old."""
     pid = os.getppid()
-    boot, started = lock_module._boot(), lock_module._started(pid)  # type: ignore[attr-defined]
+    boot, started = lock_module.boot_id(), lock_module._started(pid)  # type: ignore[attr-defined]
     table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
     return json.dumps(table | {"token": "theirs", "time": time.time() - 3600} | changed)
 

@@ -18,6 +18,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.storage import join_path
 from anyrank.files.store import Store, storing, write_file
 from anyrank.settings import LOCK_SEC
+from anyrank.world.device import boot_id
 
 log = logging.getLogger("anyrank.resume")
 
@@ -151,7 +152,7 @@ class RunLock:
     def _write(self, path: str) -> None:
         pid = os.getpid()
         table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
-        table |= {"boot": _boot(), "token": self.token, "time": time.time()}
+        table |= {"boot": boot_id(), "token": self.token, "time": time.time()}
         write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 
@@ -193,7 +194,7 @@ def _is_stale(holder: dict[str, Any]) -> bool:
     """Whether the owner is surely dead, on this machine, or long silent, on another."""
     if holder.get("host") != socket.gethostname():
         return _silent_sec(holder) > LOCK_SEC.get()
-    if holder.get("boot") != _boot():
+    if holder.get("boot") != boot_id():
         return True
     try:
         pid = int(holder["pid"])
@@ -216,15 +217,6 @@ def _silent_sec(holder: dict[str, Any]) -> float:
 def _told(holder: dict[str, Any]) -> str:
     seen = f"last seen {_silent_sec(holder):.0f} s ago"
     return f"process {holder.get('pid')} on {holder.get('host')}, {seen}"
-
-
-def _boot() -> str:
-    """What tells one start of the machine from the next, as process numbers begin anew."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _started(pid: int) -> str:

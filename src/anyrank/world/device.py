@@ -1,4 +1,4 @@
-"""Which device belongs to this rank (promise 3)."""
+"""Which device belongs to this rank (promise 3), and which machine it is on."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def read_threads(ranks_on_node: int) -> int:
     """How many threads one rank reads with: its part of the machine's cores, within the knob."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(READ_THREADS.get(), (cores or 1) // ranks_on_node))
+
+
+def boot_id() -> str:
+    """What tells one start of this machine from the next, as process numbers begin anew.
+
+    Empty where the system has no such thing.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
 from anyrank.settings import TIMEOUT_SEC
+from anyrank.world.device import boot_id
 
 T = TypeVar("T")
 
@@ -59,6 +60,10 @@ class Ranks:
     Attributes:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
+        nodes: for each of `ranks`, which machine it is on; machines count from 0.
+
+    Raises:
+        RankError: a rank died while the ranks met.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, group: Any, store: Any) -> None:
@@ -68,17 +73,10 @@ class Ranks:
         self.store = store
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
-        self.known: tuple[int, ...] = () if group is not None else (0,)
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """For each of `ranks`, which machine it is on; machines count from 0.
-
-        Known after the first gather, with which it travels.
-        """
-        if not self.known:
-            self.gather(None)
-        return self.known
+        # The first gather also waits until all are connected: a rank that closed the group before
+        # would break a slower one's connecting.
+        names = self.gather((socket.gethostname(), boot_id()))
+        self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
 
     @property
     def size(self) -> int:
@@ -107,7 +105,7 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        data = pickle.dumps(value if self.known else (value, _machine()))
+        data = pickle.dumps(value)
         sized = len(data).to_bytes(8, "little") + data
         try:
             heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
@@ -117,12 +115,7 @@ class Ranks:
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         except RuntimeError as error:
             raise self.roll_call() from error
-        values = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
-        if not self.known:
-            names = [name for _, name in values]
-            self.known = tuple(sorted(set(names), key=names.index).index(one) for one in names)
-            values = [one for one, _ in values]
-        return values
+        return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
         every = [torch.empty(length, dtype=torch.uint8) for _ in self.ranks]
@@ -285,14 +278,6 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
-
-
-def _machine() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{socket.gethostname()} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _failure(error: Exception) -> Failure:
