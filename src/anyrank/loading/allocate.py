@@ -78,9 +78,7 @@ def put_in_place(target: Target, local: torch.Tensor) -> None:
     old: Any = target.tensor
     new: Any = local
     if target.layout is not None:
-        from torch.distributed.tensor import DTensor
-
-        new = DTensor.from_local(
+        new = type(old).from_local(  # by its class, as an import statement here takes 0.1 ms
             local,
             old.device_mesh,
             old.placements,

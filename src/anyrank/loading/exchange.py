@@ -19,6 +19,7 @@ from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Coordinates, Held, replicas
+from anyrank.tensors.pages import use_large_pages
 from anyrank.tensors.plan import Read, plan_reads
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Interrupted, Ranks
@@ -72,6 +73,7 @@ def move(
         Interrupted: another rank failed.
         LoadError: this rank failed to read.
     """
+    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
     if decision.name != "own":
         window = buffer_bytes // 2  # the rest is the reader's and the transport's
         transfers = plan_transfers(wanted, coordinates, decision.readers, window)

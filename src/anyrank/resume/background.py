@@ -65,7 +65,7 @@ class Background:
         fleeting = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
         copied: list[Item] = []
-        ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting)))
+        ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting, ranks)))
         self.failure = self.record = None
         self.stall = 0.0
         self.staged.clear()
@@ -81,7 +81,7 @@ class Background:
 
         def stage() -> None:
             faults.point("save.stage")
-            copies.extend(self.later.take(steady))
+            copies.extend(self.later.take(steady, ranks))
             self.staged.set()
 
         try:

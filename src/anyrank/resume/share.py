@@ -16,7 +16,9 @@ from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Held
 from anyrank.tensors.layout import Piece, local_pieces
+from anyrank.tensors.pages import use_large_pages
 from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+from anyrank.world.ranks import Ranks
 
 MOST_PARTS = 512  # of one call; the kernel's limit is 1024
 
@@ -88,7 +90,7 @@ class Staging:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, items: Sequence[Item], check: Callable[[], None] = lambda: None) -> list[Item]:
+    def take(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
         """Copy every item; the copies, in the same order. The next call overwrites them.
 
         Raises:
@@ -99,10 +101,12 @@ class Staging:
             self.memory = torch.empty(0, dtype=torch.uint8)  # never two at a time
             pinned = any(not item.source.is_cpu for item in items)
             self.memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+            if not pinned:
+                use_large_pages([self.memory], ranks.ranks_on_node)
         copies: list[Item] = []
         position = 0
         for item in items:
-            check()
+            ranks.check()
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
             copy_into(copy, item.source)
