@@ -20,7 +20,7 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from anyrank.cli import demo
+from anyrank.cli import demo, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.loading.report import LoadReport
 
@@ -100,9 +100,8 @@ def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--steps=2", "--rows=24"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [*torchrun, str(EXAMPLE), *flags, f"--folder={tmp_path}/two"],
+        torchrun.line(2, str(EXAMPLE), *flags, f"--folder={tmp_path}/two"),
         capture_output=True,
         text=True,
         env=os.environ | demo.RANK_SETTINGS,
@@ -211,24 +210,28 @@ def test_the_curve_is_drawn_where_the_terminal_can(capsys: pytest.CaptureFixture
 # -- launching ------------------------------------------------------------------------------------
 
 
+def launch(script: str, log: str) -> None:
+    torchrun.run([sys.executable, "-c", script], log, os.environ | demo.RANK_SETTINGS)
+
+
 def test_ranks_that_fail_are_one_error_with_their_last_lines(tmp_path: Path) -> None:
     script = (
         "import os; print('x\\n' * 99, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
     )
     log = str(tmp_path / "log")
     with pytest.raises(AnyrankError, match=r"exit code 3; its last lines:") as caught:
-        demo.launch([sys.executable, "-c", script], log)
+        launch(script, log)
     assert str(caught.value).startswith(f"{log}: ")
     assert str(caught.value).endswith(" 1 boom\n")
     assert len(str(caught.value).splitlines()) == 51
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "LIMIT_SEC", 1.0)
+    monkeypatch.setattr(torchrun, "LIMIT_SEC", 1.0)
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     log = tmp_path / "log"
     with pytest.raises(AnyrankError, match=r"took longer than 1.0 s"):
-        demo.launch([sys.executable, "-c", script], str(log))
+        launch(script, str(log))
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
 
@@ -241,7 +244,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            demo.launch([sys.executable, "-c", script], str(log))
+            launch(script, str(log))
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):

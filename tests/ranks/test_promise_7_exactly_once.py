@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class Together(Ranks):
 
     def __init__(self, ranks: list[At]) -> None:
         alone = one_process()
+        self.rows: list[Any] = []  # none while the ranks meet
         super().__init__(alone.ranks, alone.rank, None, None)
         self.rows = [
             (
@@ -70,7 +71,7 @@ class Together(Ranks):
         ]
 
     def gather(self, value: Any) -> list[Any]:
-        return self.rows if isinstance(value, tuple) else [value]
+        return self.rows if self.rows and isinstance(value, tuple) else [value]
 
 
 RUNS = st.lists(
@@ -182,34 +183,49 @@ def as_lists(samples: list[Any]) -> Any:
     return [i for i, _ in samples], [noise for _, noise in samples], torch.rand(()).item()
 
 
-def job_run(state: Any, steps: int, num_workers: int) -> tuple[Any, Any, Any]:
+def run_to(
+    steps: int,
+    loader: anyrank.ElasticLoader,
+    state: Any,
+    net: nn.Module,
+    draw: Callable[[Any], Any],
+) -> tuple[Any, Any, Any]:
     """{(step, k): what a microbatch saw and drew} of this rank, the state then, and the receipts.
 
     A killed run is one whose later steps nobody hears of.
     """
-    torch.manual_seed(100 + dist.get_rank())
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5)))
-    loader = anyrank.ElasticLoader(
-        Noisy(), global_batch=8, microbatch=2, seed=4, num_workers=num_workers, collate_fn=as_lists
-    )
     if state is not None:
         loader.load_state_dict(state)
     seen: dict[tuple[int, int], Any] = {}
     while loader.step < steps:
         for step in loader:
             for batch in step.microbatches(net):
-                mask = (net(torch.ones(1, 1)) != 0).flatten().tolist()
-                drawn = [mask, random.random(), np.random.rand(), torch.rand(()).item()]
+                drawn = draw(step)
                 assert step.turn is not None
                 if not step.turn.is_copy:
                     seen[step.number, step.turn.k] = (batch, drawn)
-                step.backward(net(torch.ones(1, 1)).mean())
             loader.commit()
             if loader.step == steps:
                 break
     with open_ranks() as ranks:
         loader.check_receipt(ranks)
     return seen, loader.state_dict(), loader.receipts
+
+
+def job_run(state: Any, steps: int, num_workers: int) -> tuple[Any, Any, Any]:
+    torch.manual_seed(100 + dist.get_rank())
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5)))
+    loader = anyrank.ElasticLoader(
+        Noisy(), global_batch=8, microbatch=2, seed=4, num_workers=num_workers, collate_fn=as_lists
+    )
+
+    def draw(step: Any) -> Any:
+        mask = (net(torch.ones(1, 1)) != 0).flatten().tolist()
+        drawn = [mask, random.random(), np.random.rand(), torch.rand(()).item()]
+        step.backward(net(torch.ones(1, 1)).mean())
+        return drawn
+
+    return run_to(steps, loader, state, net, draw)
 
 
 def merged(results: list[Any]) -> dict[tuple[int, int], Any]:
@@ -269,25 +285,10 @@ def read_shard(shard: int) -> Iterator[Any]:
 
 def job_shards(state: Any, steps: int) -> tuple[Any, Any, Any]:
     """As `job_run`, of samples that are read in sequence."""
-    net = nn.Linear(1, 1)
     loader = anyrank.ElasticShards(
         range(5), read_shard, lengths=LENGTHS, global_batch=8, microbatch=2, collate_fn=list
     )
-    if state is not None:
-        loader.load_state_dict(state)
-    seen: dict[tuple[int, int], Any] = {}
-    while loader.step < steps:
-        for step in loader:
-            for batch in step.microbatches(net):
-                assert step.turn is not None
-                if not step.turn.is_copy:
-                    seen[step.number, step.turn.k] = (batch, torch.rand(()).item())
-            loader.commit()
-            if loader.step == steps:
-                break
-    with open_ranks() as ranks:
-        loader.check_receipt(ranks)
-    return seen, loader.state_dict(), loader.receipts
+    return run_to(steps, loader, state, nn.Linear(1, 1), lambda _: torch.rand(()).item())
 
 
 def test_shards_are_read_once_on_any_number_of_ranks() -> None:

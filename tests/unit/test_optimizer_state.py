@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,13 @@ def test_regrouped_parameters_keep_their_state_and_hyperparameters(tmp_path: Pat
     assert set(optimizer.state) == set(parameters)
 
 
+@contextmanager
+def refusing(path: Path, match: str) -> Iterator[anyrank.Checkpoints]:
+    """Checkpoints whose call in the block is refused in these words."""
+    with anyrank.Checkpoints(path) as ckpts, pytest.raises(anyrank.CheckpointError, match=match):
+        yield ckpts
+
+
 MISFITS = {
     "joined": (lambda p: [{"params": p}], "whose hyperparameters differ"),
     "fewer": (lambda p: [{"params": p[:4]}, {"params": p[4:-1], "lr": 1.0}], "no longer has"),
@@ -171,10 +179,7 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path, case: str) -> None:
     model = net()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     state = anyrank.TrainState(model, torch.optim.AdamW(groups(list(model.parameters())), lr=0.1))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match=match),
-    ):
+    with refusing(tmp_path, match) as ckpts:
         ckpts.resume(state)
     same(dict(model.state_dict()), before)
 
@@ -183,10 +188,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_adam(tmp_path, lambda p: [{"params": p}])
     model = net()
     state = anyrank.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match=r"is a SGD, the checkpoint's a AdamW"),
-    ):
+    with refusing(tmp_path, r"is a SGD, the checkpoint's a AdamW") as ckpts:
         ckpts.resume(state)
 
 
@@ -194,10 +196,7 @@ def test_a_parameter_of_no_module_is_refused_when_it_is_saved(tmp_path: Path) ->
     model = net()
     stray = nn.Parameter(torch.zeros(2))
     state = anyrank.TrainState(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match=r"parameter 8 of group 0.*no module"),
-    ):
+    with refusing(tmp_path, r"parameter 8 of group 0.*no module") as ckpts:
         ckpts.save(state)
 
 
@@ -205,11 +204,6 @@ def test_a_value_that_json_cannot_carry_is_refused_at_the_save(tmp_path: Path) -
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["rule"] = net
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(
-            anyrank.CheckpointError, match=r"optimizer.param_groups.0.rule: a .*function"
-        ),
-    ):
+    with refusing(tmp_path, r"optimizer.param_groups.0.rule: a .*function") as ckpts:
         ckpts.save(anyrank.TrainState(model, optimizer))
     assert not list(tmp_path.glob("step-*"))

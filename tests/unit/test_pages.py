@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyrank.tensors import pages
+from anyrank.world import pages
 
 MIB = 1 << 20
 PAGE = pages.mmap.PAGESIZE

@@ -203,6 +203,45 @@ def test_an_unreadable_old_step_fails_no_save(
     assert len(folders(tmp_path)) == 2  # two good ones stay, and the first was not one of them
 
 
+def test_retention_reads_two_steps_and_only_to_remove_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    is_good = RunFolder._is_good
+
+    def look(self: RunFolder, name: str) -> bool:
+        looked.append(name)
+        return is_good(self, name)
+
+    monkeypatch.setattr(RunFolder, "_is_good", look)
+    state = build()
+    with anyrank.Checkpoints(tmp_path, every=1, keep=3) as ckpts:
+        for _ in range(3):
+            ckpts.step_done(state)
+        assert looked == []
+        ckpts.step_done(state)
+    assert looked == ["step-00000004", "step-00000003"]
+    assert folders(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_a_resume_reads_each_small_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path)
+    opened: list[str] = []
+    new = LocalFile.__init__
+
+    def record(self: LocalFile, path: str) -> None:
+        opened.append(os.path.basename(path))
+        new(self, path)
+
+    monkeypatch.setattr(LocalFile, "__init__", record)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.resume(build())
+    small = [name for name in opened if not name.endswith(".distcp")]
+    assert sorted(small) == [".metadata", "anyrank.json", "tensors.json"]
+
+
 def test_a_failing_clean_up_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

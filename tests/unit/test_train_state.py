@@ -584,6 +584,42 @@ def test_extra_state_of_modules_is_kept(tmp_path: Path, value: Any) -> None:
             ckpts.resume(anyrank.TrainState(plain))
 
 
+def with_frozen(source: str | None, count: Any) -> nn.Module:
+    """A model with extra state in a frozen part, and below a frozen part."""
+    parts = [Extra(), nn.ModuleDict({"inner": Extra()})]
+    model = nn.ModuleDict({f"{n}": part for n, part in enumerate(parts)} | {"own": Extra()})
+    for module in model.modules():
+        if isinstance(module, Extra):
+            module.count = count
+    for part in parts:
+        anyrank.freeze(part, source=source)
+    return model
+
+
+def counts(model: Any) -> list[Any]:
+    return [model["0"].count, model["1"]["inner"].count, model["own"].count]
+
+
+@pytest.mark.parametrize("value", [7, torch.arange(3.0)], ids=["number", "tensor"])
+def test_extra_state_of_frozen_parts_is_kept_with_their_weights(tmp_path: Path, value: Any) -> None:
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(with_frozen(None, value)))
+        state = anyrank.TrainState(with_frozen(None, value * 0))
+        ckpts.resume(state)
+        found = torch.stack([torch.as_tensor(one) for one in counts(state.parts["model"])])
+        assert bool((found == value).all())
+        state.step += 1
+        ckpts.save(state)  # the parts are what they were when they were resumed
+
+
+def test_extra_state_of_frozen_parts_with_a_source_stays_there(tmp_path: Path) -> None:
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        ckpts.save(anyrank.TrainState(with_frozen("elsewhere.safetensors", 7)))
+        fresh = with_frozen("elsewhere.safetensors", 1)
+        ckpts.resume(anyrank.TrainState(fresh))
+        assert counts(fresh) == [1, 1, 7]
+
+
 @pytest.mark.parametrize(
     "value",
     [{"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, {1: torch.ones(1), "1": torch.ones(1)}],

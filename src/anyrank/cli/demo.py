@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -15,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from anyrank.cli.demo_kills import (
-    findings_of,
-    largest_difference,
-    run_with_kills,
-    tail,
-    told_legs,
-)
-from anyrank.errors import AnyrankError
+from anyrank.cli import torchrun
+from anyrank.cli.demo_kills import findings_of, largest_difference, run_with_kills, told_legs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +28,6 @@ PARTS = ("naive", "ddp", "fsdp2")
 TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
 MOST_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
 MOST_LOSS_DIFFERENCE = 1e-4  # relative, in fp32
-LIMIT_SEC = 900
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -119,7 +109,7 @@ def run_ranks_of_demo(weights: str, out: str, ranks: int, steps: int) -> dict[st
     """Run the worker under torchrun, then the run that is killed; each part's results.
 
     Raises:
-        AnyrankError: a rank failed, or LIMIT_SEC have passed.
+        AnyrankError: a rank failed, or `torchrun.LIMIT_SEC` have passed.
     """
     import torch
     from safetensors.torch import load_file
@@ -130,44 +120,15 @@ def run_ranks_of_demo(weights: str, out: str, ranks: int, steps: int) -> dict[st
         tensors = load_file(os.path.join(weights, "model.safetensors"))
         torch.save(tensors, os.path.join(scratch, "weights.pt"))
         del tensors
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        worker = ["-m", "anyrank.cli.demo_worker", weights, scratch]
-        launch([*launcher, f"--nproc-per-node={ranks}", *worker], log)
+        environ = os.environ | RANK_SETTINGS
+        worker = ("-m", "anyrank.cli.demo_worker", weights, scratch)
+        torchrun.run(torchrun.line(ranks, *worker), log, environ)
         results: dict[str, Any] = {}
         for part in PARTS:
             with open(os.path.join(scratch, f"{part}.json"), encoding="utf-8") as file:
                 results[part] = json.load(file)
-        environ = os.environ | RANK_SETTINGS
         results["training"] = run_with_kills(weights, scratch, log, ranks, steps, environ)
     return results
-
-
-def launch(command: list[str], log: str) -> None:
-    """Run torchrun on CPU ranks of this machine, its output in a file.
-
-    Raises:
-        AnyrankError: as above, with the last lines of the output.
-    """
-    with open(log, "wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | RANK_SETTINGS,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LIMIT_SEC)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, and so do Ctrl-C
-            process.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
-            raise
-    if code:
-        raise AnyrankError(
-            f"{log}: torchrun ended with exit code {code}; its last lines:\n{tail(log)}"
-        )
 
 
 def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) -> dict[str, Any]:

@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from anyrank.cli import torchrun
 from anyrank.errors import AnyrankError
 
 SCRIPT = "finetune.py"
 SAVES = 12  # in a whole run
 POLL_SEC = 0.01
-LIMIT_SEC = 600
-TAIL_LINES = 50  # torchrun ends with some twenty of its own
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,10 @@ def run_with_kills(
     """The reference and the killed run, with what became of each leg.
 
     Raises:
-        AnyrankError: a rank failed unasked, or LIMIT_SEC have passed.
+        AnyrankError: a rank failed unasked, or `torchrun.LIMIT_SEC` have passed.
     """
     folder = os.path.join(scratch, "run")
-    deadline = time.monotonic() + LIMIT_SEC
+    deadline = time.monotonic() + torchrun.LIMIT_SEC
     with open(log, "ab") as file:
         options = (weights, steps, file, environ)
         alone = _start(1, os.path.join(scratch, "reference"), steps, *options)
@@ -78,9 +74,9 @@ def run_with_kills(
                 _run_leg(leg, folder, deadline, *options)
                 for leg in plan_legs(ranks, steps, random.Random())  # noqa: S311
             ]
-            _finish(alone, deadline, log)
+            torchrun.finish(alone, deadline, log)
         finally:
-            kill_all(alone)
+            torchrun.kill_all(alone)
     reference = _results(os.path.join(scratch, "reference"))
     return {"reference": reference["losses"], "legs": legs} | _results(folder)
 
@@ -91,21 +87,18 @@ def _start(
     every: int,
     weights: str,
     steps: int,
-    file: Any,
+    file: BinaryIO,
     environ: dict[str, str],
 ) -> subprocess.Popen[bytes]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     flags = [
         f"--weights={weights}",
         f"--folder={folder}",
         f"--steps={steps}",
         f"--every={every}",
         f"--rows={6 * steps}",
+        f"--results={folder}.json",
     ]
-    command = [sys.executable, *launcher, find_script(), *flags, f"--results={folder}.json"]
-    return subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
-        command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-    )
+    return torchrun.start(torchrun.line(ranks, find_script(), *flags), file, environ)
 
 
 def _run_leg(
@@ -114,7 +107,7 @@ def _run_leg(
     deadline: float,
     weights: str,
     steps: int,
-    file: Any,
+    file: BinaryIO,
     environ: dict[str, str],
 ) -> dict[str, Any]:
     """Run one leg; where it was killed, what was committed then."""
@@ -123,11 +116,11 @@ def _run_leg(
     process = _start(leg.ranks, folder, steps // SAVES, weights, steps, file, environ)
     try:
         if leg.kill_at is None:
-            _finish(process, deadline, file.name)
+            torchrun.finish(process, deadline, file.name)
         else:
             _wait_for_save(process, folder, leg.kill_at, deadline, file.name)
     finally:
-        kill_all(process)
+        torchrun.kill_all(process)
     done = committed(folder)
     return {
         "ranks": leg.ranks,
@@ -149,60 +142,21 @@ def _wait_for_save(
     process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
 ) -> None:
     """Return a random moment after the save of a step has begun."""
-    sign = f"step-{step:08d}.tmp-"
+    from anyrank.files.run_folder import step_name
+
+    sign = f"{step_name(step)}.tmp-"
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
         if process.poll() is not None or time.monotonic() > deadline or step in committed(folder):
-            raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{tail(log)}")
+            said = torchrun.tail(log)
+            raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{said}")
         time.sleep(POLL_SEC)
     time.sleep(random.random() * 0.2)  # noqa: S311
-
-
-def _finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
-    try:
-        code = process.wait(max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
-        raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
-    if code:
-        raise AnyrankError(f"{log}: torchrun ended with exit code {code}:\n{tail(log)}")
 
 
 def _results(folder: str) -> dict[str, Any]:
     with open(f"{folder}.json", encoding="utf-8") as file:
         found: dict[str, Any] = json.load(file)
     return found
-
-
-def tail(log: str) -> str:
-    """The last lines of a file."""
-    with open(log, encoding="utf-8", errors="replace") as file:
-        return "".join(file.readlines()[-TAIL_LINES:])
-
-
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a launcher and everything below it, all at once: none of them can tidy up."""
-    if process.poll() is not None:
-        return
-    doomed = [process.pid, *descendants(process.pid)]
-    for pid in doomed:
-        os.kill(pid, signal.SIGSTOP)  # first, so that none sees another die
-    for pid in dict.fromkeys([*doomed, *descendants(process.pid)]):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Processes below one, from /proc."""
-    children: Sequence[str] = ()
-    try:
-        tasks = os.listdir(f"/proc/{pid}/task")
-        for task in tasks:
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                children = [*children, *file.read().split()]
-    except OSError:
-        return
-    for child in children:
-        yield int(child)
-        yield from descendants(int(child))
 
 
 def told_legs(results: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from anyrank.cli import torchrun
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -74,8 +76,7 @@ def command(
 
 def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attempt, bool]:
     """Start the script once; what came of it, and whether SIGTERM or Ctrl-C asked for the end."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    full = [*launcher, f"--nproc-per-node={ranks}", script, *arguments]
+    full = torchrun.line(ranks, script, *arguments)
     start = time.perf_counter()
     stopped: list[int] = []
     process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script

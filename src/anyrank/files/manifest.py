@@ -9,7 +9,7 @@ from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.storage import Storage, join_path, read_range
-from anyrank.files.store import BLOCK_BYTES, Digester, Written
+from anyrank.files.store import BLOCK_BYTES, Written, digest_of
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
@@ -141,9 +141,7 @@ def read_small(
         raise CheckpointError(str(error)) from error
     expected = None if known is None else known[name]
     if expected is not None:
-        digester = Digester()
-        digester.update(data)
-        found = digester.result()
+        found = digest_of(data)
         if (found.size, found.digests) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
                 f"{path}: {found.size} bytes with checksum {found.digests[0]}, the manifest says "

@@ -18,7 +18,9 @@ from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
-from anyrank.tensors.plan import Block, Read, blocks, cut_dense
+from anyrank.tensors.layout import local_pieces
+from anyrank.tensors.plan import Block, Read, blocks, cut_dense, plan_reads
+from anyrank.tensors.spec import StoredTensor
 
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
 MOST_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
@@ -136,6 +138,18 @@ class Reader:
         )
         workers = [_Worker(self, slot, slots, accelerated) for _ in range(threads)]
         _spread(workers, batches)
+
+    def read_whole(self, stored: StoredTensor) -> torch.Tensor:
+        """All of one tensor, in CPU memory, from files that are opened for it.
+
+        Raises:
+            LoadError: as `open` and `run`.
+        """
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        self.open({chunk.file for chunk in stored.chunks})
+        reads = plan_reads(stored, local_pieces(stored.shape, None, None))
+        self.run([Job(read, whole[read.local_slices()]) for read in reads])
+        return whole
 
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read

@@ -84,8 +84,21 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     return Listing("anyrank run", listing.files, renamed, {}, others, listing.checksums)
 
 
-def list_step(storage: Storage, folder: str, manifest: Manifest, sizes: bool = True) -> Listing:
+def list_step(
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    small: Mapping[str, bytes] | None = None,
+    sizes: bool = True,
+) -> Listing:
     """Every tensor of a committed step, by `tensors.json`.
+
+    Args:
+        storage: where the folder is.
+        folder: of the step.
+        manifest: of the step.
+        small: what `check_sizes` has read already.
+        sizes: whether to compare the data files' sizes with the manifest.
 
     Raises:
         CorruptCheckpoint: the index is damaged, or a file is gone or has another size.
@@ -93,7 +106,9 @@ def list_step(storage: Storage, folder: str, manifest: Manifest, sizes: bool = T
     path = join_path(folder, INDEX)
     if INDEX not in manifest.files:
         raise CorruptCheckpoint(f"{folder}: its manifest does not list {INDEX}")
-    table = json.loads(read_small(storage, folder, INDEX, manifest.files))
+    if small is None:
+        small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
+    table = json.loads(small[INDEX])
     files: list[FileInfo] = []
     checksums: list[Checksum] = []
     for number, name in enumerate(table["files"]):
@@ -113,18 +128,25 @@ def list_step(storage: Storage, folder: str, manifest: Manifest, sizes: bool = T
     return Listing("anyrank run", tuple(files), tensors, checksums=tuple(checksums))
 
 
-def check_sizes(storage: Storage, folder: str, manifest: Manifest, data: bool = True) -> None:
+def check_sizes(
+    storage: Storage, folder: str, manifest: Manifest, data: bool = True
+) -> dict[str, bytes]:
     """Compare every file's size with the manifest (data files' if asked), and small ones' bytes.
+
+    Returns:
+        The small files' bytes, by name.
 
     Raises:
         CorruptCheckpoint: a file is gone, or is not what was written.
     """
+    contents: dict[str, bytes] = {}
     for name in manifest.files:
         small = not name.endswith(".distcp")
         if data or small:
             _found(storage, inside(folder, name), manifest, name)
         if small:
-            read_small(storage, folder, name, manifest.files)
+            contents[name] = read_small(storage, folder, name, manifest.files)
+    return contents
 
 
 def _found(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -124,9 +125,15 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
 
     A hint: Linux waits for nothing here, and elsewhere nothing happens.
     """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    call = sync_file_range()
     if call is not None:
         call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def sync_file_range() -> Any:
+    """The C library's function of this name, or None: to find it takes longer than to call it."""
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class RemoteSink:
@@ -289,25 +296,20 @@ def write_file(store: Store, path: str, data: bytes) -> Written:
     return digest_of(data)
 
 
-@contextlib.contextmanager
-def storing(path: str) -> Any:
+def storing(path: str) -> contextlib.AbstractContextManager[None]:
     """Turn a device's refusal into an error that names the path and the way out."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(
-            f"{path}: cannot be written: {reason}: free space or permissions there, then save again"
-        ) from error
+    return _telling(path, "written", "free space or permissions there, then save again")
+
+
+def reading(path: str) -> contextlib.AbstractContextManager[None]:
+    """Turn a storage that does not answer into an error: it must not pass for an empty folder."""
+    return _telling(path, "read", "check the path, permissions and the network there")
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Any:
-    """Turn a storage that does not answer into an error: it must not pass for an empty folder."""
+def _telling(path: str, done: str, way_out: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(
-            f"{path}: cannot be read: {reason}: check the path, permissions and the network there"
-        ) from error
+        raise CheckpointError(f"{path}: cannot be {done}: {reason}: {way_out}") from error

@@ -2,7 +2,9 @@
 
 `torch.distributed.checkpoint` keeps each piece of a tensor as a small torch zip. Only the zip's
 head and tail are built here; the payload between them is written from the tensor's own memory.
-The layout is that of torch 1.6 and later: stored records, the payload aligned to 64 bytes.
+The layout is that of torch 1.6 and later: stored records, the payload aligned to 64 bytes. The
+payload's CRC-32 is left out, as by `torch.serialization.set_crc32_options(False)`: torch does not
+look at it, and a better checksum of the whole file lies beside it.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ LEGACY_STORAGES = {
 
 
 def wrap(
-    payload: memoryview, shape: Sequence[int], dtype: torch.dtype, name: str = "archive"
+    nbytes: int, shape: Sequence[int], dtype: torch.dtype, name: str = "archive"
 ) -> tuple[bytes, bytes]:
     """What precedes and what follows the payload of a row-major tensor.
 
     Args:
-        payload: the elements' bytes, fewer than 4 GiB.
+        nbytes: of the payload, fewer than 4 GiB.
         shape: of the tensor.
         dtype: of the tensor.
         name: of the zip's only folder.
@@ -49,15 +51,15 @@ def wrap(
     Returns:
         Head and tail. Written at a multiple of 64 bytes, the head ends at one.
     """
-    if len(payload) > MOST_BYTES:
-        raise ValueError(f"a payload of {len(payload)} bytes: cut it into pieces below 4 GiB")
+    if nbytes > MOST_BYTES:
+        raise ValueError(f"a payload of {nbytes} bytes: cut it into pieces below 4 GiB")
     small = [("data.pkl", _pickled(shape, dtype)), ("byteorder", b"little"), ("version", b"3\n")]
     head, directory = bytearray(), bytearray()
     for record, data in small:
-        _record(head, directory, f"{name}/{record}", data, zlib.crc32(data), 1)
+        _record(head, directory, f"{name}/{record}", len(data), zlib.crc32(data), 1)
         head += data
-    _record(head, directory, f"{name}/data/0", payload, zlib.crc32(payload), ALIGN)
-    count, start = len(small) + 1, len(head) + len(payload)
+    _record(head, directory, f"{name}/data/0", nbytes, 0, ALIGN)
+    count, start = len(small) + 1, len(head) + nbytes
     end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), start, 0)
     return bytes(head), bytes(directory + end)
 
@@ -66,7 +68,7 @@ def _record(
     head: bytearray,
     directory: bytearray,
     name: str,
-    data: bytes | memoryview,
+    nbytes: int,
     crc: int,
     align: int,
 ) -> None:
@@ -79,7 +81,7 @@ def _record(
     if align > 1:
         spare = -(offset + 30 + len(encoded) + 4) % align
         extra = struct.pack("<2sH", b"FB", spare) + bytes(spare)
-    sizes = (crc, len(data), len(data), len(encoded))
+    sizes = (crc, nbytes, nbytes, len(encoded))
     head += struct.pack("<4s5H3I2H", b"PK\3\4", 0, UTF8, 0, 0, 33, *sizes, len(extra))
     head += encoded + extra
     directory += struct.pack("<4s6H3I", b"PK\1\2", 0, 0, UTF8, 0, 0, 33, *sizes[:3])

@@ -19,9 +19,9 @@ from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Coordinates, Held, replicas
-from anyrank.tensors.pages import use_large_pages
 from anyrank.tensors.plan import Read, plan_reads
 from anyrank.tensors.spec import StoredTensor
+from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Interrupted, Ranks
 
 LEAST_BLOCK_BYTES = 64 << 10
@@ -73,20 +73,33 @@ def move(
         Interrupted: another rank failed.
         LoadError: this rank failed to read.
     """
+    if decision.name == "own":
+        read_own(wanted, reader, ranks)
+        return 0
     use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
-    if decision.name != "own":
-        window = buffer_bytes // 2  # the rest is the reader's and the transport's
-        transfers = plan_transfers(wanted, coordinates, decision.readers, window)
-        exchange = Exchange(ranks, reader, lambda n: wanted[n].local)
-        exchange.run(transfers, window)
-        return exchange.bytes_sent
+    window = buffer_bytes // 2  # the rest is the reader's and the transport's
+    transfers = plan_transfers(wanted, coordinates, decision.readers, window)
+    exchange = Exchange(ranks, reader, lambda n: wanted[n].local)
+    exchange.run(transfers, window)
+    return exchange.bytes_sent
+
+
+def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
+    """Fill this rank's shares from the files, which are open. Each rank by itself.
+
+    Ranks start at different files, so that they do not all wait for the same one.
+
+    Raises:
+        Interrupted: another rank failed.
+        LoadError: this rank failed to read.
+    """
+    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
     jobs = [
         Job(read, one.local[read.local_slices()])
         for one in wanted
         for read in plan_reads(one.stored, one.held.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
-    return 0
 
 
 def plan_transfers(

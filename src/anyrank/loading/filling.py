@@ -228,9 +228,7 @@ class Filling:
             rebuilt=self.rebuilt,
             kept=[targets[i].name for i in prepared.keep],
             tied={
-                t.name: [place.names[min(1, len(place.names) - 1)] for place in t.places[1:]]
-                for t in targets
-                if len(t.places) > 1
+                t.name: [place.name for place in t.places[1:]] for t in targets if len(t.places) > 1
             },
             cast={
                 targets[i].name: f"{_short(stored.dtype)} -> {_short(targets[i].dtype)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from anyrank.errors import LoadError
 from anyrank.loading.verify import content_hash
+from anyrank.tensors.walk import walk
 
 M = TypeVar("M", bound=nn.Module)
 Path = str | os.PathLike[str]
@@ -85,7 +86,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         module.__class__ = frozen_class(type(module))
         stay_whole(module)
         module.register_load_state_dict_post_hook(remember_loaded)
-    for part in walk(module):
+    for _, part in walk(module):
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
@@ -126,7 +127,7 @@ class FrozenModule(nn.Module):
 
         Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
         """
-        if memo is None or any(isinstance(part, FSDPModule) for part in walk(self)):
+        if memo is None or any(isinstance(part, FSDPModule) for _, part in walk(self)):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,22 +192,6 @@ def rebuild(plain: type[nn.Module]) -> nn.Module:
     module.__class__ = frozen_class(plain)
     stay_whole(module)
     return module
-
-
-def walk(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all below it once, frozen parts within included."""
-    return (each for _, each in named_walk(module, "", set()))
-
-
-def named_walk(
-    module: nn.Module, name: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """`walk`, with names."""
-    if module not in seen:
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from named_walk(child, f"{name}.{child_name}" if name else child_name, seen)
 
 
 def paths(source: Any) -> str | tuple[str, ...]:
@@ -310,8 +295,7 @@ def check_frozen(module: nn.Module) -> None:
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every frozen part, also those within others, and the model itself."""
-    parts = named_walk(model, "", set())
-    return [(name, part) for name, part in parts if isinstance(part, FrozenModule)]
+    return [(name, part) for name, part in walk(model) if isinstance(part, FrozenModule)]
 
 
 # -- devices, dtypes, FSDP2 -----------------------------------------------------------------------
@@ -321,7 +305,7 @@ def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype
     """The devices that the part's tensors are on, and their floating dtypes, each once."""
     tensors = [
         tensor
-        for part in walk(module)
+        for _, part in walk(module)
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
     ]
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]

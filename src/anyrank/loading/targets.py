@@ -33,6 +33,11 @@ class Place:
     attribute: str
     path: tuple[nn.Module, ...]
 
+    @property
+    def name(self) -> str:
+        """The name below the wrappers: the one that the model's author knows."""
+        return self.names[min(1, len(self.names) - 1)]
+
 
 @dataclass
 class Target(Held):
@@ -79,9 +84,8 @@ def find_targets(model: nn.Module) -> list[Target]:
         layout, coordinate = layout_of(tensor, place.names[0])
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)
-        name = place.names[min(1, len(place.names) - 1)]  # the one without wrappers
-        target = Target(name, tensor, shape, layout, coordinate, kind, [place], adapter, frozen)
-        found[id(tensor)] = target
+        held = (place.name, tensor, shape, layout, coordinate)
+        found[id(tensor)] = Target(*held, kind, [place], adapter, frozen)
     return list(found.values())
 
 

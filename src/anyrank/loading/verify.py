@@ -11,11 +11,10 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.reader import Job, Reader, memory_of
+from anyrank.files.reader import Reader, memory_of
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
 from anyrank.loading.targets import Target
-from anyrank.tensors.layout import Piece, local_pieces
-from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.layout import Piece
 from anyrank.world.ranks import Ranks
 
 BLOCK_BYTES = 1 << 20
@@ -90,14 +89,8 @@ def compare_doubled(
     """
     with Reader(listing, memory, buffer_bytes=BLOCK_BYTES) as reader:
         for key, taken in doubled.items():
-            ends: list[torch.Tensor] = []
-            for name in (key, taken):
-                stored = listing.tensors[name]
-                ends.append(torch.empty(stored.shape, dtype=stored.dtype))
-                reads = plan_reads(stored, local_pieces(stored.shape, None, None))
-                reader.open({chunk.file for chunk in stored.chunks})
-                reader.run([Job(read, ends[-1][read.local_slices()]) for read in reads])
-            if content_hash(ends[0]) != content_hash(ends[1]):
+            one, other = (reader.read_whole(listing.tensors[name]) for name in (key, taken))
+            if content_hash(one) != content_hash(other):
                 raise LoadError(
                     f"{key} and {taken} are one tensor in the model, and hold different values in "
                     "the source: untie them in the model, or remove the one that does not count"

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.uncompiled import uncompiled
+from anyrank.tensors.held import version_of
 
 
 class Keep(torch.autograd.Function):
@@ -51,7 +52,7 @@ class Inputs:
         self.names = names
         self.label = label
         self.grads = [tensor.requires_grad for tensor in tensors]
-        self.versions = [version(tensor) for tensor in tensors]
+        self.versions = [version_of(tensor) for tensor in tensors]
         self.shared: list[torch.Tensor] | None = None
         self.lock = threading.RLock()
         if pack is not None:
@@ -69,7 +70,7 @@ class Inputs:
             RecomputeError: names the argument.
         """
         for n, (tensor, before) in enumerate(zip(tensors, self.versions, strict=True)):
-            if version(tensor) != before:
+            if version_of(tensor) != before:
                 raise RecomputeError(
                     f"{self.label} changes {self.names(n)} in place, and would start from the "
                     "changed values when it is recomputed: clone the argument inside, or use the "
@@ -100,8 +101,3 @@ class Inputs:
     def forget(self) -> None:
         """Drop what was restored for regions that have not asked in this backward pass."""
         self.shared = None
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.inputs import version
 from anyrank.memory.lanes import Lanes, lanes_of
 from anyrank.memory.parcel import Group, Parcel, Slot
 from anyrank.memory.pool import Buffer, HostPool
 from anyrank.memory.uncompiled import uncompiled
+from anyrank.tensors.held import version_of
 
 MIB = 1 << 20
 
@@ -205,12 +205,12 @@ class Offload:
         storage = local.untyped_storage()
         known = self.parcels.get(id(storage))
         parcel = known() if known else None
-        if parcel is not None and parcel.version == version(tensor):
+        if parcel is not None and parcel.version == version_of(tensor):
             self.shared += 1
             return parcel
         if storage.device not in self.lanes:
             self.lanes[storage.device] = lanes_of(storage.device)
-        parcel = Parcel(storage, version(tensor), self.lanes[storage.device], self.on_load)
+        parcel = Parcel(storage, version_of(tensor), self.lanes[storage.device], self.on_load)
         if known is None:  # an id is used again once the storage is gone
             weakref.finalize(storage, self.parcels.pop, id(storage), None).atexit = False
         self.parcels[id(storage)] = weakref.ref(parcel)

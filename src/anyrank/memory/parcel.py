@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.inputs import version
 from anyrank.memory.lanes import Event, Lanes
 from anyrank.memory.pool import Buffer, HostPool
+from anyrank.tensors.held import version_of
 
 
 class Owner(Protocol):
@@ -109,7 +109,7 @@ class Slot:
     def __init__(self, tensor: torch.Tensor, parcel: Parcel | None, name: str) -> None:
         self.parcel = parcel
         self.name = name
-        self.version = version(tensor)
+        self.version = version_of(tensor)
         self.tensor: torch.Tensor | None = tensor
         self.seen = weakref.ref(tensor)
         local = tensor
@@ -125,7 +125,7 @@ class Slot:
     def check(self) -> None:
         """Raises RecomputeError: the tensor was changed in place since the block took it."""
         tensor = self.tensor if self.tensor is not None else self.seen()
-        if tensor is not None and version(tensor) != self.version:
+        if tensor is not None and version_of(tensor) != self.version:
             raise RecomputeError(
                 f"{self.name or 'an argument of a recomputed block'}, a "
                 f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, was changed in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from anyrank.memory.recompute import Settings, record, resident_in
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.tensors.names import candidates, near
+from anyrank.tensors.walk import walk
 
 Forward = Callable[..., Any]
 # Runs a patched module: its name, its own forward, args and kwargs.
@@ -163,7 +164,7 @@ def patch(modules: dict[str, nn.Module], around: Around, kind: str) -> Handle:
 
 def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Name -> module, of those that the pattern names."""
-    known = dict(walk(model, "", set()))
+    known = dict(walk(model))
     matches = matcher(pattern)
     found = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}
     if not found:
@@ -190,12 +191,3 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         expression = r"\.".join(steps)
     compiled = re.compile(expression)
     return lambda name: compiled.fullmatch(name) is not None
-
-
-def walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, also in frozen parts, which parents do not list."""
-    if module not in seen:
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name, seen)

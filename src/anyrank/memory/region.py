@@ -19,8 +19,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.inputs import Inputs, version
+from anyrank.memory.inputs import Inputs
 from anyrank.memory.surroundings import Surroundings
+from anyrank.tensors.held import version_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -87,7 +88,7 @@ class Region:
             if holder.index not in self.values:
                 self.recompute()
             value, saved_at = self.values.pop(holder.index)
-        if version(value) != saved_at:
+        if version_of(value) != saved_at:
             raise RecomputeError(
                 f"{self.label} changes a {self.kinds[holder.index]} in place after an operation "
                 "has saved it for backward: use the operation that returns a new tensor"
@@ -104,7 +105,7 @@ class Region:
             value = tensor.detach()
             if self.holders[count]() is not None:
                 self.kinds[count].check(tensor, self.label)
-                self.values[count] = (value, version(value))
+                self.values[count] = (value, version_of(value))
             count += 1
             if count == len(self.holders):
                 raise Enough

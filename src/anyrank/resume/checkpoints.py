@@ -19,14 +19,12 @@ from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.store import store_for
 from anyrank.resume.background import Background
 from anyrank.resume.cadence import cadence
-from anyrank.resume.data.elastic import ElasticLoader
 from anyrank.resume.data.position import Position
-from anyrank.resume.data.sampler import ElasticSampler
 from anyrank.resume.finding import VERIFY, Found, find, narrow
 from anyrank.resume.folder import RunFolder, describe
 from anyrank.resume.lock import RunLock
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.resuming import Resuming
+from anyrank.resume.resuming import Resuming, differed_in_words
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.signals import Wishes
 from anyrank.resume.state import TrainState
@@ -41,7 +39,7 @@ def refuse_within_step(state: TrainState) -> None:
     Raises:
         CheckpointError: microbatches of a step were taken, and step_done was not called.
     """
-    if getattr(state.data, "in_step", False):
+    if isinstance(state.data, Position) and state.data.in_step:
         raise CheckpointError(
             "save() within a step, whose samples are not accounted for: call step_done first"
         )
@@ -103,9 +101,8 @@ class Checkpoints:
         self.last_save = time.monotonic()
         self.saves: list[SaveRecord] = []
         self.locked = False
-        self.branch: int | None = (
-            None  # what was resumed though newer steps are there, until a save
-        )
+        # The step that was resumed though newer ones are there, until a save.
+        self.branch: int | None = None
         self.on_disk: tuple[int, str | None] | None = None  # step and run that are on disk
         self.pending: tuple[TrainState, Snapshot] | None = None
 
@@ -162,12 +159,11 @@ class Checkpoints:
         self.branch = found.manifest.step if leaves_newer else None
         report = resuming.report(self.folder, self.verify)
         self.on_disk = (state.step, state.run)
-        self._tell(report, ranks)
+        if ranks.index == 0:
+            self._tell(report, found.manifest.differed)
         return report
 
-    def _tell(self, report: ResumeReport, ranks: Ranks) -> None:
-        if ranks.index:
-            return
+    def _tell(self, report: ResumeReport, differed: Sequence[str]) -> None:
         log.info("%s", report)
         if report.set_aside:
             log.warning(
@@ -179,8 +175,8 @@ class Checkpoints:
         for name, outcome in report.components.items():
             if outcome not in ("exact", "resharded"):
                 log.warning("%s is %s: %s", name, outcome, outcome.reason)
-        if resumed_buffers := [note for note in report.notes if "buffers differed" in note]:
-            log.warning("%s", resumed_buffers[0])
+        for note in differed_in_words(differed):
+            log.warning("%s", note)
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -222,7 +218,7 @@ class Checkpoints:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _complete(self, state: TrainState) -> None:
-        if isinstance(state.data, (ElasticLoader, ElasticSampler)):
+        if isinstance(state.data, Position):
             state.data.commit()
             state.samples = state.data.samples
         state.step += 1
@@ -311,7 +307,7 @@ class Checkpoints:
         found: list[Any] = []
         for _, name in self.folder.committed():
             with contextlib.suppress(AnyrankError):
-                found.append(self.folder.examine(name))
+                found.append(self.folder.examine(name)[0])
         return describe(found)
 
     def stats(self) -> list[SaveRecord]:

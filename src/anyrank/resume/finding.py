@@ -182,8 +182,8 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         return None
     step, name = steps[0]
     try:
-        manifest = folder.examine(name, sizes)
-        listing = list_step(folder.store, folder.join(name), manifest, sizes)
+        manifest, small = folder.examine(name, sizes)
+        listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
         return Look(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and tell how much is lost
@@ -218,6 +218,7 @@ def _verify(look: Look, folder: RunFolder, ranks: Ranks) -> Look:
 
 
 def verified_in_words(verify: str) -> str:
+    """What a resume has compared, for its report."""
     return {
         "full": "every byte of every file, by checksum",
         "size": "sizes of all files, checksums of the small ones",

@@ -7,6 +7,7 @@ nothing: there a step is written in place, and its manifest, written last, is th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import uuid
@@ -182,16 +183,20 @@ class RunFolder:
         try:
             self._point_at(name)
             steps = self.committed()
-            kept = [(step, one) for step, one in steps[: max(keep, LEAST_KEPT)]]
-            if sum(self._is_good(one) for _, one in kept) < LEAST_KEPT:
-                return removed
-            for step, one in steps[len(kept) :]:
-                if keep_every is None or step % keep_every:
+            count = max(keep, LEAST_KEPT)
+            old = [one for step, one in steps[count:] if keep_every is None or step % keep_every]
+            if old and self._has_good([one for _, one in steps[:count]]):
+                for one in old:
                     self._remove(one)
                     removed.append(one)
         except (OSError, AnyrankError) as error:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed
+
+    def _has_good(self, names: Sequence[str]) -> bool:
+        """Whether enough of these steps are good; no more are read than it takes to know."""
+        good = (name for name in names if self._is_good(name))
+        return len([*itertools.islice(good, LEAST_KEPT)]) == LEAST_KEPT
 
     def _is_good(self, name: str) -> bool:
         try:
@@ -245,8 +250,10 @@ class RunFolder:
             self.store.rename(self.join(name), self.join(fresh))
         return fresh
 
-    def examine(self, name: str, sizes: bool = True) -> Manifest:
+    def examine(self, name: str, sizes: bool = True) -> tuple[Manifest, dict[str, bytes]]:
         """The manifest of a step, whose files all have the right sizes, or the small ones only.
+
+        Beside it what is in the small files, by name.
 
         Raises:
             CorruptCheckpoint: a file is gone or is not what was written.
@@ -257,8 +264,7 @@ class RunFolder:
             manifest = read_manifest(self.store, path)
             if step_name(manifest.step) != name:
                 raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
-            check_sizes(self.store, path, manifest, data=sizes)
-        return manifest
+            return manifest, check_sizes(self.store, path, manifest, data=sizes)
 
 
 def describe(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:

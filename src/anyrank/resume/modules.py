@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,28 +20,37 @@ from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, lis
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import hold
 from anyrank.tensors.names import WRAPPERS, match, near
+from anyrank.tensors.walk import walk
 
 
 def targets_of(module: nn.Module) -> list[Target]:
-    """Every tensor of a module that a checkpoint of it holds or checks.
+    """Every tensor of a module.
 
     Raises:
-        CheckpointError: two of them have one name.
+        CheckpointError: two that a checkpoint holds or checks have one name.
     """
-    targets = [target for target in find_targets(module) if target.kind != "derived"]
-    names = [target.name for target in targets]
-    doubled = sorted({name for name in names if names.count(name) > 1})
+    targets = find_targets(module)
+    count = Counter(target.name for target in kept(targets))
+    doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
         raise CheckpointError(listed("several tensors of the model have one name", doubled))
     return targets
 
 
-def save_module(part: str, module: nn.Module, stepped: Container[int]) -> Saved:
+def kept(targets: Sequence[Target]) -> list[Target]:
+    """Those that a checkpoint holds or checks."""
+    return [target for target in targets if target.kind != "derived"]
+
+
+def save_module(
+    part: str, module: nn.Module, targets: Sequence[Target], stepped: Container[int]
+) -> Saved:
     """What a module brings to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
         module: as the ranks hold it.
+        targets: all of its tensors.
         stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
@@ -54,33 +65,36 @@ def save_module(part: str, module: nn.Module, stepped: Container[int]) -> Saved:
         if info.source is not None and info.digest is not None:
             elsewhere.append(inner)
             frozen[name] = {"source": info.source, "digest": info.digest}
-    targets = [t for t in targets_of(module) if t.frozen not in elsewhere]
-    hollow = [target.name for target in targets if target.is_meta]
+    mine = [target for target in kept(targets) if target.frozen not in elsewhere]
+    hollow = [target.name for target in mine if target.is_meta]
     if hollow:
         raise CheckpointError(
             listed(f"{part}: on meta, so there is nothing to save", hollow)
             + ": load, materialize or resume first"
         )
-    aliases = {
-        f"{part}.{place.names[min(1, len(place.names) - 1)]}": f"{part}.{target.name}"
-        for target in targets
-        for place in target.places[1:]
-    }
-    for target in targets:
-        target.name = f"{part}.{target.name}"
-    saved = Saved(None, [*targets], aliases=aliases)
-    saved.steady = {target.name for target in targets if id(target.tensor) in stepped}
-    saved.loose = {t.name for t in targets if t.kind == "buffer" and t.layout is None}
-    layout = layout_digest(targets)
-    extra = {name: _save_extra(part, name, one, saved) for name, one in _with_extra(module)}
+    named = [_below(part, target) for target in mine]
+    saved = Saved(None, [*named])
+    saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.places[1:]}
+    saved.steady = {target.name for target in named if id(target.tensor) in stepped}
+    saved.loose = {t.name for t in named if t.kind == "buffer" and t.layout is None}
+    layout, own = layout_digest(named), _with_extra(module, elsewhere)
+    extra = {name: _save_extra(part, name, one, saved) for name, one in own}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     return saved
 
 
-def _with_extra(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules with a state of their own beside their tensors, by name without wrappers."""
+def _below(part: str, target: Target) -> Target:
+    """A tensor by its name in a checkpoint."""
+    return replace(target, name=f"{part}.{target.name}")
+
+
+def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules with a state of their own beside their tensors, by name without wrappers.
+
+    Frozen parts that are kept `elsewhere` are left out, with what is below them.
+    """
     found: list[tuple[str, nn.Module]] = []
-    for raw, one in module.named_modules():
+    for raw, one in walk(module, "", {*elsewhere}):
         if type(one).get_extra_state is not nn.Module.get_extra_state:
             parts = [segment for segment in raw.split(".") if segment not in WRAPPERS]
             if isinstance(module, DistributedDataParallel):
@@ -97,76 +111,83 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
 
 
-def fit_module(part: str, module: nn.Module, record: Any, stored: Stored) -> Fitted:
-    """What fills a module. Nothing is changed."""
-    every = find_targets(module)
-    targets = targets_of(module)
-    device = default_device(every)
+def fit_module(
+    part: str, module: nn.Module, targets: list[Target], record: Any, stored: Stored
+) -> Fitted:
+    """What fills a module, of which `targets` are all tensors. Nothing is changed."""
+    device = default_device(targets)
     problems, fills = _frozen(part, module, record, device)
     checked = {id(fill.held.tensor) for fill in fills}
-    elsewhere = set(record["frozen"])
     parts = dict(frozen_parts(module))
-    apart = [parts[name] for name in elsewhere if name in parts]
-    wanted = [t for t in targets if t.frozen not in apart and id(t.tensor) not in checked]
-    saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
-    missing: list[str] = []
-    used: set[str] = set()
-    for target in wanted:
-        names = [f"{part}.{name}" for place in target.places for name in place.names]
-        key = next((name for name in (f"{part}.{target.name}", *names) if name in saved), None)
-        if key is None:
-            missing.append(target.name)
-            continue
-        used.update({key, *names})
-        others = [saved[name] for name in names if name in saved]
-        if any(other.chunks != saved[key].chunks for other in others):
-            problems.append(
-                f"{part}.{target.name}: is one tensor here, and was several in the checkpoint, "
-                f"which may differ ({', '.join(one.name for one in others)}): untie them"
-            )
-        problem = misfits(saved[key], target)
-        if problem:
-            problems.append(f"{part}.{problem}")
-            continue
-        fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
-    extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
-    if missing:
-        shown = [f"{name}{near(name, extra)}" for name in missing]
-        problems.append(listed(f"{part}: not in the checkpoint", shown))
-    if extra:
-        shown = [f"{name}{near(name, missing)}" for name in extra]
-        problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
-
-    restored, wrong = _fit_extra(part, module, record, stored, fills)
-    problems += wrong
+    elsewhere = [parts[name] for name in record["frozen"] if name in parts]
+    wanted = [
+        _below(part, target)
+        for target in kept(targets)
+        if target.frozen not in elsewhere and id(target.tensor) not in checked
+    ]
+    outcome = stored.moved(record["layout"], layout_digest(wanted))
+    fitted = Fitted(outcome, fills, problems=problems)
+    _fit_tensors(part, wanted, device, stored, fitted)
+    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, fitted)
 
     def commit() -> None:
         for fill in fills:
             if isinstance(fill.held, Target) and fill.held.is_meta:
                 put_in_place(fill.held, fill.local)
-        for name, inner in parts.items():
-            remember(inner)
-            _compare_digest(part, name, inner, record)
         for one, value in restored:
             one.set_extra_state(value)
+        for name, inner in parts.items():
+            remember(inner)  # tensors among the extra state included
+            _compare_digest(part, name, inner, record)
 
-    for target in wanted:  # the layout's hash goes by the names in the checkpoint
-        target.name = f"{part}.{target.name}"
-    outcome = stored.moved(record["layout"], layout_digest(wanted))
-    hollow = any(target.is_meta and target.kind == "derived" for target in every)
-    return Fitted(outcome, fills, commit, problems, hollow)
+    fitted.commit = commit
+    fitted.hollow = any(target.is_meta and target.kind == "derived" for target in targets)
+    return fitted
+
+
+def _fit_tensors(
+    part: str, wanted: Sequence[Target], device: torch.device, stored: Stored, fitted: Fitted
+) -> None:
+    """Add what fills these tensors, and what does not fit."""
+    saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
+    missing: list[str] = []
+    used: set[str] = set()
+    for target in wanted:
+        names = [f"{part}.{name}" for place in target.places for name in place.names]
+        key = next((name for name in (target.name, *names) if name in saved), None)
+        if key is None:
+            missing.append(target.name.removeprefix(f"{part}."))
+            continue
+        used.update({key, *names})
+        others = [saved[name] for name in names if name in saved]
+        if any(other.chunks != saved[key].chunks for other in others):
+            fitted.problems.append(
+                f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
+                f"differ ({', '.join(one.name for one in others)}): untie them"
+            )
+        problem = misfits(saved[key], target)
+        if problem:
+            fitted.problems.append(problem)
+            continue
+        fitted.fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
+    extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
+    if missing:
+        shown = [f"{name}{near(name, extra)}" for name in missing]
+        fitted.problems.append(listed(f"{part}: not in the checkpoint", shown))
+    if extra:
+        shown = [f"{name}{near(name, missing)}" for name in extra]
+        fitted.problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
 
 
 def _fit_extra(
-    part: str, module: nn.Module, record: Any, stored: Stored, fills: list[Fill]
-) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
-    """Modules with the extra state that they are to have, and what is wrong with that."""
-    here, problems = dict(_with_extra(module)), list[str]()
+    part: str, here: Mapping[str, nn.Module], record: Any, stored: Stored, fitted: Fitted
+) -> list[tuple[nn.Module, Any]]:
+    """Modules with the extra state that they are to have; adds fills and what is wrong with it."""
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~tensor"]]
         held = hold(saved.name, torch.empty(saved.shape, dtype=saved.dtype))
-        fills.append(Fill(held, saved, held.tensor, stored.listing))
+        fitted.fills.append(Fill(held, saved, held.tensor, stored.listing))
         return held.tensor
 
     saved: dict[str, Any] = record["extra"]
@@ -175,9 +196,8 @@ def _fit_extra(
         (f"{part}: extra state of modules that are not in the model", saved.keys() - here.keys()),
     ):
         if names:
-            problems.append(listed(title, sorted(names)))
-    both = [name for name in saved if name in here]
-    return [(here[name], from_json(saved[name], take)) for name in both], problems
+            fitted.problems.append(listed(title, sorted(names)))
+    return [(here[name], from_json(saved[name], take)) for name in saved if name in here]
 
 
 def _memory(target: Target, device: torch.device) -> torch.Tensor:
@@ -207,7 +227,7 @@ def _frozen(
                 problems.append(_digest_differs(part, name, known, info.digest))
             continue
         listing = list_source(info.source or known["source"])
-        targets = [target for target in find_targets(inner) if target.kind != "derived"]
+        targets = kept(find_targets(inner))
         found = match([target.wanted() for target in targets], listing.tensors, lambda key: key)
         if found.missing:
             names = [targets[index].name for index in found.missing]

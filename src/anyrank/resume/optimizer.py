@@ -24,6 +24,7 @@ from anyrank.resume.parts import (
     differences,
     layout_digest,
     listed,
+    own_name,
 )
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import Held, hold, placement_of
@@ -92,7 +93,7 @@ def _putter(saved: Saved, parameter: Held | None, rank: int) -> Callable[[str, t
         held = hold(where, tensor)
         layout = None if parameter is None else parameter.layout
         if held.layout is None and layout is not None and held.tensor.ndim:
-            held.name = f"{where}@{rank:05d}"
+            held.name = own_name(where, rank)
             saved.own.append(held)
             return {"~own": [where, str(layout)]}
         saved.tensors.append(held)
@@ -125,10 +126,10 @@ def fit_optimizer(
     held_now: list[Held] = []
     for name, tree in record["state"].items():
         parameter = by_name[name]
-        taker = _Taker(part, stored, fitted, names[id(parameter)], optimizer, rank)
+        taker = _Taker(stored, fitted, names[id(parameter)], optimizer, rank)
         made[name] = from_json(tree, taker.take)
         held_now += taker.tensors
-    other = _Taker(part, stored, fitted, None, optimizer, rank)
+    other = _Taker(stored, fitted, None, optimizer, rank)
     options = [from_json(one["options"], other.take) for one in record["groups"]]
     extra = from_json(record["extra"], other.take)
     fitted.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
@@ -192,25 +193,23 @@ class _Taker:
 
     def __init__(
         self,
-        part: str,
         stored: Stored,
         fitted: Fitted,
         parameter: Target | None,
         optimizer: Optimizer,
         rank: int,
     ) -> None:
-        self.part, self.stored, self.fitted = part, stored, fitted
+        self.stored, self.fitted = stored, fitted
         self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
         self.tensors: list[Held] = []
-        self.same_layout = False
 
     def take(self, table: Mapping[str, list[str]]) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
         ((kind, (where, layout)),) = table.items()
-        key = f"{where}@{self.rank:05d}" if kind == "~own" else where
+        key = own_name(where, self.rank) if kind == "~own" else where
         saved = self.stored.listing.tensors.get(key)
-        self.same_layout = self.parameter is not None and str(self.parameter.layout) == layout
-        moved = not (self.stored.same_ranks and self.same_layout)
+        same_layout = self.parameter is not None and str(self.parameter.layout) == layout
+        moved = not (self.stored.same_ranks and same_layout)
         if saved is None or (kind == "~own" and moved):
             self.fitted.problems.append(
                 f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of another "
@@ -218,7 +217,7 @@ class _Taker:
                 "it"
             )
             return torch.empty(0)
-        placements = self._placements(kind, saved.shape, where)
+        placements = self._placements(kind, saved.shape, where, same_layout)
         if placements is None:
             assert self.parameter is not None
             self.fitted.problems.append(
@@ -233,7 +232,7 @@ class _Taker:
         self.fitted.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return tensor
 
-    def _placements(self, kind: str, shape: tuple[int, ...], where: str) -> Any:
+    def _placements(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> Any:
         """How the tensor lies on its parameter's mesh; () for a plain tensor, None when it cannot
         be told.
         """
@@ -242,7 +241,7 @@ class _Taker:
             return ()
         given: Any = parameter.tensor
         if kind in ("~like", "~laid"):
-            if kind == "~like" and (shape == parameter.shape or self.same_layout):
+            if kind == "~like" and (shape == parameter.shape or same_layout):
                 return given.placements
             return replicated(given)
         if where.endswith(".step") or (shape != parameter.shape and torch.Size(shape).numel() == 1):

@@ -92,6 +92,11 @@ class Stored:
         return Outcome("resharded", now or "laid out otherwise")
 
 
+def own_name(where: str, index: int) -> str:
+    """What a tensor is called that the rank of this index alone holds."""
+    return f"{where}@{index:05d}"
+
+
 def layout_digest(tensors: Sequence[Held]) -> str:
     """One hash of how tensors lie on the ranks."""
     table = [(held.name, str(held.layout)) for held in tensors]

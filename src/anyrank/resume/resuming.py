@@ -6,31 +6,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from anyrank import faults
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
-from anyrank.files.reader import Job, Reader
-from anyrank.loading.allocate import default_buffer, default_device
+from anyrank.files.reader import Reader
+from anyrank.loading.allocate import default_device
 from anyrank.loading.buffers import rebuild
-from anyrank.loading.exchange import Wanted, move
+from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.strategy import decide
 from anyrank.loading.targets import find_targets
 from anyrank.resume.data.position import Position
 from anyrank.resume.finding import Found, verified_in_words
 from anyrank.resume.folder import RunFolder
-from anyrank.resume.parts import Fill, Fitted, Stored
+from anyrank.resume.parts import Fill, Fitted, Stored, own_name
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.saved_streams import Outcome as StreamOutcome
 from anyrank.resume.saved_streams import check_scopes, fingerprints, read_blob, restore
 from anyrank.resume.saving import STREAMS, seat_of
 from anyrank.resume.state import TrainState
-from anyrank.tensors.held import Coordinates, coordinates_of
-from anyrank.tensors.layout import local_pieces
-from anyrank.tensors.plan import plan_reads
+from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -44,7 +40,6 @@ class Resuming:
         self.state, self.found, self.ranks = state, found, ranks
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
-        self.coordinates: dict[int, Coordinates] = {}
         self.hollow = False
         self.streams: list[bytes] = []
         self.outcomes: dict[str, StreamOutcome] = {}
@@ -72,7 +67,7 @@ class Resuming:
         if gone or new:
             problems.append("give the same parts, or leave some as they are with skip=[...]")
 
-        def here() -> tuple[Any, bool]:
+        def here() -> bool:
             if problems:
                 raise CheckpointError(self._told(problems))
             self._read_streams()
@@ -81,20 +76,13 @@ class Resuming:
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._told(wrong))
-            held = [fill.held for fill in self._fills()]
-            return coordinates_of(held), any(one.hollow for one in self.fitted.values())
+            return any(one.hollow for one in self.fitted.values())
 
-        answers = self.ranks.together("fitting the checkpoint", here)
-        every = zip(self.ranks.ranks, answers, strict=True)
-        self.coordinates = {rank: answer[0] for rank, answer in every}
-        self.hollow = any(answer[1] for answer in answers)
+        self.hollow = any(self.ranks.together("fitting the checkpoint", here))
 
     def _told(self, problems: Sequence[str]) -> str:
         path = self.found.name
         return "\n".join([f"{path} does not fit the state, which is as it was:", *problems])
-
-    def _fills(self) -> list[Fill]:
-        return [fill for one in self.fitted.values() for fill in one.fills]
 
     def fill(self) -> None:
         """Read, and put everything in place. A failure from here on poisons the state.
@@ -116,27 +104,27 @@ class Resuming:
         self.state.poison = None
 
     def _read(self) -> None:
-        ranks, fills = self.ranks, self._fills()
-        listings = list({id(fill.listing): fill.listing for fill in fills}.values())
-        listings = listings or [self.found.listing]
-        number = {id(fill): index for index, fill in enumerate(fills)}
-        modules = [one for one in self.state.parts.values() if isinstance(one, nn.Module)]
-        buffer = min([default_buffer(find_targets(one)) for one in modules] or [8 << 20])
-        seen = [True] * ranks.size
-        decision = decide("auto", ranks.ranks, ranks.nodes, seen, 0)
-        for listing in listings:
+        fills = [fill for one in self.fitted.values() for fill in one.fills]
+        on_cpu = all(fill.local.is_cpu for fill in fills)
+        buffer = (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
+        listings = {id(fill.listing): fill.listing for fill in fills}
+        for listing in listings.values() or [self.found.listing]:
             mine = [fill for fill in fills if fill.listing is listing]
-            wanted = [Wanted(number[id(f)], f.held, f.stored, f.local) for f in mine]
             with self._reader(listing, buffer) as reader:
-                files = {chunk.file for one in wanted for chunk in one.stored.chunks}
+                self._read_from(reader, mine)
 
-                def reading(reader: Reader = reader, wanted: list[Wanted] = wanted) -> None:
-                    faults.point("resume.read")
-                    move(wanted, reader, ranks, decision, self.coordinates, buffer)
+    def _read_from(self, reader: Reader, fills: Sequence[Fill]) -> None:
+        """Fill this rank's memory from one listing: each rank reads what it holds."""
+        wanted = [Wanted(n, one.held, one.stored, one.local) for n, one in enumerate(fills)]
+        files = {chunk.file for one in wanted for chunk in one.stored.chunks}
 
-                ranks.together("opening the checkpoint", lambda r=reader, f=files: r.open(f))
-                ranks.together("reading the checkpoint", reading)
-                self.bytes_read += reader.bytes_read
+        def read() -> None:
+            faults.point("resume.read")
+            read_own(wanted, reader, self.ranks)
+
+        self.ranks.together("opening the checkpoint", lambda: reader.open(files))
+        self.ranks.together("reading the checkpoint", read)
+        self.bytes_read += reader.bytes_read
 
     def _reader(self, listing: Listing, buffer: int) -> Reader:
         threads = read_threads(self.ranks.ranks_on_node)
@@ -147,15 +135,10 @@ class Resuming:
         self.streams = []
         with self._reader(self.found.listing, SMALL_BUFFER) as reader:
             for index in dict.fromkeys((0, self.ranks.index)):
-                stored = self.found.listing.tensors.get(f"{STREAMS}@{index:05d}")
-                if stored is None:
-                    continue
-                data = torch.empty(stored.shape, dtype=stored.dtype)
-                reads = plan_reads(stored, local_pieces(stored.shape, None, None))
-                reader.open({chunk.file for chunk in stored.chunks})
-                reader.run([Job(read, data[read.local_slices()]) for read in reads])
-                self.streams.append(bytes(data.numpy()))
-                read_blob(self.streams[-1])
+                stored = self.found.listing.tensors.get(own_name(STREAMS, index))
+                if stored is not None:
+                    self.streams.append(bytes(reader.read_whole(stored).numpy()))
+                    read_blob(self.streams[-1])
         if not self.streams:
             raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")
 
@@ -210,12 +193,7 @@ class Resuming:
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
         told = {name: one for name, one in streams.items() if one.how != "exact"}
         notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
-        differed = self.found.manifest.differed
-        if differed:
-            notes.append(
-                f"{len(differed)} buffers differed between the ranks that saved them; the first "
-                f"rank's are kept: {', '.join(differed[:10])}"
-            )
+        notes += differed_in_words(self.found.manifest.differed)
         data = self.state.data
         if isinstance(data, Position):
             notes += [
@@ -250,6 +228,16 @@ class Resuming:
             bytes_read=[one[0] for one in measured],
             seconds=max(one[1] for one in measured),
         )
+
+
+def differed_in_words(names: Sequence[str]) -> list[str]:
+    """What to say of buffers that were not alike on the ranks; nothing where there are none."""
+    if not names:
+        return []
+    return [
+        f"{len(names)} buffers differed between the ranks that saved them; the first rank's are "
+        f"kept: {', '.join(names[:10])}"
+    ]
 
 
 def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,7 +26,7 @@ from anyrank.files.store import Written, write_file
 from anyrank.loading.verify import content_hash
 from anyrank.resume.data.position import Position
 from anyrank.resume.folder import RunFolder
-from anyrank.resume.parts import Saved, differences
+from anyrank.resume.parts import Saved, differences, own_name
 from anyrank.resume.saved_streams import Place as Seat
 from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
 from anyrank.resume.share import Item, items_of, write_share
@@ -72,11 +72,6 @@ class Snapshot:
     scopes: dict[str, str]
     header: dict[str, Any]
 
-    @property
-    def nbytes(self) -> int:
-        """Of this rank's items."""
-        return sum(item.nbytes for item in self.items)
-
 
 @dataclass(frozen=True)
 class SaveRecord:
@@ -113,68 +108,84 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ where they must not.
     """
-    made: list[dict[str, Saved]] = []
-    blobs: list[bytes] = []
+    made: list[tuple[dict[str, Saved], bytes]] = []
 
     def here() -> Brought:
         state.check_usable()
-        made.append(state.save(ranks.index))
-        seat = seat_of(state, ranks)
-        blobs.append(capture(seat, state.generators))
-        shared = {
-            part: _digest(
-                [[held.describe() for held in one.tensors], None if one.by_rank else one.record]
-            )
-            for part, one in made[0].items()
-        }
-        records = {
-            part: _digest([one.record, [content_hash(held.local()) for held in one.own]])
-            for part, one in made[0].items()
-            if one.by_rank
-        }
-        tensors = [held for one in made[0].values() for held in one.tensors]
-        _refuse_doubled(made[0])
-        loose = {
-            held.name: content_hash(held.local())
-            for one in made[0].values()
-            for held in one.tensors
-            if held.name in one.loose
-        }
-        prints = fingerprints(state.generators)
-        where = coordinates_of(tensors)
-        return Brought(shared, records, where, seat, prints, loose, state.step, state.run)
+        parts, seat = state.save(ranks.index), seat_of(state, ranks)
+        made.append((parts, capture(seat, state.generators)))
+        return _brought(state, parts, seat)
 
     answers = ranks.together("collecting the state", here)
-    parts = made[0]
+    ((parts, blob),) = made
     _compare(parts, answers, ranks)
     records = _records(parts, answers, ranks)
-    scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
-    tensors = [held for one in parts.values() for held in one.tensors]
     own = [
         held
         for part, one in parts.items()
         for held in one.own
         if not one.by_rank or "by_rank" in records[part] or ranks.index == 0
     ]
-    own.append(_streams_tensor(ranks.index, blobs[0]))
-    steady = {name for one in parts.values() for name in one.steady}
-    coordinates = {
-        rank: answer.coordinates for rank, answer in zip(ranks.ranks, answers, strict=True)
-    }
-    loose = {name for one in parts.values() for name in one.loose}
-    writes = plan_writes(tensors, coordinates, by_first=loose)
-    aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
+    own.append(_streams_tensor(ranks.index, blob))
     header = {
         "step": state.step,
         "epoch": state.epoch,
         "samples": state.samples,
         "run": state.run,
         "lineage": state.lineage,
-        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors)},
+        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(_tensors(parts))},
         "differed": _differing(answers, ranks),
     }
-    items = items_of(tensors, own, writes, ranks.rank, steady)
+    aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
+    scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
+    items = _items(parts, own, answers, ranks)
     return Snapshot(items, records, aliases, dict(scopes), header)
+
+
+def _brought(state: TrainState, parts: Mapping[str, Saved], seat: Seat) -> Brought:
+    """What this rank tells the others.
+
+    Raises:
+        CheckpointError: two tensors of one name.
+    """
+    _refuse_doubled(parts)
+    shared = {
+        part: _digest(
+            [[held.describe() for held in one.tensors], None if one.by_rank else one.record]
+        )
+        for part, one in parts.items()
+    }
+    records = {
+        part: _digest([one.record, [content_hash(held.local()) for held in one.own]])
+        for part, one in parts.items()
+        if one.by_rank
+    }
+    loose = {
+        held.name: content_hash(held.local())
+        for one in parts.values()
+        for held in one.tensors
+        if held.name in one.loose
+    }
+    prints = fingerprints(state.generators)
+    where = coordinates_of(_tensors(parts))
+    return Brought(shared, records, where, seat, prints, loose, state.step, state.run)
+
+
+def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
+    """What the ranks hold together: the same list on all of them."""
+    return [held for one in parts.values() for held in one.tensors]
+
+
+def _items(
+    parts: Mapping[str, Saved], own: Sequence[Held], answers: Sequence[Brought], ranks: Ranks
+) -> list[Item]:
+    """What this rank writes: its part of what all hold, and its own."""
+    tensors = _tensors(parts)
+    coordinates = {rank: one.coordinates for rank, one in zip(ranks.ranks, answers, strict=True)}
+    loose = {name for one in parts.values() for name in one.loose}
+    steady = {name for one in parts.values() for name in one.steady}
+    writes = plan_writes(tensors, coordinates, by_first=loose)
+    return items_of(tensors, own, writes, ranks.rank, steady)
 
 
 def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
@@ -209,7 +220,8 @@ def _differing(answers: Sequence[Brought], ranks: Ranks) -> list[str]:
 
 
 def _streams_tensor(index: int, blob: bytes) -> Held:
-    return hold(f"{STREAMS}@{index:05d}", torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+    data = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    return hold(own_name(STREAMS, index), data)
 
 
 def _digest(value: Any) -> str:
@@ -327,21 +339,3 @@ def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
         parts=snapshot.records,
         streams=snapshot.scopes,
     )
-
-
-def save_now(
-    state: TrainState,
-    folder: RunFolder,
-    ranks: Ranks,
-    keep: int,
-    keep_every: int | None,
-    before: Callable[[], None] = lambda: None,
-) -> SaveRecord:
-    """Collect and write, in the caller's time. All ranks."""
-    start = time.perf_counter()
-    before()
-    snapshot = collect(state, ranks)
-    made = write(snapshot, folder, ranks, keep, keep_every)
-    state.run = snapshot.header["run"]
-    seconds = time.perf_counter() - start
-    return SaveRecord(made.step, made.path, made.nbytes, seconds, seconds, made.removed)

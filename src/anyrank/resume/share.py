@@ -14,10 +14,10 @@ from anyrank.files.storage import join_path
 from anyrank.files.store import Digester, Sink, Store, Written, storing
 from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
-from anyrank.tensors.held import Held
+from anyrank.tensors.held import Held, version_of
 from anyrank.tensors.layout import Piece, local_pieces
-from anyrank.tensors.pages import use_large_pages
 from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Ranks
 
 MOST_PARTS = 512  # of one call; the kernel's limit is 1024
@@ -75,13 +75,8 @@ def items_of(
 
 
 def _item(held: Held, box: Box, source: torch.Tensor, steady: bool) -> Item:
-    version = written(held.tensor)
+    version = version_of(held.tensor)
     return Item(held.name, held.shape, held.dtype, box, source, steady, held.tensor, version)
-
-
-def written(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place. torch has no public name for the count."""
-    return tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 class Staging:
@@ -110,7 +105,7 @@ class Staging:
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
             copy_into(copy, item.source)
-            if written(item.owner) != item.version:
+            if version_of(item.owner) != item.version:
                 raise CheckpointError(
                     f"{item.name}: was written to between step_done and the optimizer's next step, "
                     "while it was copied: change parameters before step_done, or background=False"
@@ -132,26 +127,16 @@ def write_share(
         CheckpointError: the device says no.
     """
     path = join_path(folder, name)
-    output = _Output(store, path)
     places: list[Place] = []
     with storing(path):
+        output = _Output(store.create(path))
         try:
             for item in items:
                 check()
                 start = output.size
                 length, offset = output.put(item)
-                places.append(
-                    Place(
-                        item.name,
-                        item.shape,
-                        item.dtype,
-                        item.box,
-                        name,
-                        start + offset,
-                        start,
-                        length,
-                    )
-                )
+                what = (item.name, item.shape, item.dtype, item.box)
+                places.append(Place(*what, name, start + offset, start, length))
             output.flush()
         except BaseException:
             output.sink.abandon()
@@ -163,9 +148,8 @@ def write_share(
 class _Output:
     """A data file that is written in large calls, however small the items are."""
 
-    def __init__(self, store: Store, path: str) -> None:
-        with storing(path):
-            self.sink: Sink = store.create(path)
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
         self.digester = Digester()
         self.size = 0
         self.parts: list[bytes | memoryview] = []
@@ -175,7 +159,7 @@ class _Output:
     def put(self, item: Item) -> tuple[int, int]:
         """Add a zip around an item; its length, and where in it the payload starts."""
         payload = item.source.detach().cpu().contiguous()
-        head, tail = wrap(memory_of(payload), item.box.sizes, item.dtype)
+        head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
         parts = [head, memory_of(payload), tail]
         length = sum(map(len, parts))
         self.parts += [*parts, bytes(-length % ALIGN)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.loading.targets import Target
-from anyrank.resume.modules import fit_module, save_module, targets_of
+from anyrank.resume.modules import fit_module, kept, save_module, targets_of
 from anyrank.resume.optimizer import fit_optimizer, save_optimizer
 from anyrank.resume.parts import Fitted, Saved, Stored
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
@@ -104,20 +105,15 @@ class TrainState:
                 "resume again, or build the objects anew"
             )
 
-    def names(self) -> dict[int, Target]:
-        """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
-        found: dict[int, Target] = {}
-        for part, one in self.parts.items():
-            if isinstance(one, nn.Module):
-                for target in targets_of(one):
-                    if part != "model":
-                        target.name = f"{part}/{target.name}"  # "." would not tell it apart
-                    found.setdefault(id(target.tensor), target)
-        return found
+    def _targets(self) -> dict[str, list[Target]]:
+        """The tensors of each module, by part."""
+        modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
+        return {part: targets_of(module) for part, module in modules.items()}
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part brings to a save, as this rank sees it."""
-        names = self.names()
+        targets = self._targets()
+        names = names_of(targets)
         stepped = {
             id(parameter)
             for one in self.parts.values()
@@ -128,7 +124,7 @@ class TrainState:
         saved: dict[str, Saved] = {}
         for part, one in self.parts.items():
             if isinstance(one, nn.Module):
-                saved[part] = save_module(part, one, stepped)
+                saved[part] = save_module(part, one, targets[part], stepped)
             elif isinstance(one, Optimizer):
                 saved[part] = save_optimizer(part, one, names, rank)
             else:
@@ -137,7 +133,8 @@ class TrainState:
 
     def fit(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Fitted]:
         """What fills every part that `records` has; nothing is changed."""
-        names = self.names()
+        targets = self._targets()
+        names = names_of(targets)
         fitted: dict[str, Fitted] = {}
         for part, record in records.items():
             one = self.parts[part]
@@ -147,12 +144,23 @@ class TrainState:
                     f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint"
                 )
             if isinstance(one, nn.Module):
-                fitted[part] = fit_module(part, one, record, stored)
+                fitted[part] = fit_module(part, one, targets[part], record, stored)
             elif isinstance(one, Optimizer):
                 fitted[part] = fit_optimizer(part, one, record, stored, names, rank)
             else:
                 fitted[part] = fit_stateful(part, cast("Stateful", one), record, stored, rank)
         return fitted
+
+
+def names_of(targets: Mapping[str, Sequence[Target]]) -> dict[int, Target]:
+    """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
+    found: dict[int, Target] = {}
+    for part, several in targets.items():
+        for target in kept(several):
+            # Not with a ".", which would not tell it apart.
+            name = target.name if part == "model" else f"{part}/{target.name}"
+            found.setdefault(id(target.tensor), replace(target, name=name))
+    return found
 
 
 def _kind(one: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest
+from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, own_name
 from anyrank.resume.report import Outcome
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import Held, hold
@@ -38,7 +38,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold(where, tensor.detach())
         if held.layout is None:
-            held.name = f"{where}@{rank:05d}"
+            held.name = own_name(where, rank)
             saved.own.append(held)
             return {"~own": where}
         saved.tensors.append(held)
@@ -74,7 +74,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, where),) = table.items()
-        key = f"{where}@{own:05d}" if kind == "~own" else where
+        key = own_name(where, own) if kind == "~own" else where
         saved = stored.listing.tensors[key]
         like = now().get(where)
         if kind == "~whole" and like is not None:

@@ -78,6 +78,14 @@ def hold(name: str, tensor: torch.Tensor) -> Held:
     return Held(name, tensor, tuple(tensor.shape), layout, coordinate)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, which torch has no public name for.
+
+    A DTensor's writes are counted on it, and not on its local part; an inference tensor's nowhere.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
     """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
 

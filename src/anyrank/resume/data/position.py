@@ -111,6 +111,19 @@ class Position:
         self.schedule.check_size(size)
         return index, size
 
+    @property
+    def in_step(self) -> bool:
+        """Whether microbatches have been taken that are not committed. No time to save."""
+        return False
+
+    def commit(self) -> None:
+        """Count the step that was taken; the subclasses know which.
+
+        Raises:
+            CheckpointError: there is none, or it is not complete.
+        """
+        raise NotImplementedError
+
     def next_step(self) -> StepPlan:
         """The step that comes next. There is always one: epochs follow one another."""
         step = self.schedule.next_step(self.epoch, self.step, self.consumed)

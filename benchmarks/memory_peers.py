@@ -1,0 +1,125 @@
+"""The ways to tile an MLP and a loss that benchmarks/memory.py compares, each as one call.
+
+Packages are compared where they are installed:
+
+    pip install --no-deps deepspeed hjson py-cpuinfo ninja msgpack einops liger-kernel triton
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import anyrank
+
+BF16 = torch.bfloat16
+Tiled = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Mlp(nn.Module):
+    """As the large language models have it."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += x.shape[1]
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class NestedBackward(torch.autograd.Function):
+    """A backward pass of its own for each tile, into `.grad`: fails or is wrong under wrappers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, chunk: int, *weights: Any) -> Any:
+        ctx.module, ctx.chunk = module, chunk
+        ctx.save_for_backward(x)
+        return torch.cat([module(part) for part in x.split(chunk, 1)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        found = torch.empty_like(x)
+        for n in range(0, x.shape[1], ctx.chunk):
+            part = x[:, n : n + ctx.chunk].detach().requires_grad_()
+            part.grad = found[:, n : n + ctx.chunk].zero_()
+            with torch.enable_grad():
+                y = ctx.module(part)
+            torch.autograd.backward(y, grad[:, n : n + ctx.chunk])
+        return found, None, None, *[None] * len(list(ctx.module.parameters()))
+
+
+def deepspeed_tiles(module: nn.Module, chunk: int) -> Tiled:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    weights = list(module.parameters())
+    return lambda x: TiledMLP.apply(call, module, x, x.shape[1] // chunk, weights)
+
+
+def liger_tiles(module: nn.Module, chunk: int) -> Tiled:
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+    return lambda x: apply_tiled_mlp(call, module, x, x.shape[1] // chunk)
+
+
+def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+def torch_tiles(module: nn.Module, chunk: int) -> Tiled:
+    region = functools.partial(checkpoint, module, use_reentrant=False)
+    return lambda x: torch.cat([region(part) for part in x.split(chunk, 1)], 1)
+
+
+MLPS: dict[str, Callable[[Any, int], Tiled]] = {
+    "plain": lambda module, chunk: module,
+    "torch checkpoint per tile": torch_tiles,
+    "backward per tile": lambda module, chunk: (
+        lambda x: NestedBackward.apply(x, module, chunk, *module.parameters())
+    ),
+    "anyrank.tile": lambda module, chunk: anyrank.tile(module, chunk_size=chunk),
+    "anyrank.tile, grad_dtype": lambda module, chunk: anyrank.tile(
+        module, chunk_size=chunk, grad_dtype=torch.float32
+    ),
+}
+if importlib.util.find_spec("deepspeed"):
+    MLPS["DeepSpeed TiledMLP"] = deepspeed_tiles
+if importlib.util.find_spec("liger_kernel") and importlib.util.find_spec("triton"):
+    MLPS["Liger tiled_mlp"] = liger_tiles
+
+
+def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(hidden), labels)
+
+
+def chunked_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(h), y, reduction="sum")
+
+    parts = zip(hidden.split(1024), labels.split(1024), strict=True)
+    return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / len(labels)
+
+
+def torch_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, head.weight, labels, options=options)
+
+
+LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all logits": full_loss,
+    "torch checkpoint per tile": chunked_loss,
+    "anyrank.tiled_loss": anyrank.tiled_loss,
+    "anyrank.tiled_loss, recompute": functools.partial(anyrank.tiled_loss, impl="recompute"),
+}
+if hasattr(F, "linear_cross_entropy"):
+    LOSSES["torch linear_cross_entropy"] = torch_loss

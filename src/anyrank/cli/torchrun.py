@@ -1,0 +1,101 @@
+"""torchrun on this machine, for the commands that start ranks: its line, its start and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+from anyrank.errors import AnyrankError
+
+LIMIT_SEC = 900
+TAIL_LINES = 50  # torchrun ends with some twenty of its own
+
+
+def line(ranks: int, *program: str) -> list[str]:
+    """The command that runs a program, a script or `-m` and a module, on ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", *program]
+
+
+def run(command: Sequence[str], log: str, environ: Mapping[str, str]) -> None:
+    """Run a launcher to its end, its output in a file.
+
+    Raises:
+        AnyrankError: a rank failed, or LIMIT_SEC have passed.
+    """
+    with open(log, "wb") as file:
+        process = start(command, file, environ)
+        try:
+            finish(process, time.monotonic() + LIMIT_SEC, log)
+        finally:
+            kill_all(process)
+
+
+def start(
+    command: Sequence[str], file: BinaryIO, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a launcher, its output in a file. Ctrl-C does not reach it: `kill_all` ends it."""
+    return subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
+        command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
+    """Wait until a launcher ends well.
+
+    Raises:
+        AnyrankError: a rank failed, with the last lines of the output; or it is later than
+            `deadline`, LIMIT_SEC from the start on `time.monotonic`.
+    """
+    try:
+        code = process.wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
+    if code:
+        raise AnyrankError(
+            f"{log}: torchrun ended with exit code {code}; its last lines:\n{tail(log)}"
+        )
+
+
+def tail(log: str) -> str:
+    """The last lines of a file."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        return "".join(file.readlines()[-TAIL_LINES:])
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a launcher and everything below it, all at once: none of them can tidy up."""
+    if process.poll() is not None:
+        return
+    doomed = [process.pid, *descendants(process.pid)]
+    send(signal.SIGSTOP, doomed)  # first, so that none sees another die
+    send(signal.SIGKILL, dict.fromkeys([*doomed, *descendants(process.pid)]))
+    process.wait()
+
+
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Send a signal to processes, some of which may have ended by themselves."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below one, from /proc."""
+    children: Sequence[str] = ()
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        for task in tasks:
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children = [*children, *file.read().split()]
+    except OSError:
+        return
+    for child in children:
+        yield int(child)
+        yield from descendants(int(child))
