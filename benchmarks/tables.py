@@ -225,6 +225,27 @@ def order_table(result: dict[str, Any]) -> str:
     return f"{what}\n\n{table([*head, 'anyrank: ranks that draw like another'], body)}"
 
 
+def kill_table(result: dict[str, Any]) -> str:
+    """The worst outcome of each event by contender."""
+    ways = result["ways"]
+    body = [
+        [
+            row["title"] + instants(row),
+            *(bold(row["cells"][way]["verdict"]) for way in ways),
+        ]
+        for row in result["rows"]
+    ]
+    return f"{provenance(result)}\n\n{table(['', *ways.values()], body)}"
+
+
+def instants(row: dict[str, Any]) -> str:
+    """At how many instants an event was tried, where that is more than one."""
+    counts = sorted({len(cell["instants"]) for cell in row["cells"].values()})
+    if counts == [1]:
+        return ""
+    return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"
+
+
 # -- the page -------------------------------------------------------------------------------------
 
 SECTIONS = {

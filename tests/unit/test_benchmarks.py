@@ -159,6 +159,38 @@ def test_saves_hold_the_promised_memory() -> None:
     assert rows["anyrank_background"]["beyond_mib"] < share + 64
 
 
+def test_no_kill_and_no_damage_is_silent_in_anyrank(module: Import) -> None:
+    found, kills = result("kills"), module("kills")
+    assert [row["event"] for row in found["rows"]] == list(kills.EVENTS)
+    rows = {row["event"]: row["cells"] for row in found["rows"]}
+    for way in ("anyrank", "anyrank_background"):
+        said = {event: cells[way]["verdict"] for event, cells in rows.items()}
+        assert {said[event] for event in ("rank1", "rank0", "all")} <= {"v1", "v2"}
+        assert {said[event] for event in kills.DAMAGES} == {"v1, told"}
+    for event in ("rank1", "rank0", "all"):
+        assert len(rows[event]["anyrank"]["instants"]) >= 5
+    assert rows["rank1"]["dcp"]["verdict"].startswith("SILENT")
+    assert sum(cell["verdict"].startswith("SILENT") for cell in rows["bit"].values()) >= 5
+
+
+def test_verdicts_of_kills(module: Import) -> None:
+    kills = module("kills")
+
+    def rank(v1: int = 0, v2: int = 0, neither: int = 0, told: bool = False) -> dict[str, Any]:
+        count = {"v1": v1, "v2": v2, "neither": neither}
+        return {"class": "", "text": "", "versions": count, "told": told}
+
+    assert kills.verdict([rank(v2=3), rank(v2=3)]) == "v2"
+    assert kills.verdict([rank(v1=3), rank(v1=3)]) == "v1"
+    assert kills.verdict([rank(v1=3, told=True)] * 2) == "v1, told"
+    assert kills.verdict([rank(v1=3), rank(v2=3)]) == "SILENT: v1 and v2 mixed"
+    assert kills.verdict([rank(v2=2, neither=1), rank(v2=3)]) == "SILENT: wrong values"
+    assert kills.verdict([{"class": "LoadError"}, {"end": "hangs"}]) == "error (LoadError)"
+    assert kills.verdict([{"end": "hangs"}] * 2) == "error (hangs)"
+    worst = ["v2", "v1, told", "v1", "error (LoadError)", "SILENT: wrong values"]
+    assert [kills.severity(said) for said in worst] == [1, 2, 3, 4, 5]
+
+
 def test_page_holds_the_figures_of_the_results(module: Import) -> None:
     tables = module("tables")
     page = tables.PAGE.read_text(encoding="utf-8")

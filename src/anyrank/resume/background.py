@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from anyrank import faults
@@ -69,18 +70,24 @@ class Background:
         self.failure = self.record = None
         self.stall = 0.0
         self.staged.clear()
-        self.thread = threading.Thread(
-            target=self._run, args=(snapshot, copied, steady, writers), name="anyrank-save"
-        )
+        args = (snapshot, copied, steady, written_by_now(steady), writers)
+        self.thread = threading.Thread(target=self._run, args=args, name="anyrank-save")
         self.thread.start()
 
     def _run(
-        self, snapshot: Snapshot, copied: list[Item], steady: list[Item], ranks: Ranks
+        self,
+        snapshot: Snapshot,
+        copied: list[Item],
+        steady: list[Item],
+        written: dict[torch.device, Any],
+        ranks: Ranks,
     ) -> None:
         copies: list[Item] = []
 
         def stage() -> None:
             faults.point("save.stage")
+            for device, event in written.items():  # this thread's stream is not the training's
+                torch.accelerator.current_stream(device).wait_event(event)
             copies.extend(self.later.take(steady, ranks))
             self.staged.set()
 
@@ -130,6 +137,12 @@ class Background:
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.watched = [], []
+
+
+def written_by_now(items: Sequence[Item]) -> dict[torch.device, Any]:
+    """For each accelerator, what the calling thread has asked it to do up to now, as an event."""
+    devices = {item.source.device for item in items if not item.source.is_cpu}
+    return {one: torch.accelerator.current_stream(one).record_event() for one in devices}
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

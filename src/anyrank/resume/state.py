@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.loading.targets import Target
+from anyrank.resume.data.position import Position
 from anyrank.resume.modules import fit_module, kept, save_module, targets_of
 from anyrank.resume.optimizer import fit_optimizer, save_optimizer
 from anyrank.resume.parts import Fitted, Saved, Stored
+from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
@@ -149,6 +151,13 @@ class TrainState:
                 fitted[part] = fit_optimizer(part, one, record, stored, names, rank)
             else:
                 fitted[part] = fit_stateful(part, cast("Stateful", one), record, stored, rank)
+        loader = fitted.get("data")
+        if loader and not stored.same_ranks and not isinstance(self.data, Position):
+            loader.outcome = Outcome(
+                "derived",
+                f"a {type(self.data).__name__} has what it saved on {stored.ranks} ranks: only "
+                "it knows what that means here, and samples may be repeated or lost",
+            )
         return fitted
 
 
