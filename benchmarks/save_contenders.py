@@ -154,7 +154,9 @@ def ours(state: State, folder: str) -> float:
 def ours_background(state: State, folder: str) -> float:
     """The same behind the training, whose next optimizer step comes after STEP_SEC."""
     with anyrank.Checkpoints(folder, background=True) as ckpts:
-        ckpts.save(anyrank.TrainState(*state))
+        whole = anyrank.TrainState(*state)
+        ckpts.resume(whole)  # as every program begins; finds nothing
+        ckpts.save(whole)
         train(state)
         ckpts.wait()
         return ckpts.stats()[0].stall_seconds
