@@ -255,6 +255,7 @@ SECTIONS = {
     "frozen": lambda: frozen_table(read("frozen")),
     "save": lambda: save_table(read("save")),
     "order": lambda: order_table(read("order")),
+    "kills": lambda: kill_table(read("kills")),
 }
 
 

@@ -1,0 +1,353 @@
+"""Ways to save a run and to go on with it, for `kills.py`; and how a rank dies within a save.
+
+The state is filled with one number for each tensor, rank and version, so that what was loaded
+tells of itself whose it is.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from save_contenders import (
+    Save,
+    State,
+    dcp_async,
+    dcp_save,
+    rank0,
+    state_dict_of,
+    torch_checkpointing,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+
+LAYERS, WIDTH = 3, 512  # 3 MiB of parameters, 9 MiB with Adam's state
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+# -- the state ------------------------------------------------------------------------------------
+
+
+def make_state() -> State:
+    """FSDP2 on the CPU, and Adam that has stepped once."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def mark(version: int, number: int, rank: int) -> float:
+    """What a parameter is filled with; exact in float32."""
+    return float(version * 100 + number * 10 + rank)
+
+
+def marks(state: State, version: int) -> Iterator[tuple[torch.Tensor, float]]:
+    """Every tensor that this rank holds, with the value that it has in a version."""
+    model, optimizer = state
+    parameters: Any = model.parameters()
+    for number, parameter in enumerate(parameters):
+        value = mark(version, number, dist.get_rank())
+        yield parameter.to_local().detach(), value
+        moments: Any = optimizer.state[parameter]
+        if moments:
+            yield moments["exp_avg"].to_local(), value + 0.25
+            yield moments["exp_avg_sq"].to_local(), value + 0.5
+            yield moments["step"], float(version)
+
+
+def fill(state: State, version: int) -> None:
+    """Give the state a version's values."""
+    for tensor, value in marks(state, version):
+        tensor.fill_(value)
+    state[1].param_groups[0]["lr"] = float(version)
+
+
+def versions_in(state: State) -> dict[str, int]:
+    """How many tensors are those of version 1, of version 2, and of neither."""
+    rate = torch.tensor(float(state[1].param_groups[0]["lr"]))
+    first, second = [[*marks(state, n), (rate, float(n))] for n in (1, 2)]
+    count = {"v1": 0, "v2": 0, "neither": 1 + 4 * LAYERS - len(first)}
+    for (tensor, one), (_, two) in zip(first, second, strict=True):
+        if bool((tensor == one).all()):
+            count["v1"] += 1
+        elif bool((tensor == two).all()):
+            count["v2"] += 1
+        else:
+            count["neither"] += 1
+    return count
+
+
+# -- how a rank dies ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blow:
+    """When which rank dies in the second save.
+
+    Attributes:
+        at: in words.
+        events: rank -> the file event before which it kills itself, from 1; 0 is before the save.
+        limits: rank -> the size in bytes that no file may pass: the kernel ends it there.
+    """
+
+    at: str
+    events: dict[int, int] = field(default_factory=dict[int, int])
+    limits: dict[int, int] = field(default_factory=dict[int, int])
+
+
+def die() -> None:
+    """SIGKILL; this thread must not get any further even if another one takes the signal."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(60)
+
+
+def arm(blow: Blow | None, rank: int, folder: str, seen: list[tuple[str, str]]) -> None:
+    """From here on note this rank's file events within the folder, and die as the blow says.
+
+    Events are Python's own audit events, the same for all contenders. Bytes are counted by the
+    kernel: RLIMIT_FSIZE with SIGXFSZ, which ends the process in the write, whatever code writes.
+    """
+    last = None if blow is None else blow.events.get(rank)
+    most = None if blow is None else blow.limits.get(rank)
+
+    def passed(event: str, args: tuple[Any, ...]) -> None:
+        if event not in EVENTS or (event == "open" and not (args[2] or 0) & WRITES):
+            return
+        path = str(args[0])
+        if path.startswith(folder):
+            seen.append((event, os.path.basename(path)))
+            if len(seen) == last:
+                die()
+
+    if last == 0:
+        die()
+    sys.addaudithook(passed)
+    if most is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+
+
+def hush() -> None:
+    """No output: a limit on files would be met by a log as well."""
+    warnings.simplefilter("ignore")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nothing, descriptor)
+
+
+# -- ways to save ---------------------------------------------------------------------------------
+
+Run = Callable[[State, str, Iterable[int]], None]
+
+
+def again(save: Save) -> Run:
+    """Every version into the same place."""
+
+    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+        for _ in versions:
+            save(state, f"{folder}/latest")
+
+    return run
+
+
+def anew(save: Save) -> Run:
+    """Every version into a place of its own."""
+
+    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+        for version in versions:
+            save(state, f"{folder}/step-{version}")
+
+    return run
+
+
+def ours(background: bool) -> Run:
+    """As the documentation says: every step is saved."""
+
+    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+        train = anyrank.TrainState(*state)
+        with anyrank.Checkpoints(folder, every=1, background=background) as ckpts:
+            for _ in versions:
+                ckpts.step_done(train)
+                ckpts.wait()
+
+    return run
+
+
+SAVES: dict[str, Run] = {
+    "dcp": again(dcp_save),
+    "dcp_new": anew(dcp_save),
+    "dcp_async": again(dcp_async),
+    "rank0": again(rank0),
+    "rank0_new": anew(rank0),
+    "torch_checkpointing": anew(torch_checkpointing),
+    "anyrank": ours(background=False),
+    "anyrank_background": ours(background=True),
+}
+
+
+def run_save(
+    rank: int, size: int, kind: str, folder: str, blow: Blow | None
+) -> Iterator[dict[str, Any]]:
+    """Two versions saved, the second under the blow; the file events of the second."""
+    hush()
+    state = make_state()
+    seen: list[tuple[str, str]] = []
+
+    def versions() -> Iterator[int]:
+        for version in (1, 2):
+            dist.barrier()
+            fill(state, version)
+            if version == 2:
+                arm(blow, rank, folder, seen)
+            yield version
+
+    SAVES[kind](state, folder, versions())
+    yield {"seen": seen}
+
+
+# -- ways to go on --------------------------------------------------------------------------------
+
+Load = Callable[[State, str, str], bool]
+
+
+def newest(folder: str, pattern: str) -> Path:
+    """What matches, with the highest number in its name.
+
+    Raises:
+        FileNotFoundError: nothing does.
+    """
+    found = sorted(Path(folder).glob(pattern))  # the numbers have one digit, or leading zeros
+    if not found:
+        raise FileNotFoundError(f"{folder}: nothing is there to resume ({pattern})")
+    return found[-1]
+
+
+def load_dcp(state: State, folder: str, pattern: str) -> bool:
+    """torch.distributed.checkpoint, and its helpers for the state."""
+    table = state_dict_of(state)
+    dcp.load(table, checkpoint_id=newest(folder, pattern))
+    set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
+    return False
+
+
+def load_whole(state: State, folder: str, pattern: str) -> bool:
+    """torch.load on each rank, which keeps its part."""
+    table = torch.load(newest(folder, pattern), map_location="cpu")
+    set_state_dict(
+        *state,
+        model_state_dict=table["model"],
+        optim_state_dict=table["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+    return False
+
+
+def load_torch_checkpointing(state: State, folder: str, pattern: str) -> bool:
+    """The package of that name, as its documentation loads."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
+    manager = CheckpointManager(config)
+    table = manager.load(str(newest(folder, pattern)), into=state_dict_of(state))
+    manager.close()
+    set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
+    return False
+
+
+def resume(verify: Literal["size", "full"]) -> Load:
+    """anyrank finds the newest sound step by itself; whether it says that steps are lost."""
+
+    def load(state: State, folder: str, pattern: str) -> bool:
+        with anyrank.Checkpoints(folder, verify=verify) as ckpts:
+            report = ckpts.resume(anyrank.TrainState(*state), "auto")
+        return report is not None and report.lost_steps > 0 and "LOST" in str(report)
+
+    return load
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One column.
+
+    Attributes:
+        title: of it.
+        saves: how; a key of SAVES.
+        load: what its user calls to go on.
+        pattern: where the newest version is, which gets damaged.
+    """
+
+    title: str
+    saves: str
+    load: Load
+    pattern: str
+
+
+CONTENDERS = {
+    "anyrank": Contender('anyrank, verify="full"', "anyrank", resume("full"), "step-????????"),
+    "anyrank_background": Contender(
+        'anyrank, background=True, verify="full"',
+        "anyrank_background",
+        resume("full"),
+        "step-????????",
+    ),
+    "anyrank_size": Contender(
+        'anyrank, verify="size", the default', "anyrank", resume("size"), "step-????????"
+    ),
+    "dcp": Contender("dcp.save, one folder", "dcp", load_dcp, "latest"),
+    "dcp_async": Contender("dcp.async_save, one folder", "dcp_async", load_dcp, "latest"),
+    "dcp_new": Contender("dcp.save, new folders", "dcp_new", load_dcp, "step-*"),
+    "rank0": Contender("torch.save on rank 0, one file", "rank0", load_whole, "latest/*.pt"),
+    "rank0_new": Contender(
+        "torch.save on rank 0, new files", "rank0_new", load_whole, "step-*/*.pt"
+    ),
+    "torch_checkpointing": Contender(
+        "torch_checkpointing, new folders",
+        "torch_checkpointing",
+        load_torch_checkpointing,
+        "step-*",
+    ),
+}
+
+
+def run_load(rank: int, size: int, name: str, folder: str) -> Iterator[dict[str, Any]]:
+    """What a new process gets: an error, or a state of some version."""
+    hush()
+    contender, state = CONTENDERS[name], make_state()
+    fill(state, 0)
+    state[1].state.clear()
+    try:
+        told = contender.load(state, folder, contender.pattern)
+        found = versions_in(state)
+    except BaseException as problem:  # DCP's errors are no Exceptions
+        yield {"class": type(problem).__name__, "text": str(problem)}
+        return
+    yield {"class": "", "text": "", "versions": found, "told": told}
