@@ -4,13 +4,16 @@
     python benchmarks/save.py --quick        # small, 2 ranks, nothing is written
 
 Every contender of every repetition runs in fresh processes; within a repetition they take turns.
-Saves count until the bytes are on the disk; loads start from files in the page cache.
+Saves count until the bytes are on the disk, which nobody else writes to then; loads start from
+files in the page cache. As much memory as is needed is touched and freed before (`launch.py`).
+Memory is that of one more run, as watching it takes time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -39,22 +42,35 @@ GOALS = (
 MOST_LOAD = 1.0
 
 
-def measure_save(launcher: Launcher, size: int, layers: int, kind: str, folder: str) -> Any:
-    """Seconds until it is durable, seconds of stall, and memory beyond the shares."""
-    outcome = launcher.run(size, run_save, kind, folder, layers, sample=True)
+def measure_save(
+    launcher: Launcher, size: int, layers: int, kind: str, folder: str, sample: bool
+) -> Any:
+    """Seconds until it is durable and of stall, or with `sample` memory beyond the shares."""
+    os.sync()
+    given = (kind, folder, layers)
+    outcome = launcher.run(
+        size, run_save, *given, sample=sample, warm_bytes=2 * state_bytes(layers)
+    )
     if outcome.error:
         return {"error": outcome.error.strip().splitlines()[-1]}
     tables = outcome.stages[1]
+    if sample:
+        return {"beyond_mib": (outcome.peak_bytes - outcome.baseline_bytes) / size / MIB}
     return {
         "seconds": max(table["seconds"] for table in tables),
         "stall_seconds": max(table["stall_seconds"] for table in tables),
-        "beyond_mib": (outcome.peak_bytes - outcome.baseline_bytes) / size / MIB,
     }
+
+
+def state_bytes(layers: int) -> int:
+    """Of parameters and Adam state on all ranks together."""
+    return layers * 48 * MIB
 
 
 def measure_load(launcher: Launcher, size: int, layers: int, kind: str, folder: str) -> Any:
     """Seconds until the state is there, and the sum of all its values."""
-    outcome = launcher.run(size, run_load, kind, folder, layers)
+    warm = 2 * state_bytes(layers)
+    outcome = launcher.run(size, run_load, kind, folder, layers, warm_bytes=warm)
     if outcome.error:
         return {"error": outcome.error.strip().splitlines()[-1]}
     tables = outcome.stages[1]
@@ -62,13 +78,20 @@ def measure_load(launcher: Launcher, size: int, layers: int, kind: str, folder: 
     return {"seconds": seconds, "sum": sum(table["sum"] for table in tables)}
 
 
-def repetition(launcher: Launcher, size: int, layers: int, loads: Iterable[int]) -> dict[str, Any]:
-    """Every contender once."""
+def repetition(
+    launcher: Launcher, size: int, layers: int, loads: Iterable[int], number: int
+) -> dict[str, Any]:
+    """Every contender once; each repetition begins with another one."""
     found: dict[str, Any] = {}
+    first = number % len(SAVES)
     with tempfile.TemporaryDirectory(prefix="anyrank-save-") as top:
-        for kind in SAVES:
+        for kind in [*SAVES][first:] + [*SAVES][:first]:
             folder = f"{top}/{kind}"
-            found[kind] = measure_save(launcher, size, layers, kind, folder)
+            found[kind] = measure_save(launcher, size, layers, kind, folder, False)
+            if number == 0:
+                other = f"{folder}-watched"
+                found[kind] |= measure_save(launcher, size, layers, kind, other, True)
+                shutil.rmtree(other, ignore_errors=True)
             if kind not in ("dcp", "anyrank"):
                 shutil.rmtree(folder, ignore_errors=True)
         for other in loads:
@@ -121,7 +144,7 @@ def main() -> None:
     launcher = Launcher("preload")
     runs: list[dict[str, Any]] = []
     for number in range(options.repeats):
-        runs.append(repetition(launcher, options.ranks, options.layers, loads))
+        runs.append(repetition(launcher, options.ranks, options.layers, loads, number))
         print(number, json.dumps(runs[-1]), flush=True)
     summary = summarise(runs, options.ranks, loads)
     for row in summary["ratios"]:

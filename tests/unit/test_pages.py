@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from anyrank.world import pages
 
 MIB = 1 << 20
-PAGE = pages.mmap.PAGESIZE
+PAGE = mmap.PAGESIZE
 
 
 def flags_at(address: int) -> list[str]:
@@ -51,7 +52,9 @@ def test_a_file_that_says_nothing_means_none(machine: Path, text: str) -> None:
 
 @pytest.mark.skipif(not pages.SIZE_FILE.exists(), reason="no large pages on this system")
 def test_they_are_asked_for_where_twice_the_need_of_all_ranks_is_free(machine: Path) -> None:
-    tensor = torch.empty(3 * MIB // 4, dtype=torch.float32)
+    # A mapping of its own: the allocator may hand out memory that had large pages before.
+    fresh = mmap.mmap(-1, 3 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(fresh, dtype=torch.float32)
     assert not pages.use_large_pages([tensor], 2)
     assert "hg" not in flags_at(tensor.data_ptr())
     assert not pages.use_large_pages([tensor[:4], torch.empty(10), torch.empty(0)], 2)

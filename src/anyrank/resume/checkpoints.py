@@ -206,7 +206,7 @@ class Checkpoints:
                 self.wait()
             if flags[0][2] or wishes:
                 self.save(state)
-            elif self.locked and self._is_first:
+            elif self.locked:
                 self.lock.renew()
         except AnyrankError:
             if mine is not None:
@@ -241,11 +241,10 @@ class Checkpoints:
         """
         ranks = self._open()
         start, folder = time.perf_counter(), self.folder
-        ranks.together("saving", lambda: refuse_within_step(state))
+        ranks.together("preparing a save", lambda: self._prepare(state))
         self.wait()
         if (state.step, state.run) == self.on_disk:
             return
-        self._lock(ranks, state.run)
         if self.branch is not None:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
@@ -325,21 +324,18 @@ class Checkpoints:
                 self.writers = self.opened.enter_context(open_ranks(self.process_group))
         return self.ranks
 
-    def _lock(self, ranks: Ranks, run: str | None) -> None:
-        """Become the folder's only writer, or make sure to be it still. All ranks."""
-
-        def take() -> None:
+    def _prepare(self, state: TrainState) -> None:
+        """What can refuse a save: a step that is under way, and another writer of the folder."""
+        refuse_within_step(state)
+        if self._is_first and (state.step, state.run) != self.on_disk:
             self.lock.take()
-            if self.locked:
-                return
-            try:
-                self.folder.check_run(run)
-            except CheckpointError:
-                self.lock.release()
-                raise
-
-        ranks.from_one("locking the run's folder", ranks.ranks[0], take)
-        self.locked = True
+            if not self.locked:
+                try:
+                    self.folder.check_run(state.run)
+                except CheckpointError:
+                    self.lock.release()
+                    raise
+                self.locked = True
 
     @property
     def _is_first(self) -> bool:
@@ -357,7 +353,7 @@ class Checkpoints:
             self.wishes.restore()
             if self.background is not None:
                 self.background.close()
-            if self.locked and self._is_first:
+            if self.locked:
                 self.lock.release()
             self.locked = False
             self.ranks = self.writers = None
