@@ -21,6 +21,7 @@ from anyrank.files.storage import LocalStorage, RemoteStorage, Storage, asking, 
 SYNC_FILE_RANGE_WRITE = 2
 BLOCK_BYTES = 16 << 20  # of a file, each with a checksum of its own: ranks share the verification
 PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
+WRITEBACK_BYTES = 32 << 20  # of a local file, which the kernel is asked to write at a time
 SLICE_BYTES = 1 << 20  # most by which a part is larger
 
 Part = bytes | memoryview
@@ -92,6 +93,7 @@ class LocalSink:
     path: str
     descriptor: int = field(init=False)
     size: int = 0
+    started: int = 0  # up to here, the kernel has been asked to write
 
     def __post_init__(self) -> None:
         faults.point("file.open")
@@ -101,15 +103,16 @@ class LocalSink:
     def write(self, parts: Sequence[Part]) -> None:
         faults.point("file.write")
         left = [memoryview(part) for part in parts if len(part)]
-        length = sum(map(len, left))
+        self.size += sum(map(len, left))
         while left:
             done = os.writev(self.descriptor, left)
             while left and done >= len(left[0]):
                 done -= len(left.pop(0))
             if done:
                 left[0] = left[0][done:]
-        start_writeback(self.descriptor, self.size, length)
-        self.size += length
+        if self.size - self.started >= WRITEBACK_BYTES:
+            start_writeback(self.descriptor, self.started, self.size - self.started)
+            self.started = self.size
 
     def finish(self) -> None:
         faults.point("file.fsync")
