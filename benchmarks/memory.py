@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from machine import describe_machine
-from memory_peers import BF16, LOSSES, MLPS, Mlp
+from memory_peers import BF16, LOSSES, MLPS, Mlp, peer_versions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -320,6 +320,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     repeats, shrink = (2, 4) if options.quick else (options.repeats, 1)
     result: dict[str, Any] = describe_machine()
+    result["versions"] |= peer_versions()
     result["mlp"] = mlp_bytes()
     result["nested_calls"] = nested_calls()
     result["weight_errors"] = weight_errors()

@@ -8,6 +8,7 @@ Packages are compared where they are installed:
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ class Mlp(nn.Module):
         self.rows = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows += x.shape[1]
+        self.rows += x.numel() // x.shape[-1]  # some pass them without a batch dim
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -92,10 +93,16 @@ MLPS: dict[str, Callable[[Any, int], Tiled]] = {
         module, chunk_size=chunk, grad_dtype=torch.float32
     ),
 }
-if importlib.util.find_spec("deepspeed"):
+PACKAGES = [name for name in ("deepspeed", "liger_kernel") if importlib.util.find_spec(name)]
+if "deepspeed" in PACKAGES:
     MLPS["DeepSpeed TiledMLP"] = deepspeed_tiles
-if importlib.util.find_spec("liger_kernel") and importlib.util.find_spec("triton"):
+if "liger_kernel" in PACKAGES:
     MLPS["Liger tiled_mlp"] = liger_tiles
+
+
+def peer_versions() -> dict[str, str]:
+    """Of the packages that are compared."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
