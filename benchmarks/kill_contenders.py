@@ -25,13 +25,12 @@ from save_contenders import (
     State,
     dcp_async,
     dcp_save,
+    make_sharded,
     rank0,
     state_dict_of,
     torch_checkpointing,
 )
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import anyrank
 
@@ -45,12 +44,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 def make_state() -> State:
     """FSDP2 on the CPU, and Adam that has stepped once."""
-    with torch.device("meta"):
-        model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    model.to_empty(device="cpu")
+    model = make_sharded(LAYERS, WIDTH)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -28,14 +28,19 @@ State = tuple[nn.Module, torch.optim.Optimizer]
 Save = Callable[[State, str], float]
 
 
-def make_state(layers: int) -> State:
-    """FSDP2 on the CPU: `layers` x 16 MiB of fp32 parameters, with Adam's state."""
+def make_sharded(layers: int, width: int) -> nn.Module:
+    """FSDP2 on the CPU, one unit a layer, in memory nobody has written to."""
     with torch.device("meta"):
-        model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+        model: Any = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    model.to_empty(device="cpu")
+    return model.to_empty(device="cpu")
+
+
+def make_state(layers: int) -> State:
+    """FSDP2 on the CPU: `layers` x 16 MiB of fp32 parameters, with Adam's state."""
+    model: Any = make_sharded(layers, WIDTH)
     # One tensor at a time: the step's own memory must not hide the save's.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
     for number, parameter in enumerate(model.parameters()):

@@ -7,6 +7,7 @@ swap keeps the identity of every Parameter object: optimizers and wrappers hold 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,10 +43,15 @@ def default_device(targets: list[Target]) -> torch.device:
 
 
 def default_buffer(targets: list[Target]) -> int:
-    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    """Bytes of staging memory to fill targets with, from the settings."""
     default = default_device(targets)
-    devices = {device_for(target, default).type for target in targets}
-    return (BUFFER_BYTES if devices <= {"cpu"} else CUDA_BUFFER_BYTES).get()
+    return buffer_for(device_for(target, default) for target in targets)
+
+
+def buffer_for(devices: Iterable[torch.device]) -> int:
+    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
 
 
 def _offloads(path: tuple[nn.Module, ...]) -> bool:

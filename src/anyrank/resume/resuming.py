@@ -12,7 +12,7 @@ from anyrank import faults
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.loading.allocate import default_device
+from anyrank.loading.allocate import buffer_for, default_device
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
@@ -26,7 +26,6 @@ from anyrank.resume.saved_streams import Outcome as StreamOutcome
 from anyrank.resume.saved_streams import check_scopes, fingerprints, read_blob, restore
 from anyrank.resume.saving import STREAMS, seat_of
 from anyrank.resume.state import TrainState
-from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -105,8 +104,7 @@ class Resuming:
 
     def _read(self) -> None:
         fills = [fill for one in self.fitted.values() for fill in one.fills]
-        on_cpu = all(fill.local.is_cpu for fill in fills)
-        buffer = (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
+        buffer = buffer_for(fill.local.device for fill in fills)
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.found.listing]:
             mine = [fill for fill in fills if fill.listing is listing]
