@@ -6,6 +6,7 @@ reads a run without unpickling anything, and without opening each piece's zip.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -43,6 +44,52 @@ class Place:
     offset: int
     start: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed step of a run.
+
+    Attributes:
+        step: optimizer steps that it has behind it.
+        epoch: the epoch that goes on.
+        samples: samples of completed steps, over the whole run.
+        written: time of the commit, in ISO 8601, UTC.
+        ranks: how many saved it.
+        nbytes: of its files, but for the manifest.
+        path: of its folder.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    written: str
+    ranks: int
+    nbytes: int
+    path: str
+
+
+def describe(manifest: Manifest, path: str) -> SavedStep:
+    """A step by its manifest."""
+    return SavedStep(
+        step=manifest.step,
+        epoch=manifest.epoch,
+        samples=manifest.samples,
+        written=manifest.written,
+        ranks=manifest.saved_on["ranks"],
+        nbytes=sum(record.size for record in manifest.files.values()),
+        path=path,
+    )
+
+
+def saved_steps(storage: Storage, folder: str) -> list[SavedStep]:
+    """The steps of a run that have a readable manifest, the newest first."""
+    found: list[SavedStep] = []
+    for _, name in steps_of(storage.names(folder)):
+        path = join_path(folder, name)
+        with contextlib.suppress(AnyrankError):
+            found.append(describe(read_manifest(storage, path), path))
+    return found
 
 
 def recognises(names: list[str]) -> bool:

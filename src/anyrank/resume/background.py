@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank import faults
-from anyrank.errors import AnyrankError, RankError
+from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.resume.saving import SaveRecord, Snapshot
 from anyrank.resume.share import Item, Staging
 from anyrank.world.ranks import Ranks
@@ -116,14 +116,16 @@ class Background:
         """Whether a save has ended without a checkpoint."""
         return self.failure is not None
 
-    def wait(self) -> SaveRecord:
+    def wait(self, timeout: float | None = None) -> SaveRecord:
         """The save that was started, once it is finished.
 
         Raises:
-            AnyrankError: it failed, on all ranks alike.
+            AnyrankError: it failed, on all ranks alike; or took longer than `timeout` seconds.
         """
         assert self.thread is not None
-        self.thread.join()
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            raise CheckpointError(f"the save in flight is not finished after {timeout:.0f} s")
         self.thread = None
         failure, record = self.failure, self.record
         self.failure = self.record = None

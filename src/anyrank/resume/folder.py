@@ -12,11 +12,10 @@ import logging
 import re
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
-from anyrank.files.run_folder import check_sizes, step_name, steps_of
+from anyrank.files.run_folder import SavedStep, check_sizes, describe, step_name, steps_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import Store, reading, storing, write_file
 
@@ -266,17 +265,10 @@ class RunFolder:
                 raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
             return manifest, check_sizes(self.store, path, manifest, data=sizes)
 
-
-def describe(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
-    """Steps as tables for `Checkpoints.list()`."""
-    return [
-        {
-            "step": one.step,
-            "epoch": one.epoch,
-            "samples": one.samples,
-            "written": one.written,
-            "ranks": one.saved_on["ranks"],
-            "bytes": sum(record.size for record in one.files.values()),
-        }
-        for one in manifests
-    ]
+    def saved(self) -> list[SavedStep]:
+        """The committed steps, the newest first; damaged ones are left out."""
+        found: list[SavedStep] = []
+        for _, name in self.committed():
+            with contextlib.suppress(AnyrankError):
+                found.append(describe(self.examine(name)[0], self.join(name)))
+        return found

@@ -173,6 +173,10 @@ class ElasticLoader(Position):
         self.advance(self.current.plan, self.current.seen)
         self.current = None
 
+    def abandon_step(self) -> None:
+        """Give up the current step, whose optimizer has not stepped: it comes again."""
+        self.current = None
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was saved, on any number of ranks. No collectives.
 

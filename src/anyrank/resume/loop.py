@@ -1,0 +1,99 @@
+"""The loop over the steps of a run: where it ends, and whether a step that was left counts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from anyrank.resume.background import innermost
+from anyrank.resume.data.elastic import ElasticLoader
+from anyrank.resume.state import TrainState
+
+POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
+
+
+class StepHooks:
+    """Whether an optimizer of a state has stepped, as its own hook tells.
+
+    Attributes:
+        stepped: set by any of the optimizers; reset by the loop before each body.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.stepped = False
+        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
+        self._handles = [innermost(o).register_step_post_hook(self._note) for o in optimizers]
+
+    def _note(self, *_: Any) -> None:
+        self.stepped = True
+
+    def __enter__(self) -> StepHooks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def loader_of(state: TrainState) -> ElasticLoader:
+    """The loader whose steps a loop goes over.
+
+    Raises:
+        TypeError: the state has none that iterates over steps.
+    """
+    if not isinstance(state.data, ElasticLoader):
+        given = "no data" if state.data is None else f"a {type(state.data).__name__} as data"
+        raise TypeError(
+            f"steps() goes over the steps of an ElasticLoader, and the state has {given}: give "
+            "TrainState(data=ElasticLoader(...)), or call step_done() in a loop of your own"
+        )
+    return state.data
+
+
+def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
+    """Whether a run is finished: at `until` optimizer steps, or behind `epochs` epochs.
+
+    Raises:
+        ValueError: none or both were given, or a negative number.
+        TypeError: a number that is no int.
+    """
+    if (until is None) == (epochs is None):
+        raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
+    name, limit = ("until", until) if epochs is None else ("epochs", epochs)
+    if type(limit) is not int:
+        raise TypeError(f"{name}={limit!r}: give an int, counted over the whole run")
+    if limit < 0:
+        raise ValueError(f"{name}={limit}: give 0 or more, counted over the whole run")
+    if epochs is None:
+        return lambda: state.step >= limit
+    return lambda: state.epoch >= limit
+
+
+def left_by_break() -> bool:
+    """Whether the generator that calls this is closed by a `break` or `return` in its loop.
+
+    Python tells a generator only that it is closed, not why. CPython drops a loop's iterator in
+    the instruction that pops it where the loop is left on purpose; an exception drops it from the
+    instruction that raised. Anything else, on other interpreters too, is taken for an exception.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):  # the generator, and the loop
+        frame = None if frame is None else frame.f_back
+    if frame is None:
+        return False
+    return _opcode_name(frame.f_code.co_code[frame.f_lasti]) in POP_OPCODES
+
+
+def _opcode_name(opcode: int) -> str:
+    import opcode as table  # the standard library's; only a loop that is left needs it
+
+    return table.opname[opcode]

@@ -1,0 +1,184 @@
+"""The saves of one run: who may write, one save after another, and what each left on disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.optim import Optimizer
+
+from anyrank.errors import CheckpointError
+from anyrank.resume.background import Background
+from anyrank.resume.data.position import Position
+from anyrank.resume.folder import RunFolder
+from anyrank.resume.lock import RunLock
+from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
+from anyrank.resume.state import TrainState
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
+
+FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
+
+
+class RunWriter:
+    """Saves a state into a run's folder, in the foreground or beside the training.
+
+    Attributes:
+        on_disk: step and run that are saved already.
+        branch: the step that was resumed although newer ones are there, until a save.
+        records: the saves of this process.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: TrainState,
+        *,
+        keep: int,
+        keep_every: int | None,
+        background: bool,
+        on_commit: Callable[[SaveRecord], object] | None,
+    ) -> None:
+        self._folder, self._state = folder, state
+        self._lock = RunLock(folder.store, folder.path)
+        self._keep, self._keep_every = keep, keep_every
+        self._background = Background(self._write) if background else None
+        self._on_commit = on_commit
+        self._is_locked = False
+        self._in_flight: Snapshot | None = None
+        self.on_disk: tuple[int, str | None] | None = None
+        self.branch: int | None = None
+        self.records: list[SaveRecord] = []
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state's step is on disk."""
+        return (self._state.step, self._state.run) == self.on_disk
+
+    @property
+    def failed(self) -> bool:
+        """Whether a background save has ended without a checkpoint."""
+        return self._background is not None and self._background.failed
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether microbatches were drawn that no completed step accounts for."""
+        data = self._state.data
+        return isinstance(data, Position) and data.in_step
+
+    def renew_lock(self) -> None:
+        """Show other processes that the run is alive."""
+        if self._is_locked:
+            self._lock.renew()
+
+    def save(self, ranks: Ranks, writers: Ranks | None) -> None:
+        """Save the state's step, unless it is saved. All ranks.
+
+        Args:
+            ranks: for this thread.
+            writers: the same ranks, for the background's thread.
+
+        Raises:
+            CheckpointError: nothing is committed, and no earlier step is touched.
+        """
+        start, state, folder = time.perf_counter(), self._state, self._folder
+        ranks.together("preparing a save", lambda: self._prepare(ranks.index == 0))
+        self.wait(ranks)
+        if self.is_saved:
+            return
+        if self.branch is not None:
+            branch, self.branch = self.branch, None
+            ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
+        if isinstance(state.data, Position):
+            state.data.check_receipt(ranks)
+        snapshot = collect(state, ranks)
+        if self._background is None:
+            record = self._write(snapshot, ranks)
+            self._note(replace(record, stall_seconds=time.perf_counter() - start), snapshot)
+            self._call_back_on_all(ranks)
+            return
+        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
+        self._background.watch(optimizers)
+        assert writers is not None
+        self._background.start(snapshot, ranks, writers)
+        self._background.stall += time.perf_counter() - start
+        self._in_flight = snapshot
+
+    def _prepare(self, is_first: bool) -> None:
+        """What can refuse a save: a step that is under way, and another writer of the folder."""
+        if self.is_within_step:
+            raise CheckpointError(
+                "save() within a step, whose samples are not accounted for: save after the body "
+                "of steps(), or call step_done first"
+            )
+        if is_first and not self.is_saved:
+            self._lock.take()
+            if not self._is_locked:
+                try:
+                    self._folder.check_run(self._state.run)
+                except CheckpointError:
+                    self._lock.release()
+                    raise
+                self._is_locked = True
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
+        return write(snapshot, self._folder, ranks, self._keep, self._keep_every)
+
+    def wait(self, ranks: Ranks) -> None:
+        """Return when no save is in flight. All ranks.
+
+        Raises:
+            CheckpointError: the save that was in flight failed.
+        """
+        if self._in_flight is not None:
+            self._join()
+            self._call_back_on_all(ranks)
+
+    def _join(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight. Each rank by itself.
+
+        Raises:
+            CheckpointError: it failed, or is not finished after `timeout` seconds.
+        """
+        if self._background is None or self._in_flight is None:
+            return
+        snapshot, self._in_flight = self._in_flight, None
+        self._note(self._background.wait(timeout), snapshot)
+
+    def _note(self, record: SaveRecord, snapshot: Snapshot) -> None:
+        self._state.run = snapshot.header["run"]
+        self.on_disk = (record.step, self._state.run)
+        self.records.append(record)
+        log.info("saved step %d: %s", record.step, record.path)
+
+    def _call_back_on_all(self, ranks: Ranks) -> None:
+        if self._on_commit is not None:
+            ranks.together("calling on_commit", lambda: self._call_back(ranks.index == 0))
+
+    def _call_back(self, is_first: bool) -> None:
+        if self._on_commit is not None and is_first:
+            self._on_commit(self.records[-1])
+
+    def leave(self, is_first: bool) -> None:
+        """Finish while an exception passes: without a wait for ranks that may never come.
+
+        A save in flight goes on where all ranks are still at it. Raises nothing: the exception
+        that ends the run is the one to see.
+        """
+        try:
+            if self._in_flight is not None:
+                self._join(FAILED_EXIT_SEC)
+                self._call_back(is_first)
+        except Exception as error:  # whatever on_commit raises
+            log.error("while an exception ends the run: %s", error)
+
+    def release(self) -> None:
+        """Let go of the folder and the optimizers."""
+        if self._background is not None:
+            self._background.close()
+        if self._is_locked:
+            self._lock.release()
+        self._is_locked = False
