@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -22,7 +22,7 @@ from anyrank.resume.data.position import Position
 from anyrank.resume.data.step import Step
 from anyrank.resume.finding import VERIFY, Found, find, narrow
 from anyrank.resume.folder import RunFolder
-from anyrank.resume.loop import StepHooks, left_by_break, loader_of, stop_condition
+from anyrank.resume.loop import Loop, StepHooks, left_by_break, loader_of, stop_condition
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.resuming import Resuming, differed_in_words
 from anyrank.resume.run_writer import RunWriter
@@ -160,9 +160,7 @@ class Checkpoints:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def steps(
-        self, *, until: int | None = None, epochs: int | None = None
-    ) -> Generator[Step, None, None]:
+    def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterable[Step]:
         """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
 
         A step counts when the loop's body ends. A body that is left by `break` or `return` counts
@@ -181,7 +179,8 @@ class Checkpoints:
             TypeError: the state's data is no ElasticLoader; a limit that is no int.
             CheckpointError: a save failed; the last committed step is still there.
         """
-        return self._loop(loader_of(self._state), stop_condition(self._state, until, epochs))
+        loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
+        return Loop(lambda: self._loop(loader, is_finished))
 
     def _loop(
         self, loader: ElasticLoader, is_finished: Callable[[], bool]
