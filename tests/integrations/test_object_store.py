@@ -95,16 +95,15 @@ def job_train(url: str, last: int, background: bool = False, verify: Any = "size
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
     options = {"every": 1, "background": background, "verify": verify}
-    with anyrank.Checkpoints(url, state, keep=2, **options) as ckpts:
-        try:
+    try:
+        with anyrank.Checkpoints(url, state, keep=2, **options) as ckpts:
             report = ckpts.resume()
             for step in range(state.step, last):
                 train(net, optimizer, step)
                 ckpts.step_done()
-            ckpts.wait()
-        except anyrank.RankError as error:
-            return type(error).__name__  # another rank was killed
-        return values(net), report, [one.step for one in ckpts.saved()]
+    except anyrank.RankError as error:
+        return type(error).__name__  # another rank was killed
+    return values(net), report, [one.step for one in ckpts.saved()]
 
 
 def uninterrupted(last: int) -> list[list[float]]:

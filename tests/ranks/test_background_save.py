@@ -67,14 +67,14 @@ def job_touch(path: str) -> str:
     """A parameter is changed behind step_done, while it is copied."""
     net, optimizer = build(0)
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
-        ckpts.step_done()
-        with torch.no_grad():
-            next(net.parameters()).mul_(2)
-        try:
+    try:
+        with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
+            ckpts.step_done()
+            with torch.no_grad():
+                next(net.parameters()).mul_(2)
             ckpts.wait()
-        except anyrank.CheckpointError as error:
-            return str(error)
+    except anyrank.CheckpointError as error:
+        return str(error)
     return "nothing"
 
 

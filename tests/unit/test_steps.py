@@ -88,7 +88,7 @@ def test_it_goes_over_epochs_until_the_limit(
     assert run.state.epoch == full
     for epoch in range(full):
         seen = run.seen[epoch * EPOCH : (epoch + 1) * EPOCH]
-        assert sorted(sum(seen, [])) == list(range(SAMPLES))
+        assert sorted(sample for body in seen for sample in body) == list(range(SAMPLES))
     assert [tuple(one) for one in run.loader.receipts] == [
         (epoch, SAMPLES, "exactly once") for epoch in range(full)
     ]
@@ -168,12 +168,13 @@ def test_a_state_without_a_loader_has_no_steps(tmp_path: Path, data: Any) -> Non
 
 def watched(steps: Iterable[Any]) -> Iterator[Any]:
     """As a progress bar goes over a loop."""
-    for step in steps:
-        yield step
+    yield from steps
 
 
 def watched_twice(steps: Iterable[Any]) -> Iterator[Any]:
-    yield from watched(steps)
+    for step in watched(steps):
+        print(step.number)
+        yield step
 
 
 class Bar:
@@ -185,6 +186,7 @@ class Bar:
     def __iter__(self) -> Iterator[Any]:
         try:
             for step in self.steps:
+                self.last = step.number
                 yield step
         finally:
             self.closed = True

@@ -102,6 +102,7 @@ class Checkpoints:
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
         self._counted = 0  # steps that this object has completed
+        self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -186,6 +187,8 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
+        self._open()
+        self._is_training = True
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
@@ -213,6 +216,7 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open()
+        self._is_training = True
 
         def here() -> tuple[bool, int | None, bool]:
             self._state.check_usable()
@@ -341,15 +345,22 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
-            if self._counted:
-                self._save_last()
+            if self._is_training and self._ranks is not None:
+                self._save_last(self._ranks)
             self.wait()
         finally:
             self._release()
 
-    def _save_last(self) -> None:
-        """Save the last completed step, where nothing has moved the state since."""
-        if self._writer.is_within_step:
+    def _save_last(self, ranks: Ranks) -> None:
+        """Save the last completed step, where nothing has moved the state of any rank since."""
+
+        def here() -> tuple[bool, bool]:
+            return self._counted > 0, self._writer.is_within_step
+
+        flags = ranks.together("leaving the loop", here)
+        if not any(counted for counted, _ in flags):
+            return
+        if any(is_within_step for _, is_within_step in flags):
             log.warning(
                 "step %d was begun and not completed, so nothing is saved on leaving: the newest "
                 "checkpoint is the one before",
