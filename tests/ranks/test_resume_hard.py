@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
     loader = anyrank.ElasticLoader(list(range(8)), global_batch=4, microbatch=1)
     state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
     alone = dist.get_rank() == 1
-    with anyrank.Checkpoints(path, state, on_commit=lambda record: None) as ckpts:
+    with closing(anyrank.Checkpoints(path, state, on_commit=lambda record: None)) as ckpts:
         for step in loader:
             for _ in step.microbatches(nn.Linear(1, 1)):
                 if what == "step_done" and alone:
