@@ -1,8 +1,8 @@
 """How the ranks of a call find each other: a new name that all of them share, within a deadline.
 
-Each rank posts under a key of these ranks; the first one answers when it has seen all posts. Nothing
-is counted, so nothing drifts: ranks may be in other groups, and an earlier call may have failed on
-some of them.
+Each rank posts under a key of these ranks; the first one answers when it has seen all posts.
+Nothing is counted, so nothing drifts: ranks may be in other groups, and an earlier call may have
+failed on some of them.
 """
 
 from __future__ import annotations

@@ -161,9 +161,14 @@ class Ranks:
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
         if any(theirs != what for theirs, _ in answers):
-            raise RankError(_different("ranks do different things at the same place", {
-                rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)
-            }, self.named) + ": make the same calls on all ranks, in the same order")
+            raise RankError(
+                _different(
+                    "ranks do different things at the same place",
+                    {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)},
+                    self.named,
+                )
+                + ": make the same calls on all ranks, in the same order"
+            )
         return [value for _, value in answers]
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
@@ -353,7 +358,8 @@ class Ranks:
             hosts = ", ".join(self.hosts[node] for node in sorted(gone))
             text = f"{self.named(missing)} died or does not answer: "
             text += (
-                f"{hosts} or the network to it is gone" if hosts
+                f"{hosts} or the network to it is gone"
+                if hosts
                 else "look at its log for the cause"
             )
         elif late:
@@ -366,7 +372,9 @@ class Ranks:
     def _without_store(self, text: str) -> str:
         if self.store_node in (None, self.node):
             return f"{text}: the process that hosts it died"
-        there = [r for r, node in zip(self.ranks, self.nodes, strict=True) if node == self.store_node]
+        there = [
+            r for r, node in zip(self.ranks, self.nodes, strict=True) if node == self.store_node
+        ]
         host = self.hosts[self.store_node or 0]
         return f"{text}: {host}, which hosts it and {named(there)}, or the network to it is gone"
 
@@ -386,7 +394,9 @@ def one_process() -> Ranks:
 
 
 @contextmanager
-def open_ranks(process_group: Group = None, call: str = "this call") -> Generator[Ranks, None, None]:
+def open_ranks(
+    process_group: Group = None, call: str = "this call"
+) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
     Args:
@@ -453,9 +463,7 @@ def _shown(value: object) -> str:
     return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _different(
-    title: str, values: Mapping[int, str], name: Callable[[Sequence[int]], str]
-) -> str:
+def _different(title: str, values: Mapping[int, str], name: Callable[[Sequence[int]], str]) -> str:
     """Values by rank, in words."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
