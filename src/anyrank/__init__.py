@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from anyrank.resume.data.shards import ElasticShards
     from anyrank.resume.report import ResumeReport
     from anyrank.resume.state import TrainState
+    from anyrank.world.group import ALONE
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALONE",
     "AnyrankError",
     "CheckpointError",
     "Checkpoints",
@@ -77,6 +79,7 @@ __all__ = [
 # Public name -> the module that defines it. No module beside this one may bear a public name:
 # importing it would set it as an attribute here, in place of the function.
 HOMES = {
+    "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",

@@ -7,11 +7,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
-
-import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.run_folder import SavedStep
@@ -29,6 +27,7 @@ from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import Wishes
 from anyrank.resume.state import TrainState
+from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -52,7 +51,7 @@ class Checkpoints:
             sizes and the small ones' checksums; "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
-        process_group: the ranks that take part. Default: all, or this process alone.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
         TypeError: `state` is no TrainState.
@@ -70,7 +69,7 @@ class Checkpoints:
         verify: Literal["size", "full", "off"] = "full",
         keep_every: int | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group = None,
     ) -> None:
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             given = type(state).__name__
@@ -95,7 +94,14 @@ class Checkpoints:
             background=background,
             on_commit=on_commit,
         )
-        self._needs_writers = background
+        self._arguments = {
+            "path": self.path,
+            "keep": keep,
+            "every": every,
+            "background": background,
+            "verify": verify,
+            "keep_every": keep_every,
+        }
         self._signals = Wishes()
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
@@ -121,15 +127,18 @@ class Checkpoints:
             The report, equal on all ranks; None when there is nothing to resume.
 
         Raises:
-            CheckpointError: the step does not fit the state, which is unchanged then; or reading
-                failed in the middle, and the state may not be used before it is resumed again.
+            CheckpointError: the step does not fit the state, which is unchanged then; ranks give
+                other arguments; or reading failed in the middle, and the state may not be used
+                before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
             RankError: a rank died or failed in an unforeseen way.
         """
         self._signals.watch()
+        ranks = self._open()
+        arguments = {"which": which, "skip": sorted(skip)}
+        ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
         which = narrow(which)
         self.wait()
-        ranks = self._open()
         fitted: list[Resuming] = []
 
         def fit(found: Found) -> str | None:
@@ -178,16 +187,18 @@ class Checkpoints:
         Raises:
             ValueError: both limits, none, or a negative one.
             TypeError: the state's data is no ElasticLoader; a limit that is no int.
-            CheckpointError: a save failed; the last committed step is still there.
+            CheckpointError: ranks give other limits; or a save failed, and the last committed step
+                is still there.
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
-        return Loop(lambda: self._loop(loader, is_finished))
+        limits = {"until": until, "epochs": epochs}
+        return Loop(lambda: self._loop(loader, is_finished, limits))
 
     def _loop(
-        self, loader: ElasticLoader, is_finished: Callable[[], bool]
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        self._open()
+        self._open().same_arguments("steps", limits, CheckpointError)
         self._is_training = True
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -302,10 +313,13 @@ class Checkpoints:
     def _open(self) -> Ranks:
         """The ranks; on the first call, opened together."""
         if self._ranks is None:
-            self._ranks = self._groups.enter_context(open_ranks(self._process_group))
-            if self._needs_writers:
+            ranks = self._groups.enter_context(open_ranks(self._process_group, "Checkpoints()"))
+            ranks.same_arguments("Checkpoints", self._arguments, CheckpointError)
+            if self._arguments["background"]:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
+            self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
+            self._ranks = ranks
         return self._ranks
 
     @property

@@ -1,8 +1,8 @@
 """The processes of one call: the same code with no process group, with one rank and with many.
 
-All traffic runs on a gloo group of our own, so it neither mixes with the user's collectives nor
-needs an accelerator; a flag in the store lets a rank learn of another's failure while it is busy
-reading.
+All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
+mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
+another's failure while it is busy reading.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
+import re
 import socket
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,12 +25,18 @@ import torch.distributed as dist
 from anyrank.errors import AnyrankError, RankError
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.device import boot_id
+from anyrank.world.group import Group, default_store, members, named
+from anyrank.world.meeting import Meeting
+from anyrank.world.store import Store, StoreLost, is_here
+from anyrank.world.watch import TICK_SEC, Watch
 
 T = TypeVar("T")
 
 HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
-ROLL_CALL_SEC = 3.0  # how long survivors wait for one another before they name the dead
+ROLL_CALL_SEC = 3 * TICK_SEC  # how long survivors wait for one another before they name the dead
+CONNECT_SEC = 120.0  # for connections between ranks that have just met
+SHOWN_CHARACTERS = 100  # of an argument in a message
 
 
 class Interrupted(Exception):
@@ -55,6 +61,21 @@ class Answer:
     failure: Failure | None
 
 
+@dataclass(frozen=True)
+class Lines:
+    """What connects the ranks of a group.
+
+    Attributes:
+        group: gloo's connections, which count ranks by their position.
+        store: the group's own part of the store.
+        hosts_store: whether this machine hosts the store.
+    """
+
+    group: Any
+    store: Store
+    hosts_store: bool
+
+
 class Ranks:
     """The ranks that take part in a call. Every method with "all ranks" must be called by each.
 
@@ -62,22 +83,31 @@ class Ranks:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
         nodes: for each of `ranks`, which machine it is on; machines count from 0.
+        hosts: for each machine, its name.
+        store_node: the machine that hosts the ranks' store, where that is known.
 
     Raises:
         RankError: a rank died while the ranks met.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, group: Any, store: Any) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, lines: Lines | None = None) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.group = group
-        self.store = store
+        self.lines = lines
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
+        self.nodes, self.hosts, self.store_node = (0,) * len(ranks), (socket.gethostname(),), None
+        if lines is None:
+            return
+        self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        names = self.gather((socket.gethostname(), boot_id()))
-        self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        here = (socket.gethostname(), boot_id())
+        every = self.gather((here, lines.hosts_store), "connecting the ranks")
+        names = list(dict.fromkeys(name for name, _ in every))
+        self.nodes = tuple(names.index(name) for name, _ in every)
+        self.hosts = tuple(host for host, _ in names)
+        self.store_node = next((names.index(name) for name, is_host in every if is_host), None)
 
     @property
     def size(self) -> int:
@@ -98,30 +128,106 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
-    def gather(self, value: T) -> list[T]:
+    def named(self, ranks: Sequence[int]) -> str:
+        """Some of the ranks in words; with their machines, where there are several."""
+        if len(self.hosts) == 1:
+            return named(ranks)
+        node_of = dict(zip(self.ranks, self.nodes, strict=True))
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(node_of[rank], []).append(rank)
+        return ", ".join(f"{named(there)} on {self.hosts[n]}" for n, there in by_node.items())
+
+    def gather(self, value: T, what: str = "exchanging values") -> list[T]:
         """Every rank's value, in the group's order. All ranks.
 
+        Args:
+            value: anything that pickles.
+            what: what is done here, the same on all ranks.
+
         Raises:
-            RankError: a rank has died or did not come, named where that can be told.
+            RankError: a rank has died or did not come, named where that can be told; or ranks do
+                something else here.
         """
-        if self.group is None:
+        if self.lines is None:
             return [value]
-        data = pickle.dumps(value)
+        data = pickle.dumps((what, value))
         sized = len(data).to_bytes(8, "little") + data
-        try:
+        with self._waiting(what):
             heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
             longest = max(int.from_bytes(head[:8], "little") for head in heads) + 8
             if longest > HEAD_BYTES:
                 tails = self._gather_bytes(sized[HEAD_BYTES:], longest - HEAD_BYTES)
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
-        except RuntimeError as error:
-            raise self.roll_call() from error
-        return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        if any(theirs != what for theirs, _ in answers):
+            raise RankError(
+                _different(
+                    "ranks do different things at the same place",
+                    {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)},
+                    self.named,
+                )
+                + ": make the same calls on all ranks, in the same order"
+            )
+        return [value for _, value in answers]
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
-        every = [torch.empty(length, dtype=torch.uint8) for _ in self.ranks]
-        dist.all_gather(every, _as_tensor(data, length), group=self.group)
+        every = [_as_tensor(b"", length) for _ in self.ranks]
+        self.group.allgather(every, _as_tensor(data, length)).wait()
         return [_as_bytes(one) for one in every]
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether the flag is set on any rank. All ranks.
+
+        Raises:
+            RankError: as `gather`.
+        """
+        if self.lines is None:
+            return flag
+        total = torch.tensor([int(flag)], device="cpu")
+        with self._waiting(what):
+            self.group.allreduce([total]).wait()
+        return bool(total.item())
+
+    def exchange(
+        self,
+        sent: Iterable[tuple[torch.Tensor, int]],
+        received: Iterable[tuple[torch.Tensor, int]],
+        what: str,
+    ) -> None:
+        """Send tensors to ranks, and receive others in place.
+
+        Two ranks that exchange with each other list what passes between them in the same order.
+
+        Args:
+            sent: contiguous CPU tensors, and the global rank that each goes to.
+            received: contiguous CPU tensors that are filled, and where each comes from.
+            what: for messages.
+
+        Raises:
+            RankError: as `gather`.
+        """
+        with self._waiting(what):
+            works = [self.group.send([t], self.ranks.index(rank), 0) for t, rank in sent]
+            works += [self.group.recv([t], self.ranks.index(rank), 0) for t, rank in received]
+            for work in works:
+                work.wait()
+
+    @property
+    def group(self) -> Any:
+        """gloo's connections."""
+        assert self.lines is not None
+        return self.lines.group
+
+    @contextmanager
+    def _waiting(self, what: str) -> Generator[None, None, None]:
+        self.watch.begin(what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.roll_call(what) from error
+        finally:
+            self.watch.end()
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
@@ -137,12 +243,12 @@ class Ranks:
         try:
             value = work()
         except Exception as error:
-            if self.group is None:
+            if self.lines is None:
                 raise
             cause = error
             self._raise_flag()
         failure = None if cause is None else _failure(cause)
-        answers = self.gather(Answer(value, failure))
+        answers = self.gather(Answer(value, failure), what)
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
             raise _joined(what, failures, self.size) from cause
@@ -161,21 +267,62 @@ class Ranks:
             nonlocal data
             if self.rank == rank:
                 made.append(work())
-                data = b"" if self.group is None else pickle.dumps(made[0])
+                data = b"" if self.lines is None else pickle.dumps(made[0])
             return len(data), data if len(data) <= HEAD_BYTES // 2 else b""  # what travels along
 
         length, small = max(self.together(what, here))
-        if self.group is None:
+        if self.lines is None:
             return made[0]
         if small:
             return pickle.loads(small)  # noqa: S301 - from our own rank
         payload = _as_tensor(data, length)
-        try:
-            dist.broadcast(payload, src=rank, group=self.group)
-        except RuntimeError as error:
-            raise self.roll_call() from error
+        with self._waiting(what):
+            options = dist.BroadcastOptions()
+            options.rootRank = self.ranks.index(rank)
+            self.group.broadcast([payload], options).wait()
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
+
+    def same_arguments(
+        self,
+        call: str,
+        arguments: Mapping[str, object],
+        error: type[AnyrankError],
+        check: Callable[[], object] | None = None,
+    ) -> None:
+        """Check a call's arguments, and compare them over the ranks. All ranks.
+
+        Args:
+            call: its name, "load".
+            arguments: by name; compared by their repr, functions by their name.
+            error: the class for arguments that differ.
+            check: raises for arguments that are wrong in themselves.
+
+        Raises:
+            AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
+                `check` raised it on some rank.
+            ValueError, TypeError: `check` raised it on some rank.
+            RankError: other ranks called something else.
+        """
+        problem: Exception | None = None
+        try:
+            if check is not None:
+                check()
+        except (AnyrankError, TypeError, ValueError) as raised:
+            if self.lines is None:
+                raise
+            problem = raised
+        mine = {name: _shown(value) for name, value in arguments.items()}
+        bad = None if problem is None else (type(problem), str(problem))
+        every = self.gather((mine, bad), f"{call}()")
+        failed = {r: found for r, (_, found) in zip(self.ranks, every, strict=True) if found}
+        if failed:
+            raise _same_error(call, failed, self) from problem
+        for name in mine:
+            values = {r: table[name] for r, (table, _) in zip(self.ranks, every, strict=True)}
+            if len(set(values.values())) > 1:
+                text = _different(f"{call}(): {name}= differs between ranks", values, self.named)
+                raise error(f"{text}: give all ranks the same")
 
     def check(self) -> None:
         """Stop early when another rank has failed; cheap enough for inner loops.
@@ -183,120 +330,159 @@ class Ranks:
         Raises:
             Interrupted: to be passed through to `together`.
         """
-        if self.store is None or time.monotonic() - self.last_check < CHECK_SEC:
+        if self.lines is None or time.monotonic() - self.last_check < CHECK_SEC:
             return
         self.last_check = time.monotonic()
-        if self.store.check([self._flag]):
+        if self.lines.store.has([self._flag]):
             raise Interrupted
 
-    def roll_call(self) -> RankError:
+    def roll_call(self, what: str) -> RankError:
         """The error that names the ranks which no longer answer. For survivors of a broken
         group.
         """
-        missing: list[int] | None = None
+        assert self.lines is not None
+        store, missing = self.lines.store, list(self.ranks)
         try:
-            self.store.set(self._flag, "1")
-            self.store.set(f"alive/{self.rank}", "1")
-            deadline = time.monotonic() + ROLL_CALL_SEC
-            missing = list(self.ranks)
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not self.store.check([f"alive/{r}"])]
+            for key in (self._flag, "roll call", f"alive/{self.rank}", f"here/{self.rank}"):
+                store.set(key, seconds=ROLL_CALL_SEC)
+            end = time.monotonic() + ROLL_CALL_SEC
+            while missing and time.monotonic() < end:
+                missing = [r for r in missing if not store.has([f"alive/{r}"], ROLL_CALL_SEC)]
                 time.sleep(0.05)
-        except Exception:  # the store went with the process that hosted it
-            missing = None
+            late = [r for r in self.ranks if not store.has([f"here/{r}"], ROLL_CALL_SEC)]
+        except StoreLost as error:
+            return RankError(self._without_store(str(error)))
         if missing:
-            named = ", ".join(f"rank {rank}" for rank in missing)
-            text = f"{named} died or does not answer: look at its log for the cause"
-        elif missing is None:
-            text = "the connection to the ranks' store is gone: the process that hosts it died"
+            gone = {node for node, rank in zip(self.nodes, self.ranks, strict=True)}
+            gone -= {n for n, r in zip(self.nodes, self.ranks, strict=True) if r not in missing}
+            hosts = ", ".join(self.hosts[node] for node in sorted(gone))
+            text = f"{self.named(missing)} died or does not answer: "
+            text += (
+                f"{hosts} or the network to it is gone"
+                if hosts
+                else "look at its log for the cause"
+            )
+        elif late:
+            text = f"{self.named(late)} did not come to {what!r}, though alive"
         else:
             text = "the connection between the ranks broke although all of them are alive"
-        causes = dict.fromkeys(missing or (), "no answer")
+        causes = dict.fromkeys(missing or late, "no answer")
         return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
+
+    def _without_store(self, text: str) -> str:
+        if self.store_node in (None, self.node):
+            return f"{text}: the process that hosts it died"
+        there = [
+            r for r, node in zip(self.ranks, self.nodes, strict=True) if node == self.store_node
+        ]
+        host = self.hosts[self.store_node or 0]
+        return f"{text}: {host}, which hosts it and {named(there)}, or the network to it is gone"
 
     @property
     def _flag(self) -> str:
         return f"failed/{self.round}"
 
     def _raise_flag(self) -> None:
-        with contextlib.suppress(Exception):  # the gather that follows reports what is wrong
-            self.store.set(self._flag, "1")
+        assert self.lines is not None
+        with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
+            self.lines.store.set(self._flag)
 
 
 def one_process() -> Ranks:
     """This process alone, whatever groups there are."""
-    return Ranks((0,), 0, None, None)
+    return Ranks((0,), 0)
 
 
 @contextmanager
-def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Ranks, None, None]:
+def open_ranks(
+    process_group: Group = None, call: str = "this call"
+) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
+    Args:
+        process_group: see `Group`.
+        call: what the ranks call, the same on each: "load()".
+
     Raises:
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
+        RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        yield one_process()
-        return
-    timeout = timedelta(seconds=TIMEOUT_SEC.get())
-    rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    if rank not in ranks:
-        raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
+    ranks, rank = members(process_group)
     if len(ranks) == 1:
-        yield Ranks(ranks, rank, None, None)
+        yield Ranks(ranks, rank)
         return
+    made = Ranks(ranks, rank, _connect(ranks, rank, call))
     try:
-        group: Any = dist.new_group(
-            ranks if process_group is not None else None,
-            timeout=timeout,
-            backend="gloo",
-            use_local_synchronization=process_group is not None,
-        )
-    except RuntimeError as error:
-        raise RankError(
-            f"rank {rank}: not all of ranks {ranks} came here within {timeout.seconds} s: "
-            f"call from all of them, or pass process_group= ({str(error).splitlines()[0][:200]})"
-        ) from error
-    made: list[Any] = [group]
-    del group
-    try:
-        prefix = f"anyrank/{made[0].group_name}"
-        store = dist.PrefixStore(prefix, _default_store())  # pyright: ignore[reportPrivateImportUsage]
-        made.append(Ranks(ranks, rank, made[0], store))
-        yield made[1]
+        yield made
     finally:
-        with contextlib.suppress(ValueError):  # the caller has destroyed all groups before
-            dist.destroy_process_group(made[0])
-        _let_go(made)
+        made.watch.close()
+        made.lines = None
 
 
-def _let_go(made: list[Any]) -> None:
-    """Drop the last references to a destroyed group, in a thread: to close its connections takes
-    gloo 10 ms for each other rank, which nobody has to wait for.
-    """
-    for ranks in made[1:]:
-        del ranks.group, ranks.store  # whoever uses them now is told
+def _connect(ranks: Sequence[int], rank: int, call: str) -> Lines:
+    seconds, shared = TIMEOUT_SEC.get(), default_store()
+    lobby = Store(shared, "anyrank")
     try:
-        threading.Thread(target=made.clear, name="anyrank-close").start()
-    except RuntimeError:  # the interpreter ends
-        made.clear()
+        name = Meeting(lobby, ranks, rank, call, seconds).hold()
+    finally:
+        lobby.close()
+    store = Store(shared, f"anyrank/{name}")
+    limit = min(seconds, CONNECT_SEC)
 
+    def connect(inner: Any) -> Any:
+        # Not new_group(), whose names and keys the user's groups share.
+        group = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
+            inner, ranks.index(rank), len(ranks), timedelta(seconds=limit)
+        )
+        group.set_timeout(timedelta(seconds=seconds))
+        return group
 
-def _default_store() -> Any:
-    # No public name; the same private one has been there in every release since 1.8.
-    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    try:
+        return Lines(store.call(connect, limit + 5), store, is_here(shared))
+    except StoreLost as error:
+        store.close()
+        raise RankError(
+            f"{call}: rank {rank} could not connect to the other ranks within {limit:.0f} s: "
+            f"{error}"
+        ) from error
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
     """Bytes as a tensor of at least their length, padded with zeros."""
-    tensor = torch.zeros(length, dtype=torch.uint8)
+    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
     ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
     return tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _shown(value: object) -> str:
+    """An argument as it is compared: without addresses, which differ from process to process."""
+    name = getattr(value, "__qualname__", None)
+    return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _different(title: str, values: Mapping[int, str], name: Callable[[Sequence[int]], str]) -> str:
+    """Values by rank, in words."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    each = (f"{v[:SHOWN_CHARACTERS]} on {name(ranks)}" for v, ranks in by_value.items())
+    return f"{title}: {', '.join(each)}"
+
+
+def _same_error(
+    call: str, failed: Mapping[int, tuple[type[Exception], str]], ranks: Ranks
+) -> Exception:
+    """What some ranks' checks raised, equal on all ranks."""
+    kind, text = next(iter(failed.values()))
+    if issubclass(kind, AnyrankError):
+        failures = {r: Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)}
+        return _joined(f"{call}()", failures, ranks.size)
+    if len(failed) < ranks.size:
+        text = f"{text} (on {ranks.named(list(failed))})"
+    return kind(text)
 
 
 def _failure(error: Exception) -> Failure:

@@ -52,13 +52,14 @@ class Order:
             part = block[place % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @functools.lru_cache(maxsize=8)  # a step is asked for by several, and a piece costs as a block
 def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""
-    places = torch.arange(number * BLOCK, min((number + 1) * BLOCK, order.n))
+    stop = min((number + 1) * BLOCK, order.n)
+    places = torch.arange(number * BLOCK, stop, device="cpu")
     if not order.shuffle:
         return places
     bits = max(2, (order.n - 1).bit_length())

@@ -16,6 +16,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.data.permutation import IDENTITY_NAME, ORDER_NAME
 from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
 from anyrank.resume.data.schedule import Schedule, StepPlan
+from anyrank.world.group import ALONE
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -101,7 +102,7 @@ class Position:
             ValueError: more ranks than microbatches, or a group without this rank.
         """
         index, size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if self.process_group is not ALONE and dist.is_available() and dist.is_initialized():
             index, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         if index < 0:
             raise ValueError(

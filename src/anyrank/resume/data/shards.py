@@ -51,7 +51,7 @@ class ShardOrder(Order):
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
-        places = torch.arange(start, stop) % self.n
+        places = torch.arange(start, stop, device="cpu") % self.n
         steps = self.n // self.global_batch  # full ones; the samples behind them have no lanes
         lane = places % self.global_batch // self.microbatch
         offset = places // self.global_batch * self.microbatch + places % self.microbatch
@@ -59,7 +59,7 @@ class ShardOrder(Order):
         places = torch.where(places < steps * self.global_batch, in_lanes, places)
         shard_ids, ends, starts = layout_of_epoch(self, epoch)
         number = torch.searchsorted(ends, places, right=True)
-        begins = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         return starts[shard_ids[number]] + places - begins[number]
 
 
@@ -68,7 +68,7 @@ def layout_of_epoch(
     order: ShardOrder, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shards in the order of an epoch, where each ends in it, and each shard's first sample id."""
-    lengths = torch.tensor(order.lengths)
+    lengths = torch.tensor(order.lengths, device="cpu")
     shards = Order(len(lengths), order.seed, order.shuffle).ids(epoch, 0, len(lengths))
     return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
 
@@ -88,7 +88,7 @@ class Shards:
     ) -> None:
         self.shards = shards
         self.read = read
-        self.ends = torch.tensor(lengths).cumsum(0)
+        self.ends = torch.tensor(lengths, device="cpu").cumsum(0)
         self.lengths = lengths
         self.most_open = most_open
         # (shard, number of the next sample) -> the rest of the shard

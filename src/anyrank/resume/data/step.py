@@ -119,7 +119,8 @@ class Step:
         if not turn.is_copy:
             # Positions behind the order's end pad the step, and are in no receipt.
             real = max(0, self.plan.n - self.plan.bounds(turn.k)[0])
-            self.seen += receipt_of(self.epoch, torch.tensor(ids[:real], dtype=torch.int64))
+            drawn = torch.tensor(ids[:real], dtype=torch.int64, device="cpu")
+            self.seen += receipt_of(self.epoch, drawn)
         return answer.batch
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
