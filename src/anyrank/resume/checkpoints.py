@@ -108,6 +108,7 @@ class Checkpoints:
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
         self._counted = 0  # steps that this object has completed
+        self._body: tuple[Step, StepHooks] | None = None  # what the loop is in
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
@@ -174,7 +175,8 @@ class Checkpoints:
         """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
 
         A step counts when the loop's body ends. A body that is left by `break` or `return` counts
-        if the optimizer has stepped in it; an exception counts nothing and saves nothing. Goes
+        if the optimizer has stepped in it; an exception counts nothing and saves nothing, and one
+        that comes after the optimizer's step leaves a state that has to be resumed. Goes
         from epoch to epoch; a run that has reached its end already gets no step. All ranks.
 
         Args:
@@ -198,23 +200,42 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        self._open().same_arguments("steps", limits, CheckpointError)
+        check = self._state.check_usable
+        self._open().same_arguments("steps", limits, CheckpointError, check)
         self._is_training = True
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
                     hooks.stepped = False
+                    self._body = step, hooks
                     try:
                         yield step
                     except GeneratorExit:
-                        if left_by_break():
-                            self._count() if hooks.stepped else loader.abandon_step()
+                        self._leave_body(left_by_break())
                         raise
+                    self._body = None
                     self.step_done()
                     if is_finished():
                         break
         if self._counted:
             self.save()
+
+    def _leave_body(self, on_purpose: bool) -> None:
+        """Account for a body that did not run to its end. Each rank by itself; raises nothing."""
+        if self._body is None:
+            return
+        (step, hooks), self._body = self._body, None
+        if not hooks.stepped:
+            loader_of(self._state).abandon_step()  # the weights are those of the step before
+        elif on_purpose and step.is_complete:
+            self._count()
+        else:
+            why = (
+                "the optimizer stepped before all of its microbatches were run"
+                if on_purpose
+                else "an exception left it after the optimizer's step"
+            )
+            self._state.poison = f"step {step.number} does not count, and moved the weights: {why}"
 
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
@@ -223,7 +244,8 @@ class Checkpoints:
         last save, then SystemExit) and SIGUSR1 (a save) that any rank got.
 
         Raises:
-            CheckpointError: a save failed; the last committed step is still there.
+            CheckpointError: the step is not complete, and counts on no rank; or a save failed, and
+                the last committed step is still there.
         """
         self._signals.watch()
         ranks = self._open()
@@ -231,11 +253,13 @@ class Checkpoints:
 
         def here() -> tuple[bool, int | None, bool]:
             self._state.check_usable()
-            self._count()
-            due = self._is_first and self._is_due(self._state.step)
+            if isinstance(self._state.data, Position):
+                self._state.data.check_complete()
+            due = self._is_first and self._is_due(self._state.step + 1)
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)
+        self._count()
         mine, wishes = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
         try:
             if any(flag[0] for flag in flags):
@@ -359,6 +383,7 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
+            self._leave_body(on_purpose=True)  # of a loop whose iterator is still held
             if self._is_training and self._ranks is not None:
                 self._save_last(self._ranks)
             self.wait()
@@ -369,6 +394,7 @@ class Checkpoints:
         """Save the last completed step, where nothing has moved the state of any rank since."""
 
         def here() -> tuple[bool, bool]:
+            self._state.check_usable()
             return self._counted > 0, self._writer.is_within_step
 
         flags = ranks.together("leaving the loop", here)

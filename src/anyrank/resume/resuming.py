@@ -89,7 +89,7 @@ class Resuming:
         Raises:
             CheckpointError: the state is half restored, and says so.
         """
-        self.state.poison = "it was interrupted"  # until it is whole, whatever ends it
+        self.state.poison = half_restored("it was interrupted")  # until it is whole
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
@@ -97,7 +97,7 @@ class Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.state.poison = (str(error) or type(error).__name__).splitlines()[0]
+            self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
             text = f"{error}\n  the state is half restored: resume again before it is used"
             raise CheckpointError(text, causes=getattr(error, "causes", None)) from error
         self.state.poison = None
@@ -226,6 +226,11 @@ class Resuming:
             bytes_read=[one[0] for one in measured],
             seconds=max(one[1] for one in measured),
         )
+
+
+def half_restored(why: str) -> str:
+    """What is wrong with a state whose resume did not end."""
+    return f"the state is half restored, as a resume failed in the middle ({why})"
 
 
 def differed_in_words(names: Sequence[str]) -> list[str]:

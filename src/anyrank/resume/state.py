@@ -96,16 +96,13 @@ class TrainState:
         return int(getattr(self.data, "epoch", 0))
 
     def check_usable(self) -> None:
-        """Refuse to go on with a state that a failed resume left half restored.
+        """Refuse to go on with a state whose values are those of no step.
 
         Raises:
-            CheckpointError: it is.
+            CheckpointError: a resume failed in the middle, or a step moved it and does not count.
         """
         if self.poison is not None:
-            raise CheckpointError(
-                f"the state is half restored, as a resume failed in the middle ({self.poison}): "
-                "resume again, or build the objects anew"
-            )
+            raise CheckpointError(f"{self.poison}: resume again, or build the objects anew")
 
     def _targets(self) -> dict[str, list[Target]]:
         """The tensors of each module, by part."""

@@ -156,20 +156,28 @@ class ElasticLoader(Position):
         """Whether microbatches have been taken that are not committed. No time to save."""
         return self.current is not None and self.current.is_started
 
+    def check_complete(self) -> None:
+        """Whether the current step may be counted.
+
+        Raises:
+            CheckpointError: its microbatches were not all taken.
+        """
+        if self.current is not None and not self.current.is_complete:
+            raise CheckpointError(
+                f"step {self.current.number} is not complete: run `for batch in "
+                "step.microbatches(model)` to its end in each step, or leave the loop over the "
+                "loader too, which gives the same step again"
+            )
+
     def commit(self) -> None:
         """Count the current step as done. Nothing to do where it is counted already.
 
         Raises:
             CheckpointError: its microbatches were not all taken.
         """
+        self.check_complete()
         if self.current is None:
             return
-        if not self.current.is_complete:
-            raise CheckpointError(
-                f"step {self.current.number} is not complete: run `for batch in "
-                "step.microbatches(model)` to its end in each step, or leave the loop over the "
-                "loader too, which gives the same step again"
-            )
         self.advance(self.current.plan, self.current.seen)
         self.current = None
 

@@ -117,11 +117,18 @@ class Position:
         """Whether microbatches have been taken that are not committed. No time to save."""
         return False
 
-    def commit(self) -> None:
-        """Count the step that was taken; the subclasses know which.
+    def check_complete(self) -> None:
+        """Whether the step that was taken may be counted; the subclasses know which.
 
         Raises:
             CheckpointError: there is none, or it is not complete.
+        """
+
+    def commit(self) -> None:
+        """Count the step that was taken.
+
+        Raises:
+            CheckpointError: as `check_complete`.
         """
         raise NotImplementedError
 
