@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -26,28 +25,29 @@ JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds
 
 
 class WorkerExit:
-    """Ends a loader's workers when this process ends, however it does.
-
-    Attributes:
-        workers: those that were started and may still run.
+    """Ends a loader's workers when this process ends, also where the loader is gone before them:
+    a traceback may hold the DataLoader's iterator.
     """
 
     def __init__(self) -> None:
-        self.workers: list[BaseProcess] = []
-        # multiprocessing runs it at the end of the interpreter, or of a process of its own, before
-        # it signals and joins its children.
-        at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
-        weakref.finalize(self, at_exit.cancel).atexit = False
+        self._workers: list[BaseProcess] = []
+        self._at_exit: Finalize | None = None
 
     def watch(self, start: Callable[[], T]) -> T:
-        """Run what may start workers, and note which it has started."""
-        before = set(multiprocessing.active_children())
+        """Run what may start workers, and answer for those that it has started."""
+        before = multiprocessing.active_children()
         try:
             return start()
         finally:
             alive = multiprocessing.active_children()
             new = [one for one in alive if one.daemon and one not in before]
-            self.workers[:] = [one for one in self.workers if one in alive] + new
+            if new:
+                if self._at_exit is not None:
+                    self._at_exit.cancel()
+                self._workers = [one for one in self._workers if one in alive] + new
+                # multiprocessing runs it at the end of the interpreter, or of a process of its
+                # own, before it signals and joins its children.
+                self._at_exit = Finalize(None, kill, (self._workers,), exitpriority=0)
 
 
 def kill(workers: list[BaseProcess]) -> None:
