@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 
 from anyrank.cli.run import environ
+from anyrank.cli.torchrun import descendants
 
 SCRIPT = """
 import os, sys, pathlib, time
@@ -40,14 +41,49 @@ def test_a_script_that_fails_goes_on_on_fewer_ranks(anyrank: Callable[[str], Res
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_for_good_is_exit_1(anyrank: Callable[[str], Result]) -> None:
-    Path("train.py").write_text("raise SystemExit(3)")
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)],
+)
+def test_the_exit_code_is_the_scripts(
+    anyrank: Callable[[str], Result], end: str, code: int
+) -> None:
+    Path("train.py").write_text(end)
     result = anyrank("run train.py")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (code, "")
 
 
 @pytest.mark.slow
 def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
+    process = start_and_wait(tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=40)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert len(json.loads(said)["attempts"]) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    process = start_and_wait(tmp_path)
+    below = list(descendants(process.pid))
+    assert len(below) >= 3  # torchrun and two ranks
+    process.kill()
+    process.communicate(timeout=40)
+    deadline = time.monotonic() + 40
+    while any(map(is_running, below)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, below))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start_and_wait(tmp_path: Path) -> subprocess.Popen[str]:
+    """`anyrank run` with two ranks of a script that waits, once both have begun."""
     (tmp_path / "train.py").write_text(SCRIPT)
     line = ["-m", "anyrank.cli", "run", "--ranks=2", "--then=1", "--json", "train.py", "--wait"]
     code = "import sys; from anyrank.cli import main; main(sys.argv[3:])"
@@ -57,10 +93,7 @@ def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
     deadline = time.monotonic() + 40
     while not (tmp_path / "seen-2-1").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=40)
-    assert process.returncode == 1
-    assert len(json.loads(said)["attempts"]) == 1
+    return process
 
 
 @pytest.mark.parametrize(

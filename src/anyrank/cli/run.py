@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from anyrank.cli import torchrun
+from anyrank.cli.launcher import SIGNALLED
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Attempt:
 
     Attributes:
         ranks: processes.
-        exit_code: of torchrun.
+        exit_code: of the script: that of its first rank that failed.
         seconds: until it ended.
     """
 
@@ -52,7 +53,8 @@ def command(
     """Run SCRIPT with its ARGUMENTS on this machine, one process a rank, as torchrun does.
 
     When it fails it is started again on the next number of ranks given with --then: a script that
-    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts.
+    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
+    exit code is the script's, and 128 and the number of the signal where a signal ended it.
     """
     from anyrank.cli.console import err
 
@@ -71,7 +73,7 @@ def command(
             break
     if as_json:
         click.echo(json.dumps({"script": script, "attempts": [asdict(one) for one in attempts]}))
-    sys.exit(1 if attempts[-1].exit_code else 0)
+    sys.exit(attempts[-1].exit_code)
 
 
 def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attempt, bool]:
@@ -93,6 +95,7 @@ def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attem
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    code = code if code >= 0 else SIGNALLED - code  # the launcher itself was killed
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
 
 

@@ -18,8 +18,11 @@ TAIL_LINES = 50  # torchrun ends with some twenty of its own
 
 
 def line(ranks: int, *program: str) -> list[str]:
-    """The command that runs a program, a script or `-m` and a module, on ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """The command that runs a program, a script or `-m` and a module, on ranks of this machine.
+
+    Its exit code is the program's, and it ends when this process does.
+    """
+    launcher = [sys.executable, "-m", "anyrank.cli.launcher", str(os.getpid()), "--standalone"]
     return [*launcher, f"--nproc-per-node={ranks}", *program]
 
 

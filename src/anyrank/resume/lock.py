@@ -152,7 +152,7 @@ class RunLock:
     def _write(self, path: str) -> None:
         pid = os.getpid()
         table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
-        table |= {"boot": boot_id(), "token": self.token, "time": time.time()}
+        table |= {"boot": boot_id(), "pid_namespace": _pid_namespace(), "token": self.token, "time": time.time()}
         write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 
@@ -191,11 +191,14 @@ def _parse(seen: bytes) -> dict[str, Any] | None:
 
 
 def _is_stale(holder: dict[str, Any]) -> bool:
-    """Whether the owner is surely dead, on this machine, or long silent, on another."""
+    """Whether the owner is surely dead, or long silent where nothing else can be known of it."""
     if holder.get("host") != socket.gethostname():
         return _silent_sec(holder) > LOCK_SEC.get()
     if holder.get("boot") != boot_id():
         return True
+    # Containers of one machine number their processes each for themselves.
+    if holder.get("pid_namespace") != _pid_namespace():
+        return _silent_sec(holder) > LOCK_SEC.get()
     try:
         pid = int(holder["pid"])
     except (KeyError, ValueError, TypeError):
@@ -207,6 +210,7 @@ def _is_stale(holder: dict[str, Any]) -> bool:
     except PermissionError:
         pass  # it is another user's
     then, now = holder.get("started"), _started(pid)
+    # This process's own number: an earlier lock of its own, or of a process before it.
     return pid == os.getpid() or bool(then and now and then != now)
 
 
@@ -217,6 +221,14 @@ def _silent_sec(holder: dict[str, Any]) -> float:
 def _told(holder: dict[str, Any]) -> str:
     seen = f"last seen {_silent_sec(holder):.0f} s ago"
     return f"process {holder.get('pid')} on {holder.get('host')}, {seen}"
+
+
+def _pid_namespace() -> str:
+    """Within which process ids mean something; "" where the system has no such thing."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.errors import CheckpointError
@@ -13,6 +15,7 @@ from anyrank.resume.data.permutation import Order
 from anyrank.resume.data.position import OnBatchChange, Position
 from anyrank.resume.data.schedule import Schedule, Tail
 from anyrank.resume.data.step import Pass, Step
+from anyrank.resume.data.workers import WorkerExit
 from anyrank.world.ranks import open_ranks
 
 
@@ -117,8 +120,10 @@ class ElasticLoader(Position):
         super().__init__(schedule, key=key, group=process_group, on_batch_change=on_batch_change)
         self.current: Step | None = None
         self.num_passes = 0
-        samples = Samples(dataset, order.seed, collate_fn)
-        self.fetcher = make_fetcher(samples, Requests(self.requests), **options)
+        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        self.source = Samples(dataset, order.seed, collate_fn)
+        self.fetcher = make_fetcher(self.source, Requests(self.requests), **options)
+        self.workers = WorkerExit()
 
     def __iter__(self) -> Generator[Step, None, None]:
         """The steps of the rest of this epoch. All data-parallel ranks.
@@ -133,7 +138,10 @@ class ElasticLoader(Position):
         self.num_passes += 1
         number = self.num_passes
         with open_ranks(self.process_group) as ranks:
-            within = Pass(ranks, self.process_group, index, size, iter(self.fetcher))
+            answers = self.workers.watch(lambda: iter(self.fetcher))
+            within = Pass(
+                ranks, self.process_group, index, size, answers, self.source, self.checked
+            )
             try:
                 while self.epoch == epoch:
                     step = self.current = Step(self.next_step(), self.schedule, within)

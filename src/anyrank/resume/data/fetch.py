@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from anyrank.resume.data.workers import leave_to_rank
 from anyrank.resume.hashing import derive
-from anyrank.resume.signals import leave_to_rank
 from anyrank.resume.streams import kept, reseed
 
 
@@ -50,14 +50,22 @@ class Samples(Dataset[Answer]):
         self.collate_fn = collate_fn or default_collate
 
     def __getitem__(self, request: Request) -> Answer:
-        samples: list[Any] = []
+        where = "collate_fn"
         with kept():
-            for sample_id in request.ids:
-                reseed(derive(self.seed, request.epoch, sample_id, "sample"))
-                samples.append(self.dataset[sample_id])
-            # A collate_fn may draw too, as the ones that mask tokens do.
-            reseed(derive(self.seed, request.epoch, request.ids[0], "collate"))
-            return Answer(request, self.collate_fn(samples))
+            try:
+                samples: list[Any] = []
+                for sample_id in request.ids:
+                    where = f"dataset[{sample_id}]"
+                    reseed(derive(self.seed, request.epoch, sample_id, "sample"))
+                    samples.append(self.dataset[sample_id])
+                where = "collate_fn"
+                # A collate_fn may draw too, as the ones that mask tokens do.
+                reseed(derive(self.seed, request.epoch, request.ids[0], "collate"))
+                return Answer(request, self.collate_fn(samples))
+            except Exception as error:
+                ids = list(request.ids)
+                error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
+                raise
 
 
 class Requests(Sampler[Request]):

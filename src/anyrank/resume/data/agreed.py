@@ -1,0 +1,62 @@
+"""Work that every rank does by itself, and whose failure on any of them is every rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from anyrank.errors import AnyrankError, RankError
+from anyrank.world.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class Agreed(Generic[T]):
+    """A value that this rank makes at once, and hands out when all ranks have made theirs.
+
+    Between the two the rank is free for other work: what tells the ranks of each other travels
+    meanwhile. All ranks make it, and `get` it, in the same order.
+    """
+
+    def __init__(self, ranks: Ranks, what: str, work: Callable[[], T]) -> None:
+        self._ranks, self._what = ranks, what
+        self._made: list[T] = []
+        self._error: Exception | None = None
+        try:
+            self._made.append(work())
+        except Exception as error:
+            if ranks.group is None:
+                raise
+            self._error = error
+        self._failed = torch.tensor([int(self._error is not None)], device="cpu")
+        self._travels = ranks.group and dist.all_reduce(
+            self._failed, dist.ReduceOp.MAX, group=ranks.group, async_op=True
+        )
+
+    def get(self) -> T:
+        """The value, once all ranks have theirs. All ranks.
+
+        Raises:
+            AnyrankError: as `Ranks.together`, with what the work raised on each rank.
+        """
+        if self._travels is not None:
+            try:
+                self._travels.wait()
+            except RuntimeError as error:
+                raise self._ranks.roll_call() from error
+            if self._failed.item():
+                self._ranks.together(self._what, self._raise)
+        (value,) = self._made
+        return value
+
+    def _raise(self) -> None:
+        error = self._error
+        if error is None or isinstance(error, AnyrankError):
+            if error is not None:
+                raise error
+            return
+        notes = getattr(error, "__notes__", ())
+        raise RankError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
