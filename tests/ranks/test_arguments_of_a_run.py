@@ -73,8 +73,8 @@ def test_another_folder_on_one_rank_is_named(tmp_path: Path) -> None:
 CALLS = {
     "which": lambda ckpts, rank: ckpts.resume(("auto", "must")[rank]),
     "skip": lambda ckpts, rank: ckpts.resume(skip=("optimizer",)[:rank]),
-    "until": lambda ckpts, rank: next(ckpts.steps(until=3 + rank)),
-    "epochs": lambda ckpts, rank: next(ckpts.steps(epochs=3 + rank)),
+    "until": lambda ckpts, rank: next(iter(ckpts.steps(until=3 + rank))),
+    "epochs": lambda ckpts, rank: next(iter(ckpts.steps(epochs=3 + rank))),
     "wrong on one": lambda ckpts, rank: ckpts.resume(("auto", -5)[rank]),
 }
 

@@ -540,3 +540,53 @@ def test_the_optimizers_step_within_a_grad_scaler_is_seen(tmp_path: Path, enable
             scaler.update()
             break
     assert numbers(ckpts) == [1]
+
+
+def leave_early(run: Run, steps: Iterable[Any], has_stepped: bool) -> None:
+    """Break out of the microbatches of step 2; then step the optimizer and break, or go on."""
+    for step in steps:
+        if step.number < 2:
+            run.train(step)
+            continue
+        for _ in step.microbatches(run.model):
+            break
+        if has_stepped:
+            run.optimizer.step()
+            break
+
+
+@pytest.mark.parametrize(
+    ("has_stepped", "match"),
+    [(True, "before all of its microbatches"), (False, "not complete")],
+)
+def test_a_step_whose_microbatches_were_not_all_run_does_not_count(
+    tmp_path: Path, has_stepped: bool, match: str
+) -> None:
+    run = Run()
+    ckpts = anyrank.Checkpoints(tmp_path, run.state)
+
+    def train() -> None:
+        with ckpts:
+            leave_early(run, ckpts.steps(until=9), has_stepped)
+
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        train()
+    assert run.state.step == 2
+    assert numbers(ckpts) == []
+
+
+def test_after_an_exception_behind_the_optimizers_step_only_a_resume_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
+        with pytest.raises(Stop):
+            fail(run, ckpts.steps(until=9), True)
+        for call in (ckpts.save, ckpts.step_done, lambda: next(iter(ckpts.steps(until=9)))):
+            with pytest.raises(anyrank.CheckpointError, match="after the optimizer's step"):
+                call()
+        ckpts.resume(2)
+        for step in ckpts.steps(until=4):
+            run.train(step)
+    assert numbers(ckpts) == [4, 2]
+    assert run.values() == uninterrupted(tmp_path, 4).values()

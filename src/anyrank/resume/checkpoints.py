@@ -22,7 +22,7 @@ from anyrank.resume.finding import VERIFY, Found, find, narrow
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.loop import Loop, StepHooks, left_by_break, loader_of, stop_condition
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.resuming import Resuming, differed_in_words
+from anyrank.resume.resuming import Resuming, log_report
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import Wishes
@@ -109,6 +109,7 @@ class Checkpoints:
         self._last_save = time.monotonic()
         self._counted = 0  # steps that this object has completed
         self._body: tuple[Step, StepHooks] | None = None  # what the loop is in
+        self._was_broken_off = False  # whether an exception left the body of the last loop
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Checkpoints:
         report = resuming.report(self._folder, self._verify)
         self._writer.on_disk = (self._state.step, self._state.run)
         if ranks.index == 0:
-            _log_resume(report, found.manifest.differed)
+            log_report(report, found.manifest.differed)
         return report
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class Checkpoints:
         self._signals.watch()
         check = self._state.check_usable
         self._open().same_arguments("steps", limits, CheckpointError, check)
-        self._is_training = True
+        self._is_training, self._was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
@@ -225,6 +226,7 @@ class Checkpoints:
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
+        self._was_broken_off = not on_purpose
         if not hooks.stepped:
             loader_of(self._state).abandon_step()  # the weights are those of the step before
         elif on_purpose and step.is_complete:
@@ -255,7 +257,7 @@ class Checkpoints:
             self._state.check_usable()
             if isinstance(self._state.data, Position):
                 self._state.data.check_complete()
-            due = self._is_first and self._is_due(self._state.step + 1)
+            due = self._is_first and self._cadence.is_due(self._state.step + 1, self._last_save)
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)
@@ -285,13 +287,6 @@ class Checkpoints:
             state.samples = state.data.samples
         state.step += 1
         self._counted += 1
-
-    def _is_due(self, step: int) -> bool:
-        if self._cadence.steps is not None:
-            return step % self._cadence.steps == 0
-        if self._cadence.seconds is not None:
-            return time.monotonic() - self._last_save >= self._cadence.seconds
-        return False
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -383,7 +378,7 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
-            self._leave_body(on_purpose=True)  # of a loop whose iterator is still held
+            self._leave_body(on_purpose=False)  # still open: somebody holds the loop's iterator
             if self._is_training and self._ranks is not None:
                 self._save_last(self._ranks)
             self.wait()
@@ -391,36 +386,19 @@ class Checkpoints:
             self._release()
 
     def _save_last(self, ranks: Ranks) -> None:
-        """Save the last completed step, where nothing has moved the state of any rank since."""
+        """Save the last completed step, where no rank has moved the state since."""
 
         def here() -> tuple[bool, bool]:
-            self._state.check_usable()
-            return self._counted > 0, self._writer.is_within_step
+            if not self._was_broken_off:
+                self._state.check_usable()
+            return self._counted > 0, self._was_broken_off or self._writer.is_within_step
 
         flags = ranks.together("leaving the loop", here)
-        if not any(counted for counted, _ in flags):
-            return
-        if any(is_within_step for _, is_within_step in flags):
+        if any(was_broken_off for _, was_broken_off in flags):
             log.warning(
                 "step %d was begun and not completed, so nothing is saved on leaving: the newest "
-                "checkpoint is the one before",
+                "checkpoint stays the one before",
                 self._state.step,
             )
-            return
-        self.save()
-
-
-def _log_resume(report: ResumeReport, differed: Sequence[str]) -> None:
-    log.info("%s", report)
-    if report.set_aside:
-        log.warning(
-            "%d steps and %d samples are lost: damaged, set aside as %s",
-            report.lost_steps,
-            report.lost_samples,
-            ", ".join(report.set_aside),
-        )
-    for name, outcome in report.components.items():
-        if outcome not in ("exact", "resharded"):
-            log.warning("%s is %s: %s", name, outcome, outcome.reason)
-    for note in differed_in_words(differed):
-        log.warning("%s", note)
+        elif any(has_counted for has_counted, _ in flags):
+            self.save()

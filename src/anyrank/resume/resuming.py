@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from anyrank.resume.saving import STREAMS, seat_of
 from anyrank.resume.state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
 
 SMALL_BUFFER = 1 << 20
 
@@ -249,3 +252,20 @@ def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
         if names:
             return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
     return Outcome("exact")
+
+
+def log_report(report: ResumeReport, differed: Sequence[str]) -> None:
+    """Log a resume; what differs from an exact one is a warning."""
+    log.info("%s", report)
+    if report.set_aside:
+        log.warning(
+            "%d steps and %d samples are lost: damaged, set aside as %s",
+            report.lost_steps,
+            report.lost_samples,
+            ", ".join(report.set_aside),
+        )
+    for name, outcome in report.components.items():
+        if outcome not in ("exact", "resharded"):
+            log.warning("%s is %s: %s", name, outcome, outcome.reason)
+    for note in differed_in_words(differed):
+        log.warning("%s", note)

@@ -111,6 +111,7 @@ class RunWriter:
 
     def _prepare(self, is_first: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
+        self._state.check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "

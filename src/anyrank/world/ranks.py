@@ -182,12 +182,22 @@ class Ranks:
         Raises:
             RankError: as `gather`.
         """
+        return self.start_any(flag, what)()
+
+    def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
+        """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
         if self.lines is None:
-            return flag
+            return lambda: flag
         total = torch.tensor([int(flag)], device="cpu")
         with self._waiting(what):
-            self.group.allreduce([total]).wait()
-        return bool(total.item())
+            work = self.group.allreduce([total])
+
+        def wait() -> bool:
+            with self._waiting(what):
+                work.wait()
+            return bool(total.item())
+
+        return wait
 
     def exchange(
         self,

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from anyrank.errors import AnyrankError, RankError
 from anyrank.world.ranks import Ranks
 
@@ -28,13 +25,10 @@ class Agreed(Generic[T]):
         try:
             self._made.append(work())
         except Exception as error:
-            if ranks.group is None:
+            if ranks.size == 1:
                 raise
             self._error = error
-        self._failed = torch.tensor([int(self._error is not None)], device="cpu")
-        self._travels = ranks.group and dist.all_reduce(
-            self._failed, dist.ReduceOp.MAX, group=ranks.group, async_op=True
-        )
+        self._failed = ranks.start_any(self._error is not None, what)
 
     def get(self) -> T:
         """The value, once all ranks have theirs. All ranks.
@@ -42,13 +36,8 @@ class Agreed(Generic[T]):
         Raises:
             AnyrankError: as `Ranks.together`, with what the work raised on each rank.
         """
-        if self._travels is not None:
-            try:
-                self._travels.wait()
-            except RuntimeError as error:
-                raise self._ranks.roll_call() from error
-            if self._failed.item():
-                self._ranks.together(self._what, self._raise)
+        if self._failed():
+            self._ranks.together(self._what, self._raise)
         (value,) = self._made
         return value
 

@@ -188,9 +188,7 @@ class Step:
         """
         self.scale(loss, weight).backward()
 
-    def scale(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """What `backward` runs backward of, for those who have to do that themselves.
 
         `accelerator.backward(step.scale(loss))` is as right as `step.backward(loss)`. Arguments and
