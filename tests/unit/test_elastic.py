@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -251,9 +254,34 @@ def test_a_step_that_is_not_taken_to_its_end_is_an_error() -> None:
         with pytest.raises(anyrank.CheckpointError, match="step 0 is not complete"):
             leave_steps_unfinished(loader, commits)
     _steps, step = first_step(loader)
-    list(step.microbatches(NET))
+    batches = step.microbatches(NET)
+    next(batches)
     with pytest.raises(ValueError, match="taken already"):
         list(step.microbatches(NET))
+
+
+def test_a_second_pass_has_the_same_batches_and_other_random_numbers() -> None:
+    loader = make(collate_fn=masking)
+    for step in loader:
+        passes: list[list[Any]] = []
+        for _ in range(3):
+            passes.append([(batch, draws()) for batch in step.microbatches(NET)])
+        first, *others = passes
+        for other in others:
+            assert same([batch for batch, _ in first], [batch for batch, _ in other])
+        numbers = [row for one in passes for _, row in one]
+        assert len(set(numbers)) == len(numbers)
+        loader.commit()
+    assert loader.receipts == [(0, 22, "exactly once")]
+
+
+def test_each_pass_has_its_own_loss() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    _steps, step = first_step(make(TensorDataset(torch.ones(22, 1))))
+    for factor in (1.0, 3.0):
+        for (x,) in step.microbatches(net):
+            step.backward(factor * x.mean() + 0 * net(x).mean())
+        assert step.loss() == factor
 
 
 @pytest.mark.parametrize("what", ["iterate", "load"])
@@ -539,30 +567,138 @@ def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) 
         assert [turn.is_copy for turn in turns] == sorted(turn.is_copy for turn in turns)
 
 
-def test_workers_leave_the_first_signal_to_the_rank() -> None:
-    loader = anyrank.ElasticLoader(list(range(8)), global_batch=2, microbatch=1, num_workers=1)
-    for number, step in enumerate(loader):
+def signalled(numbers: Iterable[signal.Signals], loader: anyrank.ElasticLoader) -> None:
+    """Run an epoch, and send signals to the workers in its first step."""
+    for step_number, step in enumerate(loader):
         batches = list(step.microbatches(NET))
         assert len(batches) == 2
-        if number == 0:
-            (worker,) = multiprocessing.active_children()
-            for name in ("SIGUSR1", "SIGTERM"):
-                os.kill(worker.pid or 0, getattr(signal, name))
+        if step_number == 0:
+            workers = multiprocessing.active_children()
+            assert workers
+            for worker in workers:
+                for number in numbers:
+                    os.kill(worker.pid or 0, number)
             time.sleep(0.1)
-            assert worker.is_alive()
+            assert all(worker.is_alive() for worker in workers)
         loader.commit()
+
+
+def test_workers_leave_signals_to_the_rank() -> None:
+    loader = anyrank.ElasticLoader(list(range(8)), global_batch=2, microbatch=1, num_workers=1)
+    signalled([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], loader)
     assert loader.receipts == [(0, 8, "exactly once")]
 
 
-def signal_workers_all_along() -> None:
-    loader = anyrank.ElasticLoader(list(range(64)), global_batch=1, microbatch=1, num_workers=1)
+ENDS = """
+import multiprocessing, os, signal, sys, time
+import torch
+import anyrank
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        if i == 17 and case == "dataset":
+            raise ValueError("bad 17")
+        return torch.ones(2)
+
+def train():
     for step in loader:
-        for _ in step.microbatches(NET):
-            for worker in multiprocessing.active_children():
-                os.kill(worker.pid or 0, signal.SIGTERM)
-                time.sleep(0.05)
+        for x in step.microbatches(net):
+            step.backward(net(x).mean())
+            if case == "killed":
+                print(*(one.pid for one in multiprocessing.active_children()), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        loader.commit()
+        if case in ("break", "child"):
+            break
+        if case == "exit":
+            sys.exit(3)
+        if case == "ctrl-c":
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(30)
+
+case = sys.argv[1]
+net = torch.nn.Linear(2, 1)
+loader = anyrank.ElasticLoader(
+    Data(), global_batch=8, microbatch=2, num_workers=2, persistent_workers=case != "dataset"
+)
+if case == "child":
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+train()
+"""
 
 
-def test_a_worker_is_ended_by_the_second() -> None:
-    with pytest.raises(RuntimeError, match="killed by signal: Terminated"):
-        signal_workers_all_along()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("dataset", 1), ("break", 0), ("exit", 3), ("ctrl-c", -2), ("killed", -9), ("child", 0)],
+)
+def test_workers_end_with_their_process(case: str, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS, case],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        # A worker that is left holds the pipe open.
+        _, errors = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, errors.decode()
+    if case == "dataset":
+        assert b"raised by dataset[17], epoch 0, microbatch [" in errors
+
+
+def test_an_error_in_this_process_names_its_sample() -> None:
+    def bad(samples: list[Any]) -> Any:
+        raise ValueError("ragged")
+
+    with pytest.raises(KeyError) as caught:
+        run(make({i: i for i in range(23) if i != 5}, collate_fn=list))
+    assert caught.value.__notes__[0].startswith("raised by dataset[5], epoch 0, microbatch [")
+    with pytest.raises(ValueError, match="ragged") as other:
+        run(make(collate_fn=bad))
+    assert other.value.__notes__[0].startswith("raised by collate_fn, epoch 0, microbatch [")
+
+
+# -- backward of the user's own -------------------------------------------------------------------
+
+
+def own_backward(step: Any, net: nn.Module, **options: Any) -> None:
+    for (x,) in step.microbatches(net, **options):
+        net(x[:, None]).mean().backward()
+
+
+def test_a_backward_of_ones_own_is_refused_unless_asked_for() -> None:
+    net = nn.Linear(1, 1)
+    data = TensorDataset(torch.arange(22.0))
+    _steps, step = first_step(make(data))
+    with pytest.raises(ValueError, match=r"step 0: a backward of your own .* step.scale\(loss\)"):
+        own_backward(step, net)
+    net.zero_grad()
+    _steps, step = first_step(make(data))
+    own_backward(step, net, own_backward=True)
+    assert net.bias.grad == 4  # the sum over 4 microbatches
+
+
+def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
+    data, grads = TensorDataset(torch.arange(22.0)), list[Any]()
+    for own in (False, True):
+        net = nn.Linear(1, 1)
+        nn.init.ones_(net.weight)
+        nn.init.zeros_(net.bias)
+        _steps, step = first_step(make(data))
+        for number, (x,) in enumerate(step.microbatches(net)):
+            assert step.k == number
+            loss = net(x[:, None]).square().mean()
+            step.scale(loss).backward() if own else step.backward(loss)
+        grads.append(net.weight.grad)
+        with pytest.raises(ValueError, match="within"):
+            _ = step.k
+    assert torch.equal(*grads)

@@ -28,8 +28,6 @@ class Agreed(Generic[T]):
         try:
             self._made.append(work())
         except Exception as error:
-            if ranks.group is None:
-                raise
             self._error = error
         self._failed = torch.tensor([int(self._error is not None)], device="cpu")
         self._travels = ranks.group and dist.all_reduce(
@@ -40,7 +38,8 @@ class Agreed(Generic[T]):
         """The value, once all ranks have theirs. All ranks.
 
         Raises:
-            AnyrankError: as `Ranks.together`, with what the work raised on each rank.
+            Exception: what the work raised, in one process; on several ranks an AnyrankError as
+                `Ranks.together` raises, with what the work raised on each.
         """
         if self._travels is not None:
             try:
@@ -49,6 +48,8 @@ class Agreed(Generic[T]):
                 raise self._ranks.roll_call() from error
             if self._failed.item():
                 self._ranks.together(self._what, self._raise)
+        elif self._error is not None:
+            raise self._error
         (value,) = self._made
         return value
 

@@ -125,9 +125,17 @@ class ElasticSampler(Position):
         """Lists of sample ids, for the rest of the epoch as it is now.
 
         Raises:
-            CheckpointError: something between the sampler and its DataLoader iterates it.
+            CheckpointError: with the first list, when something between the sampler and its
+                DataLoader asks for it.
         """
         wrapper = between_dataloader(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        self.first = self.next_step()
+        self.handed_out = defaultdict(HandedOut)
+        return self._batches(self.first, self.handed_out, wrapper)
+
+    def _batches(
+        self, first: StepPlan, handed_out: defaultdict[int, HandedOut], wrapper: str | None
+    ) -> Iterator[list[int]]:
         if wrapper is not None:
             raise CheckpointError(
                 f"{wrapper} stands between ElasticSampler and its DataLoader and decides which "
@@ -135,13 +143,6 @@ class ElasticSampler(Position):
                 "...)): these batches are this rank's alone, so a second sharding loses samples. "
                 "Leave the DataLoader out of prepare(), and move the batches to the device yourself"
             )
-        self.first = self.next_step()
-        self.handed_out = defaultdict(HandedOut)
-        return self._batches(self.first, self.handed_out)
-
-    def _batches(
-        self, first: StepPlan, handed_out: defaultdict[int, HandedOut]
-    ) -> Iterator[list[int]]:
         index, size = self.place()
         for plan in self.schedule.rest(first):
             for turn in plan.turns(index, size):
@@ -190,9 +191,9 @@ class ElasticSampler(Position):
         """
         if self.first is None or self.epoch != self.first.epoch:
             raise CheckpointError(
-                f"no step of epoch {self.epoch} was given out: iterate the DataLoader on every "
-                "rank before commit; one that reads on one rank for all (dispatch_batches=True of "
-                "Accelerate) cannot serve"
+                f"no step of epoch {self.epoch} was given out: iterate the DataLoader before "
+                "commit, on every rank; one that reads on one rank for all (dispatch_batches=True "
+                "of Accelerate) cannot be used"
             )
         plan = self.next_step()
         given = self.handed_out.pop(plan.number, HandedOut())
