@@ -197,7 +197,7 @@ def job_exchanges(kind: str) -> list[list[int]]:
         def hook(_, bucket):  # torch refuses annotations that are strings
             counts[0] += 1
             future = torch.futures.Future[torch.Tensor]()
-            future.set_result(bucket.buffer())
+            future.set_result(bucket.buffer().zero_())  # equal on all ranks, as if exchanged
             return future
 
         net.register_comm_hook(None, hook)

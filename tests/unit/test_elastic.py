@@ -702,3 +702,96 @@ def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
         with pytest.raises(ValueError, match="within"):
             _ = step.k
     assert torch.equal(*grads)
+
+
+# -- samples at once, and by weight ---------------------------------------------------------------
+
+
+class AtOnce(Noisy):
+    """A dataset with `__getitems__`, which draws in every sample or in none."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.calls = draws, 0
+
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) if self.draws else (i, torch.tensor([float(i)]))
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        self.calls += 1
+        return [self[i] for i in ids]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
+    data = AtOnce(draws)
+    seen = run(make(data, collate_fn=masking))
+    assert data.calls == (1 if draws else 11)  # not again once it was seen to draw
+    if draws:
+        assert same(seen, run(make(collate_fn=masking)))
+    assert flat(batch[0] for _, batch, _ in seen) == Order(22, 3, True).ids(0, 0, 22).tolist()
+
+
+class TooFew(AtOnce):
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return super().__getitems__(ids)[1:]
+
+
+def test_too_few_samples_at_once_are_an_error() -> None:
+    with pytest.raises(ValueError, match="gave 1 samples for 2 ids"):
+        run(make(TooFew(False), collate_fn=masking))
+
+
+def test_weights_draw_samples_as_often_as_they_say() -> None:
+    n = 4000
+    weights = torch.arange(n) % 4
+    loader = make(Noisy(n), weights=weights, global_batch=400, microbatch=100, collate_fn=masking)
+    seen = run(loader)
+    ids = torch.tensor(flat(batch[0] for _, batch, _ in seen))
+    counts = torch.bincount(ids % 4, minlength=4) / n
+    torch.testing.assert_close(counts, torch.arange(4) / 6, atol=0.03, rtol=0)
+    assert loader.receipts == [(0, n, "exactly as drawn")]
+    # A sample that comes again is augmented in another way.
+    noise = torch.cat([batch[1] for _, batch, _ in seen])
+    assert len(ids.unique()) < n
+    assert len(noise.unique(dim=0)) == n
+    other = run(loader)
+    assert flat(batch[0] for _, batch, _ in other) != ids.tolist()
+
+
+def test_a_weighted_run_goes_on_where_it_was_saved() -> None:
+    weights = [float(i) for i in range(22)]
+    whole = run(make(weights=weights, collate_fn=masking))
+    loader = make(weights=weights, collate_fn=masking)
+    first = run(loader, stop=2)
+    again = make(weights=torch.tensor(weights) * 3, collate_fn=masking)  # the same shares
+    again.load_state_dict(loader.state_dict())
+    assert same(first + run(again), whole)
+    assert again.receipts == [(0, 22, "exactly as drawn")]
+    for others in (None, weights[::-1]):
+        with pytest.raises(anyrank.CheckpointError, match="give the shuffle, weights and shards"):
+            make(weights=others).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0] * 21, r"shape \[21\]: give each of 22"),
+        ([-1.0] + [1.0] * 21, "at least 0"),
+        ([float("nan")] * 22, "finite"),
+        ([0.0] * 22, "not all 0"),
+    ],
+)
+def test_what_weights_cannot_be(weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(weights=weights)
+    with pytest.raises(ValueError, match="shuffle=False"):
+        make(weights=[1.0] * 22, shuffle=False)
+
+
+def test_the_length_is_the_steps_of_an_epoch() -> None:
+    for tail, steps in (("short", 3), ("drop", 2), ("pad", 3)):
+        loader = make(tail=tail)
+        run(loader, stop=1)
+        assert len(loader) == steps
+    assert len(make(Noisy(16))) == 2

@@ -152,7 +152,12 @@ class RunLock:
     def _write(self, path: str) -> None:
         pid = os.getpid()
         table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
-        table |= {"boot": boot_id(), "pid_namespace": _pid_namespace(), "token": self.token, "time": time.time()}
+        table |= {
+            "boot": boot_id(),
+            "pid_namespace": _pid_namespace(),
+            "token": self.token,
+            "time": time.time(),
+        }
         write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 

@@ -6,16 +6,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.data.fetch import Request, Requests, Samples, make_fetcher
+from anyrank.resume.data.fetch import Request, Requests, Samples, make_fetcher, request_for
 from anyrank.resume.data.permutation import Order
 from anyrank.resume.data.position import OnBatchChange, Position
 from anyrank.resume.data.schedule import Schedule, Tail
 from anyrank.resume.data.shards import plan_shards
 from anyrank.resume.data.step import Pass, Step
+from anyrank.resume.data.weighted import weighted_order
 from anyrank.resume.data.workers import WorkerExit
 from anyrank.world.ranks import open_ranks
 
@@ -46,6 +48,7 @@ class ElasticLoader(Position):
 
     Args:
         dataset: with a length and `dataset[i]`; random numbers that it draws are seeded by sample.
+            Its `__getitems__`, where it has that, is used as long as it draws none.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples that go through the model at once.
         seed: of the order and of all random numbers.
@@ -60,6 +63,8 @@ class ElasticLoader(Position):
         pin_memory: as of a DataLoader.
         prefetch_factor: as of a DataLoader.
         persistent_workers: as of a DataLoader.
+        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on any
+            number of ranks. A sample that comes again has other random numbers.
         on_batch_change: what `load_state_dict` does about another global_batch: "error", or
             "rescale" to go on and say so in `notes`.
 
@@ -84,10 +89,15 @@ class ElasticLoader(Position):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
+        weights: Sequence[float] | torch.Tensor | None = None,
         on_batch_change: OnBatchChange = "error",
     ) -> None:
+        n = length_of(dataset)
+        if weights is not None and not shuffle:
+            raise ValueError("weights draw samples at random: leave shuffle=False away")
+        order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
         self._start(
-            Order(length_of(dataset), seed, shuffle),
+            order,
             dataset,
             collate_fn,
             global_batch=global_batch,
@@ -270,7 +280,7 @@ class ElasticLoader(Position):
         index, size = self.place()
         for plan in self.schedule.rest(self.next_step()):
             for turn in plan.turns(index, size):
-                yield Request(plan.epoch, tuple(self.schedule.ids(plan, turn.k)))
+                yield request_for(self.schedule, plan, turn.k)
 
 
 def length_of(dataset: Any) -> int:

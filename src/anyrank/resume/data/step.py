@@ -13,7 +13,7 @@ from torch import nn
 
 from anyrank.errors import CheckpointError
 from anyrank.resume.data.agreed import Agreed
-from anyrank.resume.data.fetch import Answer, Request, Samples
+from anyrank.resume.data.fetch import Answer, Samples, request_for
 from anyrank.resume.data.receipt import Receipt, receipt_of
 from anyrank.resume.data.schedule import Schedule, StepPlan, Turn
 from anyrank.resume.data.sync import GradientSync
@@ -167,8 +167,7 @@ class Step:
 
     def take_again(self, turn: Turn) -> Any:
         """The batch of a turn for a further pass: it is in the receipt already."""
-        request = Request(self.epoch, tuple(self.schedule.ids(self.plan, turn.k)))
-        return self.within.samples[request].batch
+        return self.within.samples[request_for(self.schedule, self.plan, turn.k)].batch
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Run backward of a microbatch's mean loss, weighted.
@@ -187,9 +186,7 @@ class Step:
         """
         self.scale(loss, weight).backward()
 
-    def scale(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """What `backward` runs backward of, for those who have to do that themselves.
 
         `accelerator.backward(step.scale(loss))` is as right as `step.backward(loss)`. Arguments and

@@ -139,7 +139,6 @@ class GradientSync:
                 dist.all_reduce(part, group=group)
                 part.div_(ranks.size)
 
-
     def has_gradients(self) -> bool:
         """Whether any gradient on this rank is not zero."""
         return any(squares(one) for one in self.parameters)
