@@ -1,4 +1,4 @@
-"""`ElasticLoader.from_shards`: shards that are read in sequence, with the loader's steps and accounts."""
+"""`ElasticLoader.from_shards`: shards that are read in sequence, with the steps of any loader."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class ElasticLoader(Position):
         pin_memory: as of a DataLoader.
         prefetch_factor: as of a DataLoader.
         persistent_workers: as of a DataLoader.
-        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on any
-            number of ranks. A sample that comes again has other random numbers.
+        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
+            any number of ranks. A sample that comes again has other random numbers.
         on_batch_change: what `load_state_dict` does about another global_batch: "error", or
             "rescale" to go on and say so in `notes`.
 

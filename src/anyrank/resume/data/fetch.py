@@ -27,8 +27,8 @@ class Request:
     Attributes:
         epoch: whose random numbers the samples get.
         ids: its samples, in order.
-        place: of its first sample in the epoch, where an epoch may have a sample several times, each
-            with random numbers of its own; else None.
+        place: of its first sample in the epoch, where an epoch may have a sample several times,
+            each with random numbers of its own; else None.
     """
 
     epoch: int

@@ -300,7 +300,8 @@ MUST_AGREE = (
     (
         "order",
         "the order",
-        f"give the shuffle, weights and shards of the run; {ORDER_NAME} is True, {IDENTITY_NAME} is False",
+        f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
+        f"{IDENTITY_NAME} is False",
     ),
     (
         "microbatch",

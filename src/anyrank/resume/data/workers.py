@@ -73,7 +73,7 @@ def end_with_parent() -> None:
     """Wait until the process that started this one is gone, and end this one too."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
-    # A process that was forked later may hold the sentinel open; the parent's id tells all the same.
+    # A process that was forked later may hold the sentinel open: the parent's id tells too.
     while os.getppid() == started_by and not wait([parent.sentinel], CHECK_SEC):
         pass
     os._exit(1)
