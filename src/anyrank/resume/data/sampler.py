@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,7 +128,8 @@ class ElasticSampler(Position):
             CheckpointError: with the first list, when something between the sampler and its
                 DataLoader asks for it.
         """
-        wrapper = between_dataloader(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        frame = inspect.currentframe()
+        wrapper = between_dataloader(frame.f_back if frame else None)
         self.first = self.next_step()
         self.handed_out = defaultdict(HandedOut)
         return self._batches(self.first, self.handed_out, wrapper)
@@ -217,7 +218,7 @@ class ElasticSampler(Position):
         self.first = None
 
 
-def between_dataloader(caller: FrameType) -> str | None:
+def between_dataloader(caller: FrameType | None) -> str | None:
     """What stands between a DataLoader and the sampler that it draws from; None for nothing.
 
     Such a wrapper may leave batches out, and nobody could count those. A DataLoader asks for the
@@ -226,7 +227,7 @@ def between_dataloader(caller: FrameType) -> str | None:
     Args:
         caller: whoever asks the sampler for an iterator.
     """
-    frame: FrameType | None = caller
+    frame = caller
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module == DATALOADER:
@@ -234,7 +235,7 @@ def between_dataloader(caller: FrameType) -> str | None:
         if module.startswith("torch.utils.data."):  # the dataset of that DataLoader asks
             return None
         frame = frame.f_back
-    if frame is None or frame is caller:
+    if caller is None or frame is None or frame is caller:
         return None
     owner = type(caller.f_locals.get("self"))
     name = caller.f_code.co_qualname if owner is type(None) else owner.__qualname__
