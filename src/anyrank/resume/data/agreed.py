@@ -22,16 +22,16 @@ class Agreed(Generic[T]):
     """
 
     def __init__(self, ranks: Ranks, what: str, work: Callable[[], T]) -> None:
-        self._ranks, self._what = ranks, what
-        self._made: list[T] = []
-        self._error: Exception | None = None
+        self.ranks, self.what = ranks, what
+        self.made: list[T] = []
+        self.error: Exception | None = None
         try:
-            self._made.append(work())
+            self.made.append(work())
         except Exception as error:
-            self._error = error
-        self._failed = torch.tensor([int(self._error is not None)], device="cpu")
-        self._travels = ranks.group and dist.all_reduce(
-            self._failed, dist.ReduceOp.MAX, group=ranks.group, async_op=True
+            self.error = error
+        self.failed = torch.tensor([int(self.error is not None)], device="cpu")
+        self.travels = ranks.group and dist.all_reduce(
+            self.failed, dist.ReduceOp.MAX, group=ranks.group, async_op=True
         )
 
     def get(self) -> T:
@@ -41,20 +41,20 @@ class Agreed(Generic[T]):
             Exception: what the work raised, in one process; on several ranks an AnyrankError as
                 `Ranks.together` raises, with what the work raised on each.
         """
-        if self._travels is not None:
+        if self.travels is not None:
             try:
-                self._travels.wait()
+                self.travels.wait()
             except RuntimeError as error:
-                raise self._ranks.roll_call() from error
-            if self._failed.item():
-                self._ranks.together(self._what, self._raise)
-        elif self._error is not None:
-            raise self._error
-        (value,) = self._made
+                raise self.ranks.roll_call() from error
+            if self.failed.item():
+                self.ranks.together(self.what, self._raise)
+        elif self.error is not None:
+            raise self.error
+        (value,) = self.made
         return value
 
     def _raise(self) -> None:
-        error = self._error
+        error = self.error
         if error is None or isinstance(error, AnyrankError):
             if error is not None:
                 raise error
