@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from anyrank.resume.checkpoints import Checkpoints
     from anyrank.resume.data.elastic import ElasticLoader
     from anyrank.resume.data.sampler import ElasticSampler
-    from anyrank.resume.data.shards import ElasticShards
     from anyrank.resume.report import ResumeReport
     from anyrank.resume.state import TrainState
     from anyrank.world.group import ALONE
@@ -50,7 +49,6 @@ __all__ = [
     "CorruptCheckpoint",
     "ElasticLoader",
     "ElasticSampler",
-    "ElasticShards",
     "LoadError",
     "LoadPlan",
     "LoadReport",
@@ -86,7 +84,6 @@ HOMES = {
     "CorruptCheckpoint": "anyrank.errors",
     "ElasticLoader": "anyrank.resume.data.elastic",
     "ElasticSampler": "anyrank.resume.data.sampler",
-    "ElasticShards": "anyrank.resume.data.shards",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",

@@ -285,7 +285,7 @@ def read_shard(shard: int) -> Iterator[Any]:
 
 def job_shards(state: Any, steps: int) -> tuple[Any, Any, Any]:
     """As `job_run`, of samples that are read in sequence."""
-    loader = anyrank.ElasticShards(
+    loader = anyrank.ElasticLoader.from_shards(
         range(5), read_shard, lengths=LENGTHS, global_batch=8, microbatch=2, collate_fn=list
     )
     return run_to(steps, loader, state, nn.Linear(1, 1), lambda _: torch.rand(()).item())

@@ -494,7 +494,7 @@ def test_every_public_name_is_told_of() -> None:
         ("resume.md", anyrank.Checkpoints.resume),
         ("data.md", anyrank.ElasticLoader),
         ("data.md", anyrank.ElasticSampler),
-        ("data.md", anyrank.ElasticShards),
+        ("data.md", anyrank.ElasticLoader.from_shards),
         ("testing.md", run_ranks),
         ("testing.md", anyrank.testing.RankPool.run),
     ],

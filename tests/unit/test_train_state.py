@@ -749,3 +749,39 @@ def test_a_process_that_ends_finishes_its_background_save(tmp_path: Path, disk: 
     else:
         assert "step 0 was not saved" in run.stderr
         assert "No space left on device" in run.stderr
+
+
+# -- Accelerate's wrappers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("split_batches", "step_with_optimizer"), [(True, True), (False, False)])
+def test_what_accelerate_wraps_is_what_is_saved(
+    split_batches: bool, step_with_optimizer: bool
+) -> None:
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    prepared = AcceleratedOptimizer(optimizer)
+    wrapped = AcceleratedScheduler(
+        scheduler, prepared, step_with_optimizer, split_batches=split_batches
+    )
+    state = anyrank.TrainState(net, prepared, scheduler=wrapped)
+    assert state.parts["optimizer"] is optimizer
+    assert state.parts["scheduler"] is scheduler
+
+
+def test_a_scheduler_that_counts_processes_is_refused() -> None:
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    from accelerate.scheduler import AcceleratedScheduler
+
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    derived = type("Derived", (AcceleratedScheduler,), {})
+    for given in (AcceleratedScheduler(scheduler, optimizer), derived(scheduler, optimizer)):
+        with pytest.raises(ValueError, match="steps once for each process"):
+            anyrank.TrainState(net, optimizer, scheduler=given)

@@ -26,7 +26,8 @@ class Wishes:
     def watch(self) -> None:
         """Note the signals from now on, until `restore`. Only the main thread can, and gets them.
 
-        A second call changes nothing: call it as early as a signal is to be survived. A handler from outside Python could not be given back: that signal is left alone.
+        A second call changes nothing, so call it wherever a signal is to be survived. A handler
+        from outside Python could not be given back: that signal is left alone.
         """
         if self.before or threading.current_thread() is not threading.main_thread():
             return

@@ -19,30 +19,32 @@ class Agreed(Generic[T]):
     """
 
     def __init__(self, ranks: Ranks, what: str, work: Callable[[], T]) -> None:
-        self._ranks, self._what = ranks, what
-        self._made: list[T] = []
-        self._error: Exception | None = None
+        self.ranks, self.what = ranks, what
+        self.made: list[T] = []
+        self.error: Exception | None = None
         try:
-            self._made.append(work())
+            self.made.append(work())
         except Exception as error:
-            if ranks.size == 1:
-                raise
-            self._error = error
-        self._failed = ranks.start_any(self._error is not None, what)
+            self.error = error
+        self.failed = ranks.start_any(self.error is not None, what)
 
     def get(self) -> T:
         """The value, once all ranks have theirs. All ranks.
 
         Raises:
-            AnyrankError: as `Ranks.together`, with what the work raised on each rank.
+            Exception: what the work raised, in one process; on several ranks an AnyrankError as
+                `Ranks.together` raises, with what the work raised on each.
         """
-        if self._failed():
-            self._ranks.together(self._what, self._raise)
-        (value,) = self._made
+        failed = self.failed()
+        if self.error is not None and self.ranks.size == 1:
+            raise self.error
+        if failed:
+            self.ranks.together(self.what, self._raise)
+        (value,) = self.made
         return value
 
     def _raise(self) -> None:
-        error = self._error
+        error = self.error
         if error is None or isinstance(error, AnyrankError):
             if error is not None:
                 raise error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.resume.data.receipt import Receipt, receipt_of_range
 from anyrank.resume.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
@@ -42,6 +43,15 @@ class Order:
     def name(self) -> str:
         """The method, as checkpoints name it. Another method would need another name."""
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may have a sample several times, and lack others."""
+        return False
+
+    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
+        """One of several parts of what the dataset's own receipt is for an epoch: [0, n) is all."""
+        return receipt_of_range(epoch, start, stop)
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""

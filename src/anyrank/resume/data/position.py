@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.data.permutation import IDENTITY_NAME, ORDER_NAME
-from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
+from anyrank.resume.data.receipt import Receipt, receipt_of
 from anyrank.resume.data.schedule import Schedule, StepPlan
 from anyrank.world.group import ALONE
 from anyrank.world.ranks import Ranks
@@ -286,15 +286,14 @@ class Position:
         """Compare an ended epoch with the dataset. All ranks."""
         order = self.schedule.order
         low, high = (part * order.n // ranks.size for part in (ranks.index, ranks.index + 1))
-        parts = ranks.gather(receipt_of_range(ledger.epoch, low, high))
+        parts = ranks.gather(order.receipt(ledger.epoch, low, high))
         left = order.ids(ledger.epoch, order.n - ledger.dropped, order.n)
         whole = sum(parts, Receipt()) - receipt_of(ledger.epoch, left)
         compare(ledger, ledger.planned, whole, "the dataset")
         extra = f", {ledger.dropped} dropped" if ledger.dropped else ""
         extra += f", {ledger.padded} repeated to fill the last step" if ledger.padded else ""
-        self.receipts.append(
-            EpochReceipt(ledger.epoch, ledger.planned.count, f"exactly once{extra}")
-        )
+        verdict = "exactly as drawn" if order.repeats else "exactly once"
+        self.receipts.append(EpochReceipt(ledger.epoch, ledger.planned.count, f"{verdict}{extra}"))
 
 
 MUST_AGREE = (
@@ -309,7 +308,8 @@ MUST_AGREE = (
     (
         "order",
         "the order",
-        f"give the shuffle and shards of the run; {ORDER_NAME} is True, {IDENTITY_NAME} is False",
+        f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
+        f"{IDENTITY_NAME} is False",
     ),
     (
         "microbatch",

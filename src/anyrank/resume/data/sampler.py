@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,9 +125,18 @@ class ElasticSampler(Position):
         """Lists of sample ids, for the rest of the epoch as it is now.
 
         Raises:
-            CheckpointError: something between the sampler and its DataLoader iterates it.
+            CheckpointError: with the first list, when something between the sampler and its
+                DataLoader asks for it.
         """
-        wrapper = between_dataloader(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        frame = inspect.currentframe()
+        wrapper = between_dataloader(frame.f_back if frame else None)
+        self.first = self.next_step()
+        self.handed_out = defaultdict(HandedOut)
+        return self._batches(self.first, self.handed_out, wrapper)
+
+    def _batches(
+        self, first: StepPlan, handed_out: defaultdict[int, HandedOut], wrapper: str | None
+    ) -> Iterator[list[int]]:
         if wrapper is not None:
             raise CheckpointError(
                 f"{wrapper} stands between ElasticSampler and its DataLoader and decides which "
@@ -135,13 +144,6 @@ class ElasticSampler(Position):
                 "...)): these batches are this rank's alone, so a second sharding loses samples. "
                 "Leave the DataLoader out of prepare(), and move the batches to the device yourself"
             )
-        self.first = self.next_step()
-        self.handed_out = defaultdict(HandedOut)
-        return self._batches(self.first, self.handed_out)
-
-    def _batches(
-        self, first: StepPlan, handed_out: defaultdict[int, HandedOut]
-    ) -> Iterator[list[int]]:
         index, size = self.place()
         for plan in self.schedule.rest(first):
             for turn in plan.turns(index, size):
@@ -190,9 +192,9 @@ class ElasticSampler(Position):
         """
         if self.first is None or self.epoch != self.first.epoch:
             raise CheckpointError(
-                f"no step of epoch {self.epoch} was given out: iterate the DataLoader on every "
-                "rank before commit; one that reads on one rank for all (dispatch_batches=True of "
-                "Accelerate) cannot serve"
+                f"no step of epoch {self.epoch} was given out: iterate the DataLoader before "
+                "commit, on every rank; one that reads on one rank for all (dispatch_batches=True "
+                "of Accelerate) cannot be used"
             )
         plan = self.next_step()
         given = self.handed_out.pop(plan.number, HandedOut())
@@ -216,7 +218,7 @@ class ElasticSampler(Position):
         self.first = None
 
 
-def between_dataloader(caller: FrameType) -> str | None:
+def between_dataloader(caller: FrameType | None) -> str | None:
     """What stands between a DataLoader and the sampler that it draws from; None for nothing.
 
     Such a wrapper may leave batches out, and nobody could count those. A DataLoader asks for the
@@ -225,7 +227,7 @@ def between_dataloader(caller: FrameType) -> str | None:
     Args:
         caller: whoever asks the sampler for an iterator.
     """
-    frame: FrameType | None = caller
+    frame = caller
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module == DATALOADER:
@@ -233,7 +235,7 @@ def between_dataloader(caller: FrameType) -> str | None:
         if module.startswith("torch.utils.data."):  # the dataset of that DataLoader asks
             return None
         frame = frame.f_back
-    if frame is None or frame is caller:
+    if caller is None or frame is None or frame is caller:
         return None
     owner = type(caller.f_locals.get("self"))
     name = caller.f_code.co_qualname if owner is type(None) else owner.__qualname__

@@ -13,7 +13,7 @@ from torch import nn
 
 from anyrank.errors import CheckpointError
 from anyrank.resume.data.agreed import Agreed
-from anyrank.resume.data.fetch import Answer, Request, Samples
+from anyrank.resume.data.fetch import Answer, Samples, request_for
 from anyrank.resume.data.receipt import Receipt, receipt_of
 from anyrank.resume.data.schedule import Schedule, StepPlan, Turn
 from anyrank.resume.data.sync import GradientSync
@@ -66,7 +66,6 @@ class Step:
         self.schedule = schedule
         self.within = within
         self.turn: Turn | None = None  # the microbatch that the loop is in
-        self.sync: GradientSync | None = None
         self.num_passes = 0
         self.is_started = self.is_complete = False
         self.is_weighted: bool | None = None
@@ -81,7 +80,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        return self._in_body()[0].k
+        return self._in_body().k
 
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """This rank's batches, each to be run forward and backward within the loop's body.
@@ -113,7 +112,7 @@ class Step:
         """
         if self.is_started and not self.is_complete:
             raise ValueError(f"step {self.number}: its microbatches were taken already")
-        sync = self.sync = GradientSync(model, self.ranks)
+        sync = GradientSync(model, self.ranks)
         devices = accelerators_of(model)
         turns = self.plan.turns(self.within.index, self.within.size)
         again = (self.num_passes,) if self.num_passes else ()
@@ -131,7 +130,7 @@ class Step:
             self.finish(model, sync, own_backward)
             self.is_complete = True
         finally:
-            self.turn = self.sync = None
+            self.turn = None
             if not self.is_complete:
                 sync.drop_unfinished()
 
@@ -168,8 +167,7 @@ class Step:
 
     def take_again(self, turn: Turn) -> Any:
         """The batch of a turn for a further pass: it is in the receipt already."""
-        request = Request(self.epoch, tuple(self.schedule.ids(self.plan, turn.k)))
-        return self.within.samples[request].batch
+        return self.within.samples[request_for(self.schedule, self.plan, turn.k)].batch
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Run backward of a microbatch's mean loss, weighted.
@@ -194,7 +192,7 @@ class Step:
         `accelerator.backward(step.scale(loss))` is as right as `step.backward(loss)`. Arguments and
         errors are those of `backward`. Run backward of each result once.
         """
-        turn, sync = self._in_body()
+        turn = self._in_body()
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
         if self.is_weighted is (weight is None):
@@ -211,10 +209,10 @@ class Step:
             self.losses.append((own, loss.detach()))
         return loss * (0.0 if turn.is_copy else own / whole * self.ranks.size)
 
-    def _in_body(self) -> tuple[Turn, GradientSync]:
-        if self.turn is None or self.sync is None:
+    def _in_body(self) -> Turn:
+        if self.turn is None:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
-        return self.turn, self.sync
+        return self.turn
 
     def provisional(self, own: float) -> float:
         """What weights are divided by until the step's total is known: equal on all ranks.

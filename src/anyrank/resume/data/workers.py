@@ -30,8 +30,8 @@ class WorkerExit:
     """
 
     def __init__(self) -> None:
-        self._workers: list[BaseProcess] = []
-        self._at_exit: Finalize | None = None
+        self.workers: list[BaseProcess] = []
+        self.at_exit: Finalize | None = None
 
     def watch(self, start: Callable[[], T]) -> T:
         """Run what may start workers, and answer for those that it has started."""
@@ -42,12 +42,12 @@ class WorkerExit:
             alive = multiprocessing.active_children()
             new = [one for one in alive if one.daemon and one not in before]
             if new:
-                if self._at_exit is not None:
-                    self._at_exit.cancel()
-                self._workers = [one for one in self._workers if one in alive] + new
+                if self.at_exit is not None:
+                    self.at_exit.cancel()
+                self.workers = [one for one in self.workers if one in alive] + new
                 # multiprocessing runs it at the end of the interpreter, or of a process of its
                 # own, before it signals and joins its children.
-                self._at_exit = Finalize(None, kill, (self._workers,), exitpriority=0)
+                self.at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
 
 
 def kill(workers: list[BaseProcess]) -> None:
@@ -73,7 +73,7 @@ def end_with_parent() -> None:
     """Wait until the process that started this one is gone, and end this one too."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
-    # A process that was forked later may hold the sentinel open; the parent's id tells all the same.
+    # A process that was forked later may hold the sentinel open: the parent's id tells too.
     while os.getppid() == started_by and not wait([parent.sentinel], CHECK_SEC):
         pass
     os._exit(1)
