@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
 from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.device import boot_id
 from anyrank.world.group import Group, default_store, members, named
-from anyrank.world.meeting import Meeting
+from anyrank.world.meeting import Meeting, Met
 from anyrank.world.store import Store, StoreLost, is_here
 from anyrank.world.watch import TICK_SEC, Watch
 
@@ -68,12 +67,12 @@ class Lines:
     Attributes:
         group: gloo's connections, which count ranks by their position.
         store: the group's own part of the store.
-        hosts_store: whether this machine hosts the store.
+        met: the group's name, and the ranks' machines.
     """
 
     group: Any
     store: Store
-    hosts_store: bool
+    met: Met
 
 
 class Ranks:
@@ -96,18 +95,17 @@ class Ranks:
         self.lines = lines
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
-        self.nodes, self.hosts, self.store_node = (0,) * len(ranks), (socket.gethostname(),), None
+        self.nodes: tuple[int, ...] = (0,) * len(ranks)
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        self.store_node: int | None = None
         if lines is None:
             return
+        met = lines.met
+        self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
         self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        here = (socket.gethostname(), boot_id())
-        every = self.gather((here, lines.hosts_store), "connecting the ranks")
-        names = list(dict.fromkeys(name for name, _ in every))
-        self.nodes = tuple(names.index(name) for name, _ in every)
-        self.hosts = tuple(host for host, _ in names)
-        self.store_node = next((names.index(name) for name, is_host in every if is_host), None)
+        self.gather(None, "connecting the ranks")
 
     @property
     def size(self) -> int:
@@ -341,42 +339,46 @@ class Ranks:
         group.
         """
         assert self.lines is not None
-        store, missing = self.lines.store, list(self.ranks)
         try:
-            for key in (self._flag, "roll call", f"alive/{self.rank}", f"here/{self.rank}"):
-                store.set(key, seconds=ROLL_CALL_SEC)
-            end = time.monotonic() + ROLL_CALL_SEC
-            while missing and time.monotonic() < end:
-                missing = [r for r in missing if not store.has([f"alive/{r}"], ROLL_CALL_SEC)]
-                time.sleep(0.05)
-            late = [r for r in self.ranks if not store.has([f"here/{r}"], ROLL_CALL_SEC)]
+            dead, late = self._call_roll(self.lines.store)
         except StoreLost as error:
             return RankError(self._without_store(str(error)))
-        if missing:
-            gone = {node for node, rank in zip(self.nodes, self.ranks, strict=True)}
-            gone -= {n for n, r in zip(self.nodes, self.ranks, strict=True) if r not in missing}
-            hosts = ", ".join(self.hosts[node] for node in sorted(gone))
-            text = f"{self.named(missing)} died or does not answer: "
-            text += (
-                f"{hosts} or the network to it is gone"
-                if hosts
-                else "look at its log for the cause"
-            )
+        alive = {node for r, node in zip(self.ranks, self.nodes, strict=True) if r not in dead}
+        gone = [host for node, host in enumerate(self.hosts) if node not in alive]
+        if dead and gone:
+            text = f"{self.named(dead)} died or does not answer: {', '.join(gone)} or the network "
+            text += "to it is gone"
+        elif dead:
+            text = f"{self.named(dead)} died or does not answer: look at its log for the cause"
         elif late:
             text = f"{self.named(late)} did not come to {what!r}, though alive"
         else:
             text = "the connection between the ranks broke although all of them are alive"
-        causes = dict.fromkeys(missing or late, "no answer")
+        causes = dict.fromkeys(dead or late, "no answer")
         return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
 
+    def _call_roll(self, store: Store) -> tuple[list[int], list[int]]:
+        """Ranks without a sign of life, and ranks that have not come to this agreement."""
+        for key in (self._flag, "roll call", f"alive/{self.rank}", f"here/{self.rank}"):
+            store.set(key, seconds=ROLL_CALL_SEC)
+        waits = f"waits/{self.watch.number}"
+        end = time.monotonic() + ROLL_CALL_SEC
+        dead = late = list(self.ranks)
+        while (dead or late) and time.monotonic() < end:
+            dead = [r for r in dead if not store.has([f"alive/{r}"], ROLL_CALL_SEC)]
+            late = [r for r in late if not store.has([f"{waits}/{r}"], ROLL_CALL_SEC)]
+            late = [r for r in late if not store.has([f"here/{r}"], ROLL_CALL_SEC)]
+            time.sleep(0.05)
+        return dead, late
+
     def _without_store(self, text: str) -> str:
+        """What the loss of the store means: the death of its process, or of its machine."""
         if self.store_node in (None, self.node):
             return f"{text}: the process that hosts it died"
-        there = [
-            r for r, node in zip(self.ranks, self.nodes, strict=True) if node == self.store_node
-        ]
+        places = zip(self.ranks, self.nodes, strict=True)
+        there = named([rank for rank, node in places if node == self.store_node])
         host = self.hosts[self.store_node or 0]
-        return f"{text}: {host}, which hosts it and {named(there)}, or the network to it is gone"
+        return f"{text}: {host}, which hosts it and {there}, or the network to it is gone"
 
     @property
     def _flag(self) -> str:
@@ -422,10 +424,10 @@ def _connect(ranks: Sequence[int], rank: int, call: str) -> Lines:
     seconds, shared = TIMEOUT_SEC.get(), default_store()
     lobby = Store(shared, "anyrank")
     try:
-        name = Meeting(lobby, ranks, rank, call, seconds).hold()
+        met = Meeting(lobby, ranks, rank, call, seconds, is_here(shared)).hold()
     finally:
         lobby.close()
-    store = Store(shared, f"anyrank/{name}")
+    store = Store(shared, f"anyrank/{met.name}")
     limit = min(seconds, CONNECT_SEC)
 
     def connect(inner: Any) -> Any:
@@ -437,7 +439,7 @@ def _connect(ranks: Sequence[int], rank: int, call: str) -> Lines:
         return group
 
     try:
-        return Lines(store.call(connect, limit + 5), store, is_here(shared))
+        return Lines(store.call(connect, limit + 5), store, met)
     except StoreLost as error:
         store.close()
         raise RankError(
