@@ -31,6 +31,13 @@ def outcome(work: Callable[[], object]) -> dict[str, Any]:
         return {"error": kind, "text": text, "seconds": time.monotonic() - start}
 
 
+def skew_clock() -> None:
+    """Put this process's clock wrong on the second machine."""
+    if MACHINE and "CLOCK_AHEAD_SEC" in os.environ:
+        ahead, real = float(os.environ["CLOCK_AHEAD_SEC"]), time.time
+        time.time = lambda: real() + ahead
+
+
 def build(fill: float = 0.0) -> anyrank.TrainState:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
@@ -82,9 +89,40 @@ def resume(folder: str) -> dict[str, Any]:
             report = ckpts.resume(state)
             before = state.step
             ckpts.step_done(state)
-            return [before, state.step, None if report is None else report.saved_on]
+            return [before, state.step, None if report is None else report.saved_on.ranks]
 
     return outcome(go_on)
+
+
+def hold_lock(folder: str) -> dict[str, Any]:
+    """One save, and then a run that goes on until the other has tried to start as well."""
+
+    def save() -> str:
+        with anyrank.Checkpoints(folder) as ckpts:
+            ckpts.save(build())
+            Path(folder, "held").touch()
+            end = time.monotonic() + 40
+            while not Path(folder, "tried").exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        return "done"
+
+    return outcome(save)
+
+
+def take_lock(folder: str) -> dict[str, Any]:
+    """A second run in the folder, by another clock."""
+    skew_clock()
+
+    def save() -> str:
+        with anyrank.Checkpoints(folder) as ckpts:
+            ckpts.resume(state := build())
+            state.step += 1
+            ckpts.save(state)
+        return "done"
+
+    result = outcome(save)
+    Path(folder, "tried").touch()
+    return result
 
 
 def local_folder() -> dict[str, Any]:
@@ -100,9 +138,7 @@ def local_folder() -> dict[str, Any]:
 
 def whole_trip(path: str, folder: str) -> dict[str, Any]:
     """Load, train with saves by the clock and resume, as one test of a slow or skewed machine."""
-    if MACHINE and "CLOCK_AHEAD_SEC" in os.environ:
-        ahead, real = float(os.environ["CLOCK_AHEAD_SEC"]), time.time
-        time.time = lambda: real() + ahead
+    skew_clock()
 
     def work() -> list[Any]:
         model = nn.Linear(64, 64)

@@ -120,8 +120,8 @@ class Machines:
     def start(self, job: str, *arguments: str, on: int | None = None, **environ: str) -> None:
         """Start a function of `jobs.py` on all ranks, or in one process on one machine alone."""
         size = 2 * self.ranks_each if on is None else 1
-        for rank in range(size):
-            machine = rank // self.ranks_each if on is None else on
+        for place in range(size) if on is None else [on * self.ranks_each]:
+            machine = place // self.ranks_each
             env = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path]),
@@ -130,16 +130,16 @@ class Machines:
                 "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": str(PORT),
-                "RANK": str(rank),
+                "RANK": str(place if on is None else 0),
                 "WORLD_SIZE": str(size),
                 "MACHINE": str(machine),
                 **environ,
             }
             inside = ["ip", "netns", "exec", self.names[machine], "unshare", "--uts", "--mount"]
-            program = [sys.executable, str(JOBS), job, str(self.result(rank)), *arguments]
-            self.result(rank).unlink(missing_ok=True)
-            with self.log(rank).open("wb") as log:
-                self.running[rank] = subprocess.Popen(
+            program = [sys.executable, str(JOBS), job, str(self.result(place)), *arguments]
+            self.result(place).unlink(missing_ok=True)
+            with self.log(place).open("wb") as log:
+                self.running[place] = subprocess.Popen(
                     [*inside, "bash", "-c", START, str(machine), *program],
                     env=env, stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
@@ -167,6 +167,7 @@ class Machines:
                 process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"rank {rank} hangs\n{self.logs()}") from None
+            assert process.returncode == 0, self.logs()
             del self.running[rank]
         files = [self.result(rank) for rank in range(2 * self.ranks_each)]
         return [json.loads(one.read_text()) if one.exists() else None for one in files]
