@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anyrank import faults
 from anyrank.errors import RankError
 from anyrank.world.device import boot_id
 from anyrank.world.group import SHOWN, key_of, named
@@ -192,6 +193,7 @@ class Meeting:
         """Poll until it is over; meanwhile give signs of life, watch the others', and warn."""
         pause = 0.0005
         while not is_over():
+            faults.point("ranks.meet")
             now = time.monotonic()
             if now - self.start > self.seconds:
                 raise self.timed_out()
