@@ -59,7 +59,7 @@ class Together(Ranks):
     def __init__(self, ranks: list[At]) -> None:
         alone = one_process()
         self.rows: list[Any] = []  # none while the ranks meet
-        super().__init__(alone.ranks, alone.rank, None, None)
+        super().__init__(alone.ranks, alone.rank)
         self.rows = [
             (
                 rank.at[0],
