@@ -70,7 +70,7 @@ class Together(Ranks):
             for rank in ranks
         ]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return self.rows if self.rows and isinstance(value, tuple) else [value]
 
 

@@ -140,7 +140,7 @@ def job_default_device(how: str, folder: str) -> bool:
     else:
         with torch.device("meta"):
             use(model, folder)
-    return torch.equal(model.weight, WEIGHTS["weight"])
+    return torch.equal(model.get_parameter("weight"), WEIGHTS["weight"])
 
 
 def use(model: nn.Module, folder: str) -> None:
@@ -149,7 +149,7 @@ def use(model: nn.Module, folder: str) -> None:
     assert Order(8, 0, True).ids(0, 0, 8).sum() == 28
     with anyrank.Checkpoints(folder) as ckpts:
         ckpts.save(anyrank.TrainState(model))
-        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.get_parameter("weight"))
         ckpts.resume(anyrank.TrainState(model))
 
 
