@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,32 @@ def start_and_wait(tmp_path: Path) -> subprocess.Popen[str]:
     while not (tmp_path / "seen-2-1").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return process
+
+
+@pytest.mark.slow
+def test_several_machines_take_the_flags_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, sys, torch.distributed as dist\n"
+        'dist.init_process_group("gloo")\n'
+        'seen = f"seen-{dist.get_rank()}-{dist.get_world_size()}"\n'
+        'pathlib.Path(seen).write_text(os.environ["GROUP_RANK"] + sys.argv[1])\n'
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import sys; from anyrank.cli import main; main(sys.argv[1:])"
+    common = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "run", *common, f"--node-rank={n}", "train.py", "--x"],
+            cwd=tmp_path,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for n in range(2)
+    ]
+    assert [one.wait(50) for one in machines] == [0, 0]
+    assert (tmp_path / "seen-0-2").read_text() == "0--x"
+    assert (tmp_path / "seen-1-2").read_text() == "1--x"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Together(Ranks):
     def __init__(self, ranks: list[At]) -> None:
         alone = one_process()
         self.rows: list[Any] = []  # none while the ranks meet
-        super().__init__(alone.ranks, alone.rank, None, None)
+        super().__init__(alone.ranks, alone.rank)
         self.rows = [
             (
                 rank.at[0],
@@ -70,7 +70,7 @@ class Together(Ranks):
             for rank in ranks
         ]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return self.rows if self.rows and isinstance(value, tuple) else [value]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -45,12 +46,21 @@ class Attempt:
     help="Ranks to go on with when the script has failed; may be given several times.",
 )
 @click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
+@torchrun.machine_options
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
-    ranks: int | None, then: tuple[int, ...], as_json: bool, script: str, arguments: tuple[str, ...]
+    ranks: int | None,
+    then: tuple[int, ...],
+    as_json: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **machines: str | None,
 ) -> None:
     """Run SCRIPT with its ARGUMENTS on this machine, one process a rank, as torchrun does.
+
+    On several machines, start it on each of them, with torchrun's own flags; --ranks and --then
+    count the processes of one machine.
 
     When it fails it is started again on the next number of ranks given with --then: a script that
     resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
@@ -67,7 +77,7 @@ def command(
                 f"{last.seconds:.0f} s; going on on {number}",
                 markup=False,
             )
-        attempt, is_stopped = run_once(number, script, arguments)
+        attempt, is_stopped = run_once(number, script, arguments, machines)
         attempts.append(attempt)
         if attempt.exit_code == 0 or is_stopped:
             break
@@ -76,9 +86,11 @@ def command(
     sys.exit(attempts[-1].exit_code)
 
 
-def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attempt, bool]:
+def run_once(
+    ranks: int, script: str, arguments: tuple[str, ...], machines: Mapping[str, str | None]
+) -> tuple[Attempt, bool]:
     """Start the script once; what came of it, and whether SIGTERM or Ctrl-C asked for the end."""
-    full = torchrun.line(ranks, script, *arguments)
+    full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
     process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script

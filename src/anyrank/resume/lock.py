@@ -89,7 +89,7 @@ class RunLock:
             if seen is not None and _parse(seen) is None:
                 time.sleep(TORN_SEC)  # its owner may be about to write it
                 seen = self._read(self.path)
-            holder = None if seen is None else _parse(seen)
+            holder = None if seen is None else self._by_the_clock_here(_parse(seen))
             if holder is not None and not _is_stale(holder):
                 raise CheckpointError(
                     f"{self.folder}: another run writes here: {_told(holder)}: stop it, or use "
@@ -98,6 +98,23 @@ class RunLock:
             if (seen is None or self._clear(seen)) and self._create():
                 return
         raise CheckpointError(f"{self.folder}: other runs start here at the same time: stop them")
+
+    def _by_the_clock_here(self, holder: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The holder, its time as this machine counts: the clocks of two machines may differ.
+
+        Both files have their times from the storage's one clock.
+        """
+        if holder is None or not self.store.renames or holder.get("host") == socket.gethostname():
+            return holder
+        probe = f"{self.path}.probe-{self.token[:8]}"
+        write_file(self.store, probe, b"")
+        try:
+            silent_sec = os.stat(probe).st_mtime - os.stat(self.path).st_mtime
+        except FileNotFoundError:
+            return holder  # the lock is gone: whoever clears it first has it
+        finally:
+            self.store.remove(probe)
+        return {**holder, "time": time.time() - silent_sec}
 
     def _clear(self, seen: bytes) -> bool:
         """Take a stale lock away; False when it was another's turn."""

@@ -13,8 +13,12 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from anyrank import faults
 from anyrank.errors import RankError
+from anyrank.world.device import boot_id
 from anyrank.world.group import SHOWN, key_of, named
 from anyrank.world.store import Store, StoreLost
 
@@ -27,6 +31,23 @@ POLL_SEC = 0.05  # between looks at the store; the first ones follow each other 
 WAY_OUT = "call it on all ranks, or pass process_group=anyrank.ALONE"
 
 
+@dataclass(frozen=True)
+class Met:
+    """What the ranks of a group know of each other before they are connected.
+
+    Attributes:
+        name: of the group; no other group has it.
+        nodes: for each rank, in the group's order, which machine it is on; they count from 0.
+        hosts: for each machine, its name.
+        store_node: the machine that hosts the store, where that is known.
+    """
+
+    name: str
+    nodes: tuple[int, ...]
+    hosts: tuple[str, ...]
+    store_node: int | None
+
+
 class Meeting:
     """One rank's way into a group.
 
@@ -36,16 +57,25 @@ class Meeting:
         rank: this process's own.
         call: what the ranks call, for messages: "load()".
         seconds: until a rank that waits gives up.
+        hosts_store: whether this machine hosts the store.
     """
 
     def __init__(
-        self, store: Store, ranks: Sequence[int], rank: int, call: str, seconds: float
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        call: str,
+        seconds: float,
+        hosts_store: bool,
     ) -> None:
         self.store = store
         self.ranks = ranks
         self.rank = rank
         self.call = call
         self.seconds = seconds
+        self.machine = [socket.gethostname(), boot_id()]
+        self.hosts_store = hosts_store
         self.start = time.monotonic()
         self.warned_sec = WARN_SEC / 2
         self.beats = 0
@@ -55,8 +85,8 @@ class Meeting:
         key = key_of(ranks)
         self.posts = [f"post/{key}/{index}" for index in range(len(ranks))]
 
-    def hold(self) -> str:
-        """A name that only this meeting has. All ranks.
+    def hold(self) -> Met:
+        """Find the others. All ranks.
 
         Raises:
             RankError: a rank has not come, has died or has left, or calls something else.
@@ -64,12 +94,12 @@ class Meeting:
         index = self.ranks.index(self.rank)
         self.post()
         try:
-            name = self.lead() if index == 0 else self.follow()
-            self.confirm(name)
+            met = self.lead() if index == 0 else self.follow()
+            self.confirm(met.name)
         except BaseException as error:
             self.leave(error)
             raise
-        return name
+        return met
 
     def post(self) -> None:
         """Write this rank's sign of life."""
@@ -77,7 +107,8 @@ class Meeting:
         post = {
             "nonce": self.nonce,
             "call": self.call,
-            "host": socket.gethostname(),
+            "machine": self.machine,
+            "store": self.hosts_store,
             "beat": self.beats,
         }
         self.store.set(self.posts[self.ranks.index(self.rank)], json.dumps(post))
@@ -94,11 +125,11 @@ class Meeting:
         except StoreLost:
             log.debug("the others are not told that rank %d left", self.rank)
 
-    def lead(self) -> str:
+    def lead(self) -> Met:
         """The first rank's part: see all, compare the calls, and answer."""
         self.wait(lambda: self.store.has(self.posts), self.watch_all)
         posts = [json.loads(self.store.get(key)) for key in self.posts]
-        name, problem = uuid.uuid4().hex, ""
+        problem = ""
         calls: dict[str, list[int]] = {}
         for rank, post in zip(self.ranks, posts, strict=True):
             if "left" in post:
@@ -108,25 +139,38 @@ class Meeting:
         if len(calls) > 1:
             each = ", ".join(f"{named(ranks)} {call}" for call, ranks in calls.items())
             problem = f"ranks make different calls at the same place: {each}"
-        self.answer(posts, {"name": name, "problem": problem})
         if problem:
+            self.answer(posts, {"problem": problem})
             raise RankError(problem)
-        return name
+        each = [tuple(post["machine"]) for post in posts]
+        machines = list(dict.fromkeys(each))
+        met = Met(
+            name=uuid.uuid4().hex,
+            nodes=tuple(machines.index(machine) for machine in each),
+            hosts=tuple(host for host, _ in machines),
+            store_node=next(
+                (machines.index(m) for m, post in zip(each, posts, strict=True) if post["store"]),
+                None,
+            ),
+        )
+        self.answer(posts, asdict(met))
+        return met
 
-    def answer(self, posts: Sequence[dict[str, str]], answer: dict[str, str]) -> None:
+    def answer(self, posts: Sequence[dict[str, Any]], answer: dict[str, Any]) -> None:
         """Tell all ranks that wait how it ended."""
         for post in posts:
             if "nonce" in post and post["nonce"] != self.nonce:
                 self.store.set(f"answer/{post['nonce']}", json.dumps(answer))
 
-    def follow(self) -> str:
+    def follow(self) -> Met:
         """The other ranks' part."""
         key = f"answer/{self.nonce}"
         self.wait(lambda: self.store.has([key]), self.watch_first)
         answer = json.loads(self.store.take(key))
-        if answer["problem"]:
+        if "problem" in answer:
             raise RankError(answer["problem"])
-        return answer["name"]
+        nodes, hosts = tuple(answer["nodes"]), tuple(answer["hosts"])
+        return Met(answer["name"], nodes, hosts, answer["store_node"])
 
     def confirm(self, name: str) -> None:
         """See that all ranks that were answered are still alive. All ranks."""
@@ -149,6 +193,7 @@ class Meeting:
         """Poll until it is over; meanwhile give signs of life, watch the others', and warn."""
         pause = 0.0005
         while not is_over():
+            faults.point("ranks.meet")
             now = time.monotonic()
             if now - self.start > self.seconds:
                 raise self.timed_out()
@@ -169,7 +214,7 @@ class Meeting:
                 self.watch(index)
         except RankError as error:
             posts = [json.loads(text) for text, _ in self.seen.values()]
-            self.answer(posts, {"name": "", "problem": str(error)})
+            self.answer(posts, {"problem": str(error)})
             raise
 
     def watch_first(self) -> None:
@@ -188,7 +233,7 @@ class Meeting:
                     causes={self.ranks[index]: json.loads(text)["left"]},
                 )
         elif text and "left" not in json.loads(text) and now - since > LIFE_SEC:
-            host = json.loads(text)["host"]
+            host = json.loads(text)["machine"][0]
             raise RankError(
                 f"rank {self.ranks[index]} on {host} died while it waited for others in "
                 f"{self.call}: look at its log for the cause",

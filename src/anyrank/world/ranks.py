@@ -10,70 +10,36 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-import re
 import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
-from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.device import boot_id
-from anyrank.world.group import Group, default_store, members, named
-from anyrank.world.meeting import Meeting
-from anyrank.world.store import Store, StoreLost, is_here
-from anyrank.world.watch import TICK_SEC, Watch
+from anyrank.world.failures import (
+    Answer,
+    Interrupted,
+    different,
+    failure_of,
+    joined,
+    same_error,
+    shown,
+)
+from anyrank.world.group import Group, members, named
+from anyrank.world.lines import Lines, connect_ranks
+from anyrank.world.store import StoreLost
+from anyrank.world.watch import Watch
+
+__all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
 T = TypeVar("T")
 
 HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
-ROLL_CALL_SEC = 3 * TICK_SEC  # how long survivors wait for one another before they name the dead
-CONNECT_SEC = 120.0  # for connections between ranks that have just met
-SHOWN_CHARACTERS = 100  # of an argument in a message
-
-
-class Interrupted(Exception):
-    """Another rank has failed; this one stops what it is doing and joins the agreement."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for
-    others.
-    """
-
-    kind: type[AnyrankError] | None
-    text: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank brings to an agreement."""
-
-    value: Any
-    failure: Failure | None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """What connects the ranks of a group.
-
-    Attributes:
-        group: gloo's connections, which count ranks by their position.
-        store: the group's own part of the store.
-        hosts_store: whether this machine hosts the store.
-    """
-
-    group: Any
-    store: Store
-    hosts_store: bool
 
 
 class Ranks:
@@ -96,18 +62,17 @@ class Ranks:
         self.lines = lines
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
-        self.nodes, self.hosts, self.store_node = (0,) * len(ranks), (socket.gethostname(),), None
+        self.nodes: tuple[int, ...] = (0,) * len(ranks)
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        self.store_node: int | None = None
         if lines is None:
             return
+        met = lines.met
+        self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
         self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        here = (socket.gethostname(), boot_id())
-        every = self.gather((here, lines.hosts_store), "connecting the ranks")
-        names = list(dict.fromkeys(name for name, _ in every))
-        self.nodes = tuple(names.index(name) for name, _ in every)
-        self.hosts = tuple(host for host, _ in names)
-        self.store_node = next((names.index(name) for name, is_host in every if is_host), None)
+        self.gather(None, "connecting the ranks")
 
     @property
     def size(self) -> int:
@@ -130,13 +95,7 @@ class Ranks:
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some of the ranks in words; with their machines, where there are several."""
-        if len(self.hosts) == 1:
-            return named(ranks)
-        node_of = dict(zip(self.ranks, self.nodes, strict=True))
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(node_of[rank], []).append(rank)
-        return ", ".join(f"{named(there)} on {self.hosts[n]}" for n, there in by_node.items())
+        return named(ranks) if self.lines is None else self.lines.named(ranks)
 
     def gather(self, value: T, what: str = "exchanging values") -> list[T]:
         """Every rank's value, in the group's order. All ranks.
@@ -162,7 +121,7 @@ class Ranks:
         answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
         if any(theirs != what for theirs, _ in answers):
             raise RankError(
-                _different(
+                different(
                     "ranks do different things at the same place",
                     {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)},
                     self.named,
@@ -257,11 +216,11 @@ class Ranks:
                 raise
             cause = error
             self._raise_flag()
-        failure = None if cause is None else _failure(cause)
+        failure = None if cause is None else failure_of(cause)
         answers = self.gather(Answer(value, failure), what)
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
-            raise _joined(what, failures, self.size) from cause
+            raise joined(what, failures, self.size) from cause
         return [answer.value for answer in answers]
 
     def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
@@ -322,16 +281,16 @@ class Ranks:
             if self.lines is None:
                 raise
             problem = raised
-        mine = {name: _shown(value) for name, value in arguments.items()}
+        mine = {name: shown(value) for name, value in arguments.items()}
         bad = None if problem is None else (type(problem), str(problem))
         every = self.gather((mine, bad), f"{call}()")
         failed = {r: found for r, (_, found) in zip(self.ranks, every, strict=True) if found}
         if failed:
-            raise _same_error(call, failed, self) from problem
+            raise same_error(call, failed, self.size, self.named) from problem
         for name in mine:
             values = {r: table[name] for r, (table, _) in zip(self.ranks, every, strict=True)}
             if len(set(values.values())) > 1:
-                text = _different(f"{call}(): {name}= differs between ranks", values, self.named)
+                text = different(f"{call}(): {name}= differs between ranks", values, self.named)
                 raise error(f"{text}: give all ranks the same")
 
     def check(self) -> None:
@@ -351,42 +310,7 @@ class Ranks:
         group.
         """
         assert self.lines is not None
-        store, missing = self.lines.store, list(self.ranks)
-        try:
-            for key in (self._flag, "roll call", f"alive/{self.rank}", f"here/{self.rank}"):
-                store.set(key, seconds=ROLL_CALL_SEC)
-            end = time.monotonic() + ROLL_CALL_SEC
-            while missing and time.monotonic() < end:
-                missing = [r for r in missing if not store.has([f"alive/{r}"], ROLL_CALL_SEC)]
-                time.sleep(0.05)
-            late = [r for r in self.ranks if not store.has([f"here/{r}"], ROLL_CALL_SEC)]
-        except StoreLost as error:
-            return RankError(self._without_store(str(error)))
-        if missing:
-            gone = {node for node, rank in zip(self.nodes, self.ranks, strict=True)}
-            gone -= {n for n, r in zip(self.nodes, self.ranks, strict=True) if r not in missing}
-            hosts = ", ".join(self.hosts[node] for node in sorted(gone))
-            text = f"{self.named(missing)} died or does not answer: "
-            text += (
-                f"{hosts} or the network to it is gone"
-                if hosts
-                else "look at its log for the cause"
-            )
-        elif late:
-            text = f"{self.named(late)} did not come to {what!r}, though alive"
-        else:
-            text = "the connection between the ranks broke although all of them are alive"
-        causes = dict.fromkeys(missing or late, "no answer")
-        return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
-
-    def _without_store(self, text: str) -> str:
-        if self.store_node in (None, self.node):
-            return f"{text}: the process that hosts it died"
-        there = [
-            r for r, node in zip(self.ranks, self.nodes, strict=True) if node == self.store_node
-        ]
-        host = self.hosts[self.store_node or 0]
-        return f"{text}: {host}, which hosts it and {named(there)}, or the network to it is gone"
+        return self.lines.roll_call(self.rank, self._flag, self.watch.number, what)
 
     @property
     def _flag(self) -> str:
@@ -420,40 +344,12 @@ def open_ranks(
     if len(ranks) == 1:
         yield Ranks(ranks, rank)
         return
-    made = Ranks(ranks, rank, _connect(ranks, rank, call))
+    made = Ranks(ranks, rank, connect_ranks(ranks, rank, call))
     try:
         yield made
     finally:
         made.watch.close()
         made.lines = None
-
-
-def _connect(ranks: Sequence[int], rank: int, call: str) -> Lines:
-    seconds, shared = TIMEOUT_SEC.get(), default_store()
-    lobby = Store(shared, "anyrank")
-    try:
-        name = Meeting(lobby, ranks, rank, call, seconds).hold()
-    finally:
-        lobby.close()
-    store = Store(shared, f"anyrank/{name}")
-    limit = min(seconds, CONNECT_SEC)
-
-    def connect(inner: Any) -> Any:
-        # Not new_group(), whose names and keys the user's groups share.
-        group = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
-            inner, ranks.index(rank), len(ranks), timedelta(seconds=limit)
-        )
-        group.set_timeout(timedelta(seconds=seconds))
-        return group
-
-    try:
-        return Lines(store.call(connect, limit + 5), store, is_here(shared))
-    except StoreLost as error:
-        store.close()
-        raise RankError(
-            f"{call}: rank {rank} could not connect to the other ranks within {limit:.0f} s: "
-            f"{error}"
-        ) from error
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
@@ -465,53 +361,3 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
-
-
-def _shown(value: object) -> str:
-    """An argument as it is compared: without addresses, which differ from process to process."""
-    name = getattr(value, "__qualname__", None)
-    return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _different(title: str, values: Mapping[int, str], name: Callable[[Sequence[int]], str]) -> str:
-    """Values by rank, in words."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    each = (f"{v[:SHOWN_CHARACTERS]} on {name(ranks)}" for v, ranks in by_value.items())
-    return f"{title}: {', '.join(each)}"
-
-
-def _same_error(
-    call: str, failed: Mapping[int, tuple[type[Exception], str]], ranks: Ranks
-) -> Exception:
-    """What some ranks' checks raised, equal on all ranks."""
-    kind, text = next(iter(failed.values()))
-    if issubclass(kind, AnyrankError):
-        failures = {r: Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)}
-        return _joined(f"{call}()", failures, ranks.size)
-    if len(failed) < ranks.size:
-        text = f"{text} (on {ranks.named(list(failed))})"
-    return kind(text)
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, Interrupted):
-        return Failure(None, "stopped, because another rank failed")
-    if isinstance(error, AnyrankError):
-        return Failure(type(error), str(error))
-    return Failure(RankError, f"{type(error).__name__}: {error}")
-
-
-def _joined(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
-    """One error for all ranks, equal on all of them."""
-    own = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(own.values()), Failure(RankError, "all ranks stopped for one another"))
-    causes = {rank: failure.text for rank, failure in own.items()}
-    texts = set(causes.values())
-    if len(own) == size and len(texts) == 1:
-        message = first.text
-    else:
-        message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
-        message = f"{what} failed on {len(own)} of {size} ranks, so on all:\n{message}"
-    return (first.kind or RankError)(message, causes=causes)

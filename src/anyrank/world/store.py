@@ -49,9 +49,9 @@ class Store:
     def __init__(self, store: Any, prefix: str) -> None:
         self.address = _address(store)
         self.lost = False
-        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
-        background.start("anyrank-store", partial(_serve, [inner], self._calls), self.close)
+        background.start("anyrank-store", partial(_serve, [inner], self.calls), self.close)
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
         """What `work` returns for torch's store, within so many seconds.
@@ -62,7 +62,7 @@ class Store:
         if self.lost:
             raise StoreLost(f"the ranks' store{self.address} does not answer")
         call = Call(work)
-        self._calls.put(call)
+        self.calls.put(call)
         if not call.done.wait(seconds):
             self.lost = True
             raise StoreLost(f"the ranks' store{self.address} has not answered for {seconds:.0f} s")
@@ -117,7 +117,7 @@ class Store:
     def close(self) -> None:
         """End the thread, which then lets go of torch's store. Does not wait."""
         self.lost = True
-        self._calls.put(None)
+        self.calls.put(None)
 
 
 def is_here(store: Any) -> bool:

@@ -48,10 +48,10 @@ class Watch:
         self.number = 0  # of the wait; ranks count alike, as all of them make the same ones
         self.what = ""
         self.since = 0.0  # 0 outside of a wait
-        self._closed = threading.Event()
-        self._posted = 0
-        self._due_sec = WARN_SEC
-        self._answered = False
+        self.closed = threading.Event()
+        self.posted = 0
+        self.due_sec = WARN_SEC
+        self.answered = False
         background.start("anyrank-watch", partial(self._run, [group]), self.close)
 
     def begin(self, what: str) -> None:
@@ -66,10 +66,10 @@ class Watch:
 
     def close(self) -> None:
         """End the thread. Does not wait."""
-        self._closed.set()
+        self.closed.set()
 
     def _run(self, group: list[Any]) -> None:
-        while not self._closed.wait(TICK_SEC):
+        while not self.closed.wait(TICK_SEC):
             try:
                 self._tick()
             except StoreLost as error:
@@ -79,15 +79,15 @@ class Watch:
         group.clear()
 
     def _tick(self) -> None:
-        if not self._answered and self.store.has(["roll call"], ANSWER_SEC):
-            self._answered = True
+        if not self.answered and self.store.has(["roll call"], ANSWER_SEC):
+            self.answered = True
             self.store.set(f"alive/{self.rank}")
         number, waits = self.number, bool(self.since)
-        if self._posted and (self._posted != number or not waits):
-            self.store.delete(f"waits/{self._posted}/{self.rank}")
-            self._posted, self._due_sec = 0, WARN_SEC
-        if waits and not self._posted:
-            self._posted = number
+        if self.posted and (self.posted != number or not waits):
+            self.store.delete(f"waits/{self.posted}/{self.rank}")
+            self.posted, self.due_sec = 0, WARN_SEC
+        if waits and not self.posted:
+            self.posted = number
             self.store.set(f"waits/{number}/{self.rank}")
         if self._is_due():
             keys = [f"waits/{number}/{rank}" for rank in self.ranks]
@@ -95,10 +95,10 @@ class Watch:
             self._warn(f" for {self.name(absent)}" if absent else " although all ranks have come")
 
     def _is_due(self) -> bool:
-        return bool(self.since) and time.monotonic() - self.since > self._due_sec
+        return bool(self.since) and time.monotonic() - self.since > self.due_sec
 
     def _warn(self, text: str) -> None:
         since = self.since or time.monotonic()
-        self._due_sec *= 2
+        self.due_sec *= 2
         seconds = round(time.monotonic() - since)
         log.warning("%s: rank %d has waited %d s%s", self.what, self.rank, seconds, text)
