@@ -192,9 +192,9 @@ class ElasticSampler(Position):
         """
         if self.first is None or self.epoch != self.first.epoch:
             raise CheckpointError(
-                f"no step of epoch {self.epoch} was given out: iterate the DataLoader on every "
-                "rank before commit; one that reads on one rank for all (dispatch_batches=True of "
-                "Accelerate) cannot serve"
+                f"no step of epoch {self.epoch} was given out: iterate the DataLoader before "
+                "commit, on every rank; one that reads on one rank for all (dispatch_batches=True "
+                "of Accelerate) cannot be used"
             )
         plan = self.next_step()
         taken, needed = self.handed_out[plan.number].batches, len(plan.turns(*self.place()))
