@@ -408,7 +408,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock l(G);
     touch(s.device_index());
     touch(
-        cur_dev);  // as CUDA, which goes back to the current device by a call that makes a context
+        cur_dev);  // CUDA goes back to it by a call that makes a context
     TORCH_CHECK(index == -1 || index == s.device_index(), "Event device index ", int(index),
                 " does not match recording stream's device index ", int(s.device_index()));
     if (!*e) *e = new Ev;
@@ -459,7 +459,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     run_until(ev->s, ev->seq);
     join(host, ev->vc);
   }
-  void synchronizeDevice(const DeviceIndex d) const override { sync_device(d); }
+  void synchronizeDevice(const DeviceIndex d) const override {
+    touch(d);
+    touch(cur_dev);  // as `record`
+    sync_device(d);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {
     Lock l(G);
     auto* b = (Block*)p.get_context();
