@@ -348,22 +348,25 @@ def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
     copy_into(segment.destination, view)
 
 
-def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy with a cast, which runs on the destination's side.
+def copy_into(
+    destination: torch.Tensor, source: torch.Tensor, *, non_blocking: bool | None = None
+) -> None:
+    """Copy with a cast, which runs on the destination's side, in the device's current stream.
 
-    Asynchronous to an accelerator, in its current stream; a destination on the CPU has the values
-    when the call returns.
+    A destination on the CPU has the values when the call returns, as the host may read it at once;
+    with `non_blocking=True` (and no cast) it has them when that stream is done.
     """
+    if non_blocking is None:
+        non_blocking = not destination.is_cpu
     if destination.dtype == source.dtype and source.dtype.itemsize == 1:
         destination, source = destination.view(torch.uint8), source.view(torch.uint8)
-    behind = not destination.is_cpu  # the host reads what it is copied to as soon as it is there
     if destination.device != source.device and destination.dtype != source.dtype:
-        source = source.to(destination.device, non_blocking=behind)
-    destination.copy_(source, non_blocking=behind)
+        source = source.to(destination.device, non_blocking=non_blocking)
+    destination.copy_(source, non_blocking=non_blocking)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device, whichever one is current: going back to that must make no context on it."""
+    """Wait for a device. Going back to the current one makes no context there."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
 

@@ -3,7 +3,7 @@
 | | |
 | --- | --- |
 | memory | host access to a device tensor's bytes faults |
-| streams | lazy: a non-blocking copy between pinned and device memory runs when something forces it |
+| streams | lazy: a non-blocking copy of pinned memory runs when something forces it |
 | races | `torch.sim.races()`: accesses of the same bytes by two streams that nothing orders |
 | devices | `SIM_DEVICES` (2); every thread starts on device 0; `used_devices()` have a context |
 | page locks | `torch.sim.cudart()`, as CUDA's; `registered()` has the addresses |
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from tests.device.sim.build import build
 
 

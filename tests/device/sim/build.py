@@ -1,4 +1,4 @@
-"""Compiles the simulated device against the torch that is installed, once for each source and torch."""
+"""Compiles the simulated device against the torch that is installed, once for each of the two."""
 
 from __future__ import annotations
 

@@ -407,8 +407,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag) const override {
     Lock l(G);
     touch(s.device_index());
-    touch(
-        cur_dev);  // CUDA goes back to it by a call that makes a context
+    touch(cur_dev);  // CUDA goes back to it by a call that makes a context
     TORCH_CHECK(index == -1 || index == s.device_index(), "Event device index ", int(index),
                 " does not match recording stream's device index ", int(s.device_index()));
     if (!*e) *e = new Ev;
