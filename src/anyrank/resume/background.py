@@ -93,9 +93,10 @@ class Background:
         def stage() -> None:
             faults.point("save.stage")
             for device, event in written.items():
-                stream = self.streams.setdefault(device, torch.Stream(device))
-                torch.accelerator.set_stream(stream)
-                stream.wait_event(event)
+                if device not in self.streams:
+                    self.streams[device] = torch.Stream(device)
+                torch.accelerator.set_stream(self.streams[device])
+                self.streams[device].wait_event(event)
             streams = {device: self.streams[device] for device in written}
             try:
                 copies.extend(self.later.begin(steady, ranks))

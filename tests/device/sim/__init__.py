@@ -63,7 +63,7 @@ class Device:
 
 
 def set_device(device: Any) -> None:
-    sim._lazy_init()
+    sim._lazy_init()  # by its name, which staging() replaces
     _C.set_device(index_of(device))
 
 
@@ -77,7 +77,7 @@ sim.__dict__.update(
     is_available=lambda: _C.device_count() > 0,
     device_count=_C.device_count,
     is_initialized=_C.is_initialized,
-    init=_C.init,
+    init=lambda: sim._lazy_init(),
     _lazy_init=_C.init,
     _is_in_bad_fork=lambda: False,
     current_device=_C.current_device,
