@@ -1,0 +1,136 @@
+"""Two ranks, a simulated device each: loads, resumes and offloads over collectives on the device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(120)]
+WIDTH = 128
+ENV = {"ANYRANK_READ_THREADS": "2"}
+
+
+def job(path: str, kind: str, *args: Any) -> Any:
+    """Run a job of two ranks on the simulated device; what it returns, and its races."""
+    import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+
+    simulated: Any = torch.get_device_module("sim")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(rank)
+    store = dist.FileStore(f"{path}/store-{kind}-{'-'.join(map(str, args))}", 2)
+    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=rank, world_size=2)
+    try:
+        result = JOBS[kind](path, torch.device("sim", rank), *args)
+    finally:
+        dist.destroy_process_group()
+    simulated.synchronize(rank)
+    return result, simulated.races(), simulated.used_devices()
+
+
+def build(device: torch.device, wrap: str) -> Any:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+    if wrap == "ddp":
+        return DistributedDataParallel(net.to(device), device_ids=[device.index])
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if wrap == "offloaded" else {}
+    net = net if options else net.to(device)
+    for layer in (net[0], net[2]):
+        fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def train(net: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> list[float]:
+    losses: list[float] = []
+    for _ in range(3):
+        loss = net(torch.ones(4, WIDTH, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def load(path: str, device: torch.device, wrap: str, strategy: Any) -> Any:
+    if wrap == "ddp":
+        net = build(device, wrap)
+    else:
+        with anyrank.meta():
+            net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+        for layer in net:
+            fully_shard(layer, **(options if wrap == "offloaded" else {}))
+    tensors = {
+        name: torch.full_like(value, n + 1, device="cpu")
+        for n, (name, value) in enumerate(sizes(net).items())
+    }
+    if device.index == 0:
+        save_file(tensors, f"{path}/w.safetensors")
+    dist.barrier()
+    anyrank.load(net, f"{path}/w.safetensors", strategy=strategy, verify=True, buffer_bytes=1 << 17)
+    inner = net.module if wrap == "ddp" else net
+    net(torch.randn(2, WIDTH, device=device)).sum().backward()
+    grads = {getattr(p.grad, "_local_tensor", p.grad).device.type for p in net.parameters()}
+    whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in inner.state_dict().items()}
+    return grads, all(torch.equal(v.cpu(), tensors[n]) for n, v in whole.items())
+
+
+def sizes(net: Any) -> dict[str, torch.Tensor]:
+    inner = getattr(net, "module", net)
+    return {n: torch.empty(v.shape, dtype=v.dtype) for n, v in inner.state_dict().items()}
+
+
+def resume(path: str, device: torch.device, wrap: str, background: bool) -> Any:
+    net = build(device, wrap)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    state = anyrank.TrainState(net, optimizer)
+    train(net, optimizer, device)
+    with anyrank.Checkpoints(f"{path}/{wrap}", background=background) as ckpts:
+        ckpts.step_done(state)
+        ckpts.save(state)
+        expected = train(net, optimizer, device)
+        ckpts.wait()
+        fresh = build(device, wrap)
+        again = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+        report = ckpts.resume(anyrank.TrainState(fresh, again), "must")
+    assert report is not None
+    places = [
+        {k: getattr(v, "_local_tensor", v).device.type for k, v in one.items()}
+        for one in (*optimizer.state.values(), *again.state.values())
+    ]
+    assert places.count(places[0]) == len(places)
+    return set(report.components.values()), train(fresh, again, device) == expected
+
+
+JOBS: dict[str, Any] = {"load": load, "resume": resume}
+
+
+def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
+    results = run_ranks(2, job, str(path), kind, *args, init=False, env=ENV, timeout=60)
+    assert [races for _, races, _ in results] == [[], []]
+    assert [used for _, _, used in results] == [{0}, {1}]
+    return [result for result, _, _ in results]
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
+def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str) -> None:
+    wanted = ({"cpu" if wrap == "offloaded" else "sim"}, True)
+    assert on_two_ranks(tmp_path, "load", wrap, strategy) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
+def test_ranks_go_on_bit_by_bit(tmp_path: Path, wrap: str, background: bool) -> None:
+    assert on_two_ranks(tmp_path, "resume", wrap, background) == [({"exact"}, True)] * 2
