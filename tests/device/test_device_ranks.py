@@ -1,4 +1,4 @@
-"""Two ranks, a simulated device each: loads, resumes and offloads over collectives on the device."""
+"""Two ranks, a simulated device each: loads, resumes and tiles, with collectives on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
 from anyrank.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(120)]
 WIDTH = 128
+CPU = torch.device("cpu")
 ENV = {"ANYRANK_READ_THREADS": "2"}
 
 
@@ -113,7 +121,37 @@ def resume(path: str, device: torch.device, wrap: str, background: bool) -> Any:
     return set(report.components.values()), train(fresh, again, device) == expected
 
 
-JOBS: dict[str, Any] = {"load": load, "resume": resume}
+class Reads(TorchDispatchMode):
+    """Counts the host's waits for a value on the device."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default and not args[0].is_cpu
+        self.num += func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU
+        return func(*args, **kwargs or {})
+
+
+def tiled(path: str, device: torch.device, rows: int) -> Any:
+    """A tensor-parallel MLP in tiles; on rank 1 of another length."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(device)
+    mesh = init_device_mesh("sim", (2,))
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    x = torch.randn(4, 8, device=device)
+    plain = net(x)
+    parallelize_module(net, mesh, plan)
+    anyrank.tile_(net, "", chunk_size=2, dim=0)
+    with Reads() as reads:
+        same = torch.allclose(net(x), plain, atol=1e-6) if rows == 4 else None
+    try:
+        net(torch.randn(rows if device.index else 4, 8, device=device))
+    except anyrank.RankError as error:
+        return reads.num, same, str(error)
+    return reads.num, same, ""
+
+
+JOBS: dict[str, Any] = {"load": load, "resume": resume, "tiled": tiled}
 
 
 def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
@@ -134,3 +172,10 @@ def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
 def test_ranks_go_on_bit_by_bit(tmp_path: Path, wrap: str, background: bool) -> None:
     assert on_two_ranks(tmp_path, "resume", wrap, background) == [({"exact"}, True)] * 2
+
+
+def test_numbers_of_tiles_are_compared_without_waiting_for_the_device(tmp_path: Path) -> None:
+    assert on_two_ranks(tmp_path, "tiled", 4) == [(0, True, "")] * 2
+    for reads, _, text in on_two_ranks(tmp_path, "tiled", 7):
+        assert reads == 0
+        assert "share its sharded parameters between 2 and 4" in text

@@ -1,4 +1,4 @@
-"""Builds the simulated device and runs a part of the tests of devices on it, in a process of its own:
+"""Builds the simulated device, and runs a part of the tests of devices on it in another process:
 where it is registered, it is every call's accelerator. All of them: `make device`.
 """
 
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.device.sim.build import build, why_not
 
 ROOT = Path(__file__).parents[2]
