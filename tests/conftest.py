@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.device.sim.build import why_not
+from tests.device.build_sim import why_not
 
 from anyrank.testing import close_pool
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.device.sim.build import build, why_not
+from tests.device.build_sim import build, why_not
 
 ROOT = Path(__file__).parents[2]
 # A rank whose device is not the current one, two threads, more than one slot's worth of bytes.

@@ -107,6 +107,7 @@ class Background:
                 for stream in streams.values():
                     stream.synchronize()
             self._check()
+            self.copied = {}
             if self.spoiled is not None:
                 raise self.spoiled
 
@@ -129,10 +130,8 @@ class Background:
             start = time.perf_counter()
             self.staged.wait()
             self.stall += time.perf_counter() - start
-        copied, self.copied = self.copied, {}
-        if copied:
-            self._check()
-        for device, event in copied.items():
+        self._check()
+        for device, event in self.copied.items():
             with torch.accelerator.device_index(device.index):
                 torch.accelerator.current_stream(device).wait_event(event)
 

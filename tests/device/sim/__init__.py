@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.device.sim.build import build
+from tests.device.build_sim import build
 
 
 def _extension() -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("sim.cpp")
-CACHE = Path(__file__).parents[3] / "build" / "sim"
+SOURCE = Path(__file__).parent / "sim" / "sim.cpp"
+CACHE = Path(__file__).parents[2] / "build" / "sim"
 TORCH = "2.13."  # whose C++ interface for backends the source is written against
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
