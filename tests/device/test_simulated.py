@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.device.build_sim import build, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def test_a_device_whose_copies_are_late_is_waited_for() -> None:
     if why_not():
         pytest.skip(why_not())
     build()
+    assert not hasattr(torch, "sim")  # nor in the process of all other tests
     command = [sys.executable, "-m", "pytest", "-q", "--device", "sim", *PART]
     run = subprocess.run(
         command,
