@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The rank's device. On the simulated device a test ends with no race and nothing pending, and
-    with a context on this device alone, or on those that the test is marked with.
+    """The rank's device. On the simulated device a test ends without a race, and with a context on
+    this device alone, unless it is marked for several.
     """
     kind = device_type(request.config)
     own = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))

@@ -183,9 +183,9 @@ def test_memory_of_another_stream_is_not_used_again_under_its_copy(device: torch
     maker = torch.Stream(device)
     net = nn.Sequential(Handing(maker), nn.Linear(256, 256)).to(device)
     values = torch.randn(512, 256, device=device)
-    plain = grads(net, net(values))
-    anyrank.recompute_(net, "*", offload=anyrank.Offload(1 << 26, keep_last=0, min_bytes=1))
     with torch.accelerator.device_index(device.index):
+        plain = grads(net, net(values))
+        anyrank.recompute_(net, "*", offload=anyrank.Offload(1 << 26, keep_last=0, min_bytes=1))
         current = torch.accelerator.current_stream(device)
         maker.wait_stream(current)
         with maker:

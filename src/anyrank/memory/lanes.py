@@ -14,11 +14,11 @@ class Lanes(Protocol):
     """Copies of one device. An event is that of a copy that has begun, None of one that is done."""
 
     def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event: ...
 
     def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event: ...
 
     def wait(self, event: Event) -> None:
@@ -29,10 +29,14 @@ class Lanes(Protocol):
 class AtOnce:
     """Copies that are done when the call returns."""
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> None:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
         target.copy_(source)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> None:
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
         target.copy_(source)
 
     def wait(self, event: Event) -> None:
@@ -47,7 +51,9 @@ class Streams:
         self.out = torch.Stream(device)
         self.back = torch.Stream(device)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> Event:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event:
         event = self.copy(self.out, target, source, after)
         # Memory of another stream than the one that waits for the copy: it may be used again there
         # when that wait is over. For memory of this stream the wait is enough, and this is nothing.
@@ -55,7 +61,7 @@ class Streams:
         return event
 
     def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event:
         event = self.copy(self.back, target, source, after)
         # It may be dropped before anything waits for the copy.
@@ -67,7 +73,7 @@ class Streams:
         stream: torch.Stream,
         target: torch.Tensor,
         source: torch.Tensor,
-        after: Iterable[Event],
+        after: Iterable[torch.Event],
     ) -> Event:
         # Read here, before the switch: the stream that has written the source, and that has used
         # the target's memory before.
