@@ -63,47 +63,49 @@ bool lazy() {
   return on;
 }
 
-std::recursive_mutex G;
+std::recursive_mutex everything;
 using Lock = std::lock_guard<std::recursive_mutex>;
 bool initialised = false;
 
 // ---- clocks, streams, events --------------------------------------------------------------------
-using VC = std::vector<uint64_t>;
-void join(VC& a, const VC& b) {
+using Clock = std::vector<uint64_t>;
+void join(Clock& a, const Clock& b) {
   if (a.size() < b.size()) a.resize(b.size());
   for (size_t i = 0; i < b.size(); i++) a[i] = std::max(a[i], b[i]);
 }
-uint64_t at(const VC& a, size_t i) { return i < a.size() ? a[i] : 0; }
+uint64_t at(const Clock& a, size_t i) { return i < a.size() ? a[i] : 0; }
 
-struct StreamS;
-struct Task {
+// A clock counts, for each stream, what is known to be over. A stream's own is what comes before
+// its next kernel; the host's is what the host has waited for.
+struct StreamState;
+struct Task {  // of a stream: a copy, or the wait for another stream's task `seq`
   std::function<void()> run;
-  StreamS* after = nullptr;
+  StreamState* after = nullptr;
   uint64_t seq = 0;
 };
-struct StreamS {
+struct StreamState {
   int dev, index;
   StreamId id;
-  std::deque<Task> tasks;
-  uint64_t enq = 0, done = 0;
-  VC vc;
+  std::deque<Task> tasks;        // that nothing has forced yet
+  uint64_t asked = 0, done = 0;  // tasks, by number
+  Clock clock;
 };
-struct Ev {
-  StreamS* s = nullptr;
+struct EventState {
+  StreamState* s = nullptr;
   uint64_t seq = 0;
-  VC vc;
+  Clock clock;
   double t = 0;
 };
-VC host;
-std::vector<std::unique_ptr<StreamS>> all_streams;
-std::map<std::pair<int, StreamId>, StreamS*> by_id;
+Clock host;
+std::vector<std::unique_ptr<StreamState>> all_streams;
+std::map<std::pair<int, StreamId>, StreamState*> by_id;
 std::atomic<int64_t> next_id{1};
 
-StreamS* stream_of(int dev, StreamId id) {
-  Lock l(G);
+StreamState* stream_of(int dev, StreamId id) {
+  Lock lock(everything);
   auto& s = by_id[{dev, id}];
   if (!s) {
-    all_streams.push_back(std::make_unique<StreamS>());
+    all_streams.push_back(std::make_unique<StreamState>());
     s = all_streams.back().get();
     s->dev = dev;
     s->id = id;
@@ -111,8 +113,8 @@ StreamS* stream_of(int dev, StreamId id) {
   }
   return s;
 }
-void run_until(StreamS* s, uint64_t seq) {
-  Lock l(G);
+void run_until(StreamState* s, uint64_t seq) {
+  Lock lock(everything);
   while (s->done < seq && !s->tasks.empty()) {
     Task t = std::move(s->tasks.front());
     s->tasks.pop_front();
@@ -121,13 +123,13 @@ void run_until(StreamS* s, uint64_t seq) {
     s->done++;
   }
 }
-void sync_stream(StreamS* s) {
-  Lock l(G);
-  run_until(s, s->enq);
-  join(host, s->vc);
+void sync_stream(StreamState* s) {
+  Lock lock(everything);
+  run_until(s, s->asked);
+  join(host, s->clock);
 }
 void sync_device(int dev) {
-  Lock l(G);
+  Lock lock(everything);
   for (size_t i = 0; i < all_streams.size(); i++)
     if (all_streams[i]->dev == dev) sync_stream(all_streams[i].get());
 }
@@ -136,10 +138,10 @@ thread_local int cur_dev = 0;
 thread_local std::map<int, StreamId> cur_stream;
 std::set<int> used_devices;  // those a context was made on
 void touch(int d) {
-  Lock l(G);
+  Lock lock(everything);
   used_devices.insert(d);
 }
-StreamS* current(int dev) {
+StreamState* current(int dev) {
   auto it = cur_stream.find(dev);
   return stream_of(dev, it == cur_stream.end() ? 0 : it->second);
 }
@@ -156,9 +158,9 @@ struct Block {
   uintptr_t base;
   size_t size, wanted;
   int dev;
-  StreamS* owner;  // dev -1: pinned host
-  std::set<StreamS*> users;
-  std::vector<std::pair<StreamS*, uint64_t>> until;
+  StreamState* owner;  // dev -1: pinned host
+  std::set<StreamState*> users;
+  std::vector<std::pair<StreamState*, uint64_t>> until;
   std::vector<Access> accesses;
 };
 struct Arena {
@@ -170,7 +172,7 @@ struct Arena {
 };
 std::vector<Arena> arenas;
 std::map<uintptr_t, Block*> blocks;  // by base
-std::map<std::tuple<int, StreamS*, size_t>, std::vector<Block*>> idle;
+std::map<std::tuple<int, StreamState*, size_t>, std::vector<Block*>> idle;
 std::vector<Block*> limbo;
 std::vector<Block*> idle_host;
 int64_t host_allocated = 0;
@@ -178,7 +180,7 @@ std::set<uintptr_t> registered;  // by host_register
 std::vector<std::string> lost;
 
 void init_arenas() {
-  Lock l(G);
+  Lock lock(everything);
   if (!arenas.empty()) return;
   arenas.resize(num_devices());
   for (auto& a : arenas) {
@@ -209,9 +211,9 @@ bool finished(Block* b) {
 Block* alloc_device(size_t n, int dev) {
   init_arenas();
   touch(dev);
-  Lock l(G);
+  Lock lock(everything);
   size_t size = rounded(n);
-  StreamS* s = current(dev);
+  StreamState* s = current(dev);
   for (size_t i = 0; i < limbo.size(); i++)
     if (limbo[i]->dev >= 0 && finished(limbo[i])) {
       Block* b = limbo[i];
@@ -219,9 +221,9 @@ Block* alloc_device(size_t n, int dev) {
       b->until.clear();
       // the allocator has queried the events: ordered
       for (auto& x : b->accesses) {
-        VC v(x.stream + 1);
+        Clock v(x.stream + 1);
         v[x.stream] = x.epoch;
-        join(b->owner->vc, v);
+        join(b->owner->clock, v);
       }
       idle[{b->dev, b->owner, b->size}].push_back(b);
     }
@@ -247,20 +249,20 @@ Block* alloc_device(size_t n, int dev) {
   return b;
 }
 void free_device(void* ctx) {
-  Lock l(G);
+  Lock lock(everything);
   Block* b = (Block*)ctx;
   arenas[b->dev].allocated -= b->size;
   if (b->users.empty()) {
     idle[{b->dev, b->owner, b->size}].push_back(b);
     return;
   }
-  for (auto* s : b->users) b->until.emplace_back(s, s->enq);
+  for (auto* s : b->users) b->until.emplace_back(s, s->asked);
   b->users.clear();
   limbo.push_back(b);
 }
 Block* alloc_host(size_t n) {
   init_arenas();
-  Lock l(G);
+  Lock lock(everything);
   size_t size = 4096;
   while (size < n) size *= 2;  // as CUDA's host allocator does
   for (size_t i = 0; i < idle_host.size(); i++)
@@ -278,9 +280,9 @@ Block* alloc_host(size_t n) {
   return blocks[b->base] = b;
 }
 void free_host(void* ctx) {
-  Lock l(G);
+  Lock lock(everything);
   Block* b = (Block*)ctx;
-  for (auto* s : b->users) b->until.emplace_back(s, s->enq);
+  for (auto* s : b->users) b->until.emplace_back(s, s->asked);
   b->users.clear();
   idle_host.push_back(b);
 }
@@ -288,7 +290,7 @@ void free_host(void* ctx) {
 // Memory of the caller's that is page-locked in place; the numbers are those of CUDA's errors.
 int host_register(uintptr_t p, size_t n) {
   touch(cur_dev);
-  Lock l(G);
+  Lock lock(everything);
   size_t low = p / 4096 * 4096, high = (p + n + 4095) / 4096 * 4096;
   for (auto& [base, b] : blocks)
     if (b->dev < 0 && base < high && low < base + b->size) return 712;
@@ -298,11 +300,11 @@ int host_register(uintptr_t p, size_t n) {
   return 0;
 }
 int host_unregister(uintptr_t p) {
-  Lock l(G);
+  Lock lock(everything);
   if (!registered.erase(p)) return 713;
   Block* b = blocks[p];
   for (auto* s : b->users)
-    if (s->done < s->enq) lost.push_back("page-locked memory was released with a copy in flight");
+    if (s->done < s->asked) lost.push_back("page-locked memory was released with a copy in flight");
   blocks.erase(p);
   delete b;
   return 0;
@@ -312,10 +314,10 @@ int host_unregister(uintptr_t p) {
 std::vector<std::string> found;
 std::vector<std::string> reports;
 thread_local std::vector<std::string> pending;
-std::string label(StreamS* s) {
+std::string label(StreamState* s) {
   return "sim:" + std::to_string(s->dev) + "/stream" + std::to_string(s->id);
 }
-void access(StreamS* s, uint64_t epoch, const void* p, size_t n, bool write,
+void access(StreamState* s, uint64_t epoch, const void* p, size_t n, bool write,
             const std::string& what) {
   if (!n) return;
   Block* b = block_of(p);
@@ -327,7 +329,7 @@ void access(StreamS* s, uint64_t epoch, const void* p, size_t n, bool write,
   std::vector<Access> rest;
   for (auto& x : b->accesses) {
     bool overlap = x.lo < hi && lo < x.hi,
-         ordered = x.stream == s->index || x.epoch <= at(s->vc, x.stream);
+         ordered = x.stream == s->index || x.epoch <= at(s->clock, x.stream);
     if (overlap && (write || x.write) && !ordered)
       pending.push_back(std::string(write ? "write" : "read") + " by " + what + " on " + label(s) +
                         " of " + (b->dev < 0 ? "pinned host" : "device") + " bytes [" +
@@ -358,13 +360,13 @@ void report() {
       PyErr_Clear();
     }
   }
-  Lock l(G);
+  Lock lock(everything);
   for (auto& m : mine) reports.push_back(m + "\n" + stack);
 }
-uint64_t launch(StreamS* s) {
-  join(s->vc, host);
-  if ((int)s->vc.size() <= s->index) s->vc.resize(s->index + 1);
-  return ++s->vc[s->index];
+uint64_t launch(StreamState* s) {
+  join(s->clock, host);
+  if ((int)s->clock.size() <= s->index) s->clock.resize(s->index + 1);
+  return ++s->clock[s->index];
 }
 
 // ---- guard --------------------------------------------------------------------------------------
@@ -389,7 +391,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* s = current(where(d));
     return wrap(s);
   }
-  static Stream wrap(StreamS* s) { return Stream(Stream::UNSAFE, Device(TYPE, s->dev), s->id); }
+  static Stream wrap(StreamState* s) { return Stream(Stream::UNSAFE, Device(TYPE, s->dev), s->id); }
   Stream getDefaultStream(Device d) const override { return wrap(stream_of(where(d), 0)); }
   Stream getNewStream(Device d, int) const override {
     touch(where(d));
@@ -402,61 +404,61 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   void* getStreamNativeHandle(const Stream s) const override { return of(s); }
-  static StreamS* of(const Stream& s) { return stream_of(s.device_index(), s.id()); }
+  static StreamState* of(const Stream& s) { return stream_of(s.device_index(), s.id()); }
   void record(void** e, const Stream& s, const DeviceIndex index,
               const c10::EventFlag) const override {
-    Lock l(G);
+    Lock lock(everything);
     touch(s.device_index());
     touch(cur_dev);  // CUDA goes back to it by a call that makes a context
     TORCH_CHECK(index == -1 || index == s.device_index(), "Event device index ", int(index),
                 " does not match recording stream's device index ", int(s.device_index()));
-    if (!*e) *e = new Ev;
-    auto* ev = (Ev*)*e;
+    if (!*e) *e = new EventState;
+    auto* ev = (EventState*)*e;
     auto* st = of(s);
     launch(st);
     ev->s = st;
-    ev->seq = st->enq;
-    ev->vc = st->vc;
+    ev->seq = st->asked;
+    ev->clock = st->clock;
     ev->t = std::chrono::duration<double, std::milli>(
                 std::chrono::steady_clock::now().time_since_epoch())
                 .count();
   }
   void block(void* e, const Stream& s) const override {
-    Lock l(G);
+    Lock lock(everything);
     if (!e) return;
     touch(cur_dev);  // as `record`
-    auto* ev = (Ev*)e;
+    auto* ev = (EventState*)e;
     auto* st = of(s);
-    join(st->vc, ev->vc);
+    join(st->clock, ev->clock);
     if (ev->s != st) {
       st->tasks.push_back({nullptr, ev->s, ev->seq});
-      st->enq++;
+      st->asked++;
     }
   }
   bool queryEvent(void* e) const override {
-    Lock l(G);
+    Lock lock(everything);
     if (!e) return true;
-    auto* ev = (Ev*)e;
+    auto* ev = (EventState*)e;
     bool was = ev->s->done >= ev->seq;
     run_until(ev->s, ev->seq);
-    if (was) join(host, ev->vc);
+    if (was) join(host, ev->clock);
     return was;
   }
-  void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete (Ev*)e; }
+  void destroyEvent(void* e, const DeviceIndex) const noexcept override { delete (EventState*)e; }
   bool queryStream(const Stream& s) const override {
-    Lock l(G);
+    Lock lock(everything);
     auto* st = of(s);
-    bool was = st->done >= st->enq;
-    run_until(st, st->enq);
+    bool was = st->done >= st->asked;
+    run_until(st, st->asked);
     return was;
   }
   void synchronizeStream(const Stream& s) const override { sync_stream(of(s)); }
   void synchronizeEvent(void* e) const override {
-    Lock l(G);
+    Lock lock(everything);
     if (!e) return;
-    auto* ev = (Ev*)e;
+    auto* ev = (EventState*)e;
     run_until(ev->s, ev->seq);
-    join(host, ev->vc);
+    join(host, ev->clock);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
     touch(d);
@@ -464,12 +466,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     sync_device(d);
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {
-    Lock l(G);
+    Lock lock(everything);
     auto* b = (Block*)p.get_context();
     if (b && b->owner != of(s)) b->users.insert(of(s));
   }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
-    return ((Ev*)b)->t - ((Ev*)a)->t;
+    return ((EventState*)b)->t - ((EventState*)a)->t;
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -490,7 +492,7 @@ struct DevAlloc final : c10::DeviceAllocator {
     Guard().recordDataPtrOnStream(p, s);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex d) override {
-    Lock l(G);
+    Lock lock(everything);
     init_arenas();
     c10::CachingDeviceAllocator::DeviceStats st;
     auto& a = arenas[d];
@@ -504,13 +506,13 @@ struct DevAlloc final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex d) override {
-    Lock l(G);
+    Lock lock(everything);
     init_arenas();
     arenas[d].peak = arenas[d].allocated;
     arenas[d].peak_reserved = arenas[d].reserved;
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) override {
-    Lock l(G);
+    Lock lock(everything);
     init_arenas();
     return {ARENA - arenas[d].used, ARENA};
   }
@@ -524,14 +526,14 @@ struct HostAlloc final : at::HostAllocator {
   }
   void copy_data(void* d, const void* s, size_t n) const override { memcpy(d, s, n); }
   bool record_event(void* p, void*, Stream s) override {
-    Lock l(G);
+    Lock lock(everything);
     auto* b = block_of(p);
     if (!b) return false;
     b->users.insert(Guard::of(s));
     return true;
   }
   void empty_cache() override {
-    Lock l(G);
+    Lock lock(everything);
     for (auto* b : idle_host) {
       if (!finished(b))
         for (auto& [s, q] : b->until) run_until(s, q);
@@ -548,7 +550,7 @@ struct HostAlloc final : at::HostAllocator {
 };
 HostAlloc host_alloc;
 bool is_pinned(const void* p) {
-  Lock l(G);
+  Lock lock(everything);
   auto* b = block_of(p);
   return b && b->dev < 0;
 }
@@ -613,7 +615,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     initialised = true;
   }
   bool hasPrimaryContext(DeviceIndex d) const override {
-    Lock l(G);
+    Lock lock(everything);
     return used_devices.count(d);
   }
   DeviceIndex deviceCount() const override { return num_devices(); }
@@ -628,7 +630,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &host_alloc; }
   Device getDeviceFromPtr(void* p) const override {
-    Lock l(G);
+    Lock lock(everything);
     auto* b = block_of(p);
     TORCH_CHECK(b && b->dev >= 0, "sim: not device memory");
     return Device(TYPE, b->dev);
@@ -680,7 +682,8 @@ std::pair<const void*, size_t> extent(const at::Tensor& t) {
   for (int64_t i = 0; i < t.dim(); i++) n += (t.size(i) - 1) * t.stride(i);
   return {(const char*)t.storage().data() + t.storage_offset() * t.itemsize(), n * t.itemsize()};
 }
-void touch_tensor(StreamS* s, uint64_t e, const at::Tensor& t, bool w, const std::string& what) {
+void touch_tensor(StreamState* s, uint64_t e, const at::Tensor& t, bool w,
+                  const std::string& what) {
   auto [p, n] = extent(t);
   if (n) access(s, e, p, n, w, what);
 }
@@ -704,13 +707,13 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dt));
 }
-void push(StreamS* s, std::function<void()> f) {
+void push(StreamState* s, std::function<void()> f) {
   s->tasks.push_back({std::move(f)});
-  s->enq++;
-  if (!lazy()) run_until(s, s->enq);
+  s->asked++;
+  if (!lazy()) run_until(s, s->asked);
 }
 void copy_bytes(void* dst, const void* src, size_t n) {  // device to device, in the current stream
-  Lock l(G);
+  Lock lock(everything);
   Block *a = block_of(dst), *b = block_of(src);
   auto* s = current(a->dev);
   auto e = launch(s);
@@ -755,7 +758,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst0, bool non_bl
     return dst0;
   }
   {
-    Lock l(G);
+    Lock lock(everything);
     auto* s = current(dev);
     auto e = launch(s);
     touch_tensor(s, e, src, false, "copy");
@@ -764,15 +767,15 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst0, bool non_bl
       auto* o = current(dev_of(dst));
       auto e2 = launch(o);
       (void)e2;
-      run_until(o, o->enq);
-      join(s->vc, o->vc);
-      run_until(s, s->enq);
+      run_until(o, o->asked);
+      join(s->clock, o->clock);
+      run_until(s, s->asked);
       on_host(dst).copy_(on_host(src));
-      join(o->vc, s->vc);
+      join(o->clock, s->clock);
       touch_tensor(o, launch(o), dst, true, "copy");
     } else if (sd && dd) {
       auto a = on_host(dst), b = on_host(src);
-      run_until(s, s->enq);
+      run_until(s, s->asked);
       a.copy_(b);
     } else {
       auto [hp, n] = extent(sd ? dst : src);
@@ -790,12 +793,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst0, bool non_bl
         auto bytes = std::make_shared<std::string>(hostp, n);
         push(s, [=] { memcpy(real, bytes->data(), bytes->size()); });
       } else {
-        run_until(s, s->enq);
+        run_until(s, s->asked);
         if (sd)
           memcpy(hostp, real, n);
         else
           memcpy(real, hostp, n);
-        join(host, s->vc);
+        join(host, s->clock);
       }
     }
   }
@@ -915,16 +918,16 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     if (!gen) continue;
     at::Generator g = v.isNone() ? gens()[dev] : v.toGenerator();
     if (g.device().type() == TYPE) {
-      Lock l(G);
+      Lock lock(everything);
       v = static_cast<Gen*>(g.unsafeGetGeneratorImpl())->next();
     }
   }
   {
-    Lock l(G);
+    Lock lock(everything);
     auto* s = current(dev);
     auto e = launch(s);
     for (auto& [t, w] : used) touch_tensor(s, e, t, w, name);
-    run_until(s, s->enq);
+    run_until(s, s->asked);
   }
   report();
   op.callBoxed(stack);
@@ -955,7 +958,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
         t.sizes(), t.strides(), &dev_alloc, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
         t.scalar_type());
     if (t.numel()) {
-      Lock l(G);
+      Lock lock(everything);
       auto* s = current(dev);
       auto e = launch(s);
       touch_tensor(s, e, r, true, name);
@@ -973,8 +976,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       for (const at::Tensor& t : v.toTensorVector()) l.push_back(home(t));
       v = std::move(l);
     } else if (v.isScalar()) {
-      Lock l(G);
-      join(host, current(dev)->vc);
+      Lock lock(everything);
+      join(host, current(dev)->clock);
     }  // item(): the host has waited
   }
   report();
@@ -1036,7 +1039,7 @@ struct Ccl final : c10d::Backend {
     if (t.device().type() != TYPE) return t;
     TORCH_CHECK(t.is_contiguous() || t.is_non_overlapping_and_dense(), "sim: dense tensors only");
     {
-      Lock l(G);
+      Lock lock(everything);
       auto* s = current(dev_of(t));
       auto e = launch(s);
       touch_tensor(s, e, t, w, "collective");
@@ -1181,7 +1184,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "used_devices",
       [](bool clear) {
-        Lock l(G);
+        Lock lock(everything);
         auto r = used_devices;
         if (clear) used_devices.clear();
         return r;
@@ -1190,11 +1193,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("host_register", &host_register);
   m.def("host_unregister", &host_unregister);
   m.def("registered", [] {
-    Lock l(G);
+    Lock lock(everything);
     return registered;
   });
   m.def("pending", [] {
-    Lock l(G);
+    Lock lock(everything);
     size_t n = 0;
     for (auto& s : all_streams) n += s->tasks.size();
     return n;
@@ -1203,7 +1206,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "races",
       [](bool clear) {
-        Lock l(G);
+        Lock lock(everything);
         auto r = reports;
         r.insert(r.end(), lost.begin(), lost.end());
         if (clear) lost.clear();
