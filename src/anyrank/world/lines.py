@@ -137,6 +137,6 @@ def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:
     except StoreLost as error:
         store.close()
         raise RankError(
-            f"{call}: rank {rank} could not connect to the ranks on {', '.join(met.hosts)} within {limit:.0f} s: "
-            f"{error}"
+            f"{call}: rank {rank} could not connect to the ranks on {', '.join(met.hosts)} within "
+            f"{limit:.0f} s: {error}"
         ) from error

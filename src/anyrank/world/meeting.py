@@ -182,9 +182,9 @@ class Meeting:
         while not self.store.has([f"{name}/complete"]):
             if time.monotonic() > end:
                 gone = [r for r, k in zip(self.ranks, self.posts, strict=True) if self.store.get(k)]
+                who = self.named(gone) if gone else "a rank"
                 raise RankError(
-                    f"{self.named(gone) if gone else 'a rank'} died while the ranks met in {self.call}: "
-                    "look at its log for the cause",
+                    f"{who} died while the ranks met in {self.call}: look at its log for the cause",
                     causes=dict.fromkeys(gone, "no answer"),
                 )
             time.sleep(pause)
