@@ -165,8 +165,9 @@ class _Converter:
                     config=self.model.config,
                     missing_keys=None,
                 )
-            except LoadError as error:
-                raise LoadError(f"{name}: {type(operation).__name__}: {error}") from error
+            except Exception as error:  # transformers' own code, and ours below it
+                what = str(error) if isinstance(error, LoadError) else repr(error)
+                raise LoadError(f"{name}: {type(operation).__name__}: {what}") from error
         full = name.replace("*.", "0.")
         head, _, tail = next(
             (full.partition(pattern) for pattern in values if pattern in full), ("", "", "")
