@@ -4,6 +4,7 @@ adapters.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -115,3 +116,31 @@ def test_real_adapters_that_differ_become_alike(tmp_path: Any) -> None:
     alike = [name for name, rule in report.initialised.items() if "different values" in rule]
     assert len(alike) == 2
     assert all("lora_A" in name for name in alike)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_adapters_trained_copy_leaves_the_original_module_alone(
+    tmp_path: Any, together: bool
+) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    save("llama", tmp_path / "base")
+    trained: Any = get_peft_model(build("llama"), copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    trained.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter" / "adapter_model.safetensors"
+    with anyrank.meta():
+        model: Any = get_peft_model(build("llama"), copy.deepcopy(config))
+    if together:
+        base = tmp_path / "base" / "model.safetensors"
+        anyrank.load(model, [base, adapter])
+    else:
+        anyrank.load(model, tmp_path / "base")
+        anyrank.load(model, adapter, missing="keep")
+    head = model.base_model.model.lm_head
+    theirs = trained.base_model.model.lm_head
+    saved = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head.original_module.weight, saved)
+    assert torch.equal(head.modules_to_save.default.weight, theirs.modules_to_save.default.weight)

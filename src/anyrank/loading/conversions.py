@@ -18,7 +18,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.loading.targets import Target, plain_class
-from anyrank.tensors.names import PEFT_PREFIX, candidates
+from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
 
@@ -45,7 +45,8 @@ def converted(
     for key, stored in listing.tensors.items():
         renamed = rename(key)
         direct = next((name for name in candidates(renamed) if name in live), None)
-        if direct is not None and not listing.format.startswith(FILE_NAMED):
+        live_named = not listing.format.startswith(FILE_NAMED) or of_adapter(renamed)
+        if direct is not None and live_named:
             tensors[renamed] = stored
         else:
             name = renamed if direct is None else direct

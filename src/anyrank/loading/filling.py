@@ -169,6 +169,9 @@ class Filling:
         answers = self.ranks.together("putting the weights in place", commit)
         self.measured = [measured for measured, _ in answers]
         self.renewed = sorted({name for _, renewed in answers for name in renewed})
+        self.ranks.together(
+            "running the modules' own code", lambda: self.prepared.own_code.run(self._filled())
+        )
         self._make_adapters_alike()
         self._move_buffers()
 
@@ -247,6 +250,8 @@ class Filling:
                 if stored.dtype != targets[i].dtype
             },
             renewed=self.renewed,
+            own_code=prepared.own_code.ran,
+            own_code_not_run=prepared.own_code.not_run,
             frozen=prepared.frozen,
             format=prepared.listing.format,
             strategy=prepared.decision.name,

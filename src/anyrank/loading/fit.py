@@ -16,6 +16,7 @@ from anyrank.files.formats import list_source
 from anyrank.files.listing import Listing, join
 from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.freeze import frozen_parts
+from anyrank.loading.own_code import OwnCode
 from anyrank.loading.strategy import Decision
 from anyrank.loading.targets import Target, find_targets
 from anyrank.tensors.held import Coordinates
@@ -71,6 +72,7 @@ class Prepared:
         ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
         frozen: frozen parts -> the source of their own that fills them.
         retie: tensors whose declared tie was broken -> the tensor to hang in their place.
+        own_code: of modules that load_state_dict would have run.
         decision: who reads.
         buffer_bytes: staging memory; the smallest that any rank has, since exchanges need one size.
         coordinates: of every rank, by global rank.
@@ -89,6 +91,7 @@ class Prepared:
     ignored: list[str]
     frozen: dict[str, str]
     retie: dict[int, int]
+    own_code: OwnCode
     decision: Decision = field(init=False)
     coordinates: dict[int, Coordinates] = field(init=False)
     buffer_bytes: int = field(init=False)
@@ -126,6 +129,8 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     absent = [i for i in missing if not targets[i].adapter]
     problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
     if problems:
+        if listing.skipped:
+            problems.append(_listed("not looked at in the source", list(listing.skipped)))
         where = listing.files[0].path if listing.files else "the source"
         where = "the table" if listing.format == "memory" else where
         title = f"{where} ({listing.format}) does not fit the model:"
@@ -135,7 +140,18 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     keep = sorted(set(missing).difference(initialise))
     found.missing = absent
     return Prepared(
-        targets, listing, seed, stored, compared, initialise, keep, found, ignored, frozen, retie
+        targets,
+        listing,
+        seed,
+        stored,
+        compared,
+        initialise,
+        keep,
+        found,
+        ignored,
+        frozen,
+        retie,
+        OwnCode(model, listing, renamer(options.rename)),
     )
 
 
@@ -253,10 +269,33 @@ def _problems(
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:
-        line = _misfit(targets[index], tensor, options.cast)
+        line = _unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
         if line:
             lines.append(line)
     return lines
+
+
+def _unwritable(target: Target) -> str | None:
+    """Why the memory of a real tensor cannot take values one by one."""
+    tensor = target.tensor
+    if target.is_meta or target.layout is not None:
+        return None
+    if tensor.is_inference():
+        return (
+            f"{target.name}: is an inference tensor, which cannot be written to: build the model "
+            "outside torch.inference_mode()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            f"{target.name}: is a conj or neg view, whose values are not those of its bytes: give "
+            "the model the result of .resolve_conj().resolve_neg()"
+        )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in pairs):
+        return (
+            f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
+        )
+    return None
 
 
 def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:

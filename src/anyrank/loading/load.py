@@ -124,6 +124,10 @@ def _tell(report: LoadReport, ranks: Ranks) -> None:
         ("given first values, being absent from the source", list(report.initialised)),
         ("kept as they were, being absent from the source", report.kept),
         ("ignored, having no place in the model", report.unexpected),
+        (
+            "or modules with load_state_dict code of their own",
+            [f"{name} {reason}" for name, reason in report.own_code_not_run.items()],
+        ),
         ("made new objects, as something else referred to the meta tensor", report.renewed),
         ("not finite", list(report.nonfinite)),
     ):

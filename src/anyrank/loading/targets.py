@@ -10,9 +10,11 @@ from functools import cache
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from anyrank.errors import LoadError
 from anyrank.tensors.held import Held, layout_of
 from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
 
@@ -69,9 +71,15 @@ def find_targets(model: nn.Module) -> list[Target]:
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            raise LoadError(
+                f"{path or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose "
+                "flat parameters are not the model's: load before it is wrapped, or use "
+                "fully_shard (FSDP2)"
+            )
     found: dict[int, Target] = {}
     for place, kind, frozen in _walk(model):
         tensor = getattr(place.module, place.attribute)
@@ -81,6 +89,11 @@ def find_targets(model: nn.Module) -> list[Target]:
             if known.kind == "derived" and kind != "derived":
                 known.kind = kind
             continue
+        if is_lazy(tensor):
+            raise LoadError(
+                f"{place.name}: is a lazy parameter without a shape: run the model once on an "
+                "input, or build it with its sizes"
+            )
         layout, coordinate = layout_of(tensor, place.names[0])
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)

@@ -80,6 +80,11 @@ def candidates(key: str) -> Iterator[str]:
     yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
 
 
+def of_adapter(key: str) -> bool:
+    """Whether a key is one that PEFT saved, and so never of a base model by itself."""
+    return key.removeprefix("module.").startswith(PEFT_PREFIX)
+
+
 # Names under which training scripts keep the weights in a checkpoint of several parts.
 NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
 
@@ -128,8 +133,9 @@ class Match:
 def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str], str]) -> Match:
     """Give each wanted tensor its key.
 
-    One key may fill several tensors that answer to the same name (a copy that an adapter keeps). A
-    tied tensor takes the key of its first place that has one.
+    One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
+    a key of an adapter fills the adapter's copy alone, and before a key of the base does. A tied
+    tensor takes the key of its first place that has one.
 
     Raises:
         LoadError: two keys mean the same place.
@@ -141,14 +147,18 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
                 places.setdefault(name, []).append((index, place))
     found: dict[tuple[int, int], str] = {}
     result = Match()
-    for key in keys:
-        renamed = rename(key)
-        hits = next((places[name] for name in candidates(renamed) if name in places), None)
+    renamed = {key: rename(key) for key in keys}
+    adapters = {key for key, name in renamed.items() if of_adapter(name)}
+    for key in sorted(renamed, key=lambda key: key not in adapters):
+        hits = next((places[n] for n in candidates(renamed[key]) if n in places), None)
         if hits is None:
             result.unexpected.append(key)
             continue
-        for hit in dict.fromkeys(hits):
+        copies = [hit for hit in hits if "original_module" not in wanted[hit[0]].names[hit[1]][0]]
+        for hit in dict.fromkeys(copies if key in adapters and copies else hits):
             if hit in found:
+                if found[hit] in adapters and key not in adapters and len(hits) > 1:
+                    continue
                 name = wanted[hit[0]].names[hit[1]][0]
                 raise LoadError(f"both {found[hit]} and {key} of the file mean {name}: rename one")
             found[hit] = key
@@ -156,9 +166,9 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
         first = result.keys.setdefault(index, key)
         if first != key:
             result.doubled[key] = first
-    direct = dict(result.keys)
+    direct = {index: key for index, key in result.keys.items() if key not in adapters}
     for index, want in enumerate(wanted):
-        if index not in direct:
+        if index not in result.keys:
             key = _key_of_twin(index, want, places, direct)
             if key is None:
                 result.missing.append(index)
