@@ -12,6 +12,7 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.reader import Reader
 from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.buffers import rebuilt_values
+from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.fit import Prepared
 from anyrank.loading.freeze import remember
@@ -136,6 +137,8 @@ class Filling:
 
     def _initialise(self, index: int) -> None:
         target = self.prepared.targets[index]
+        if is_magnitude(target):  # computed from the base weights, once they are in place
+            return
         rule = self.initialiser.fill(target, self._local(index))
         if rule is None:
             raise LoadError(
@@ -172,8 +175,17 @@ class Filling:
         self.ranks.together(
             "running the modules' own code", lambda: self.prepared.own_code.run(self._filled())
         )
+        self._recompute_magnitudes()
         self._make_adapters_alike()
         self._move_buffers()
+
+    def _recompute_magnitudes(self) -> None:
+        """Those of new adapters of DoRA; all ranks have the same ones."""
+        targets = self.prepared.targets
+        for indices, trained_too in ((self.prepared.initialise, True), (self.prepared.keep, False)):
+            mine = [targets[index] for index in indices if is_magnitude(targets[index])]
+            if mine:
+                self.rules.update(recompute_magnitudes(mine, trained_too))
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""

@@ -12,6 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.buffers import rebuilt_values
+from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.replace import Replacement, replace
@@ -59,12 +60,17 @@ def materialize(
         initialiser = Initialiser(model, seed, rule)
         rules: dict[str, str] = {}
         fresh: list[tuple[Target, torch.Tensor]] = []
+        magnitudes: list[Target] = []
 
         def fill() -> None:
             lost: list[str] = []
             for target in mine:
                 if target.is_meta and target.kind != "derived":
                     local = allocate(target, device_for(target, place))
+                    if is_magnitude(target):  # computed from what is put in place
+                        magnitudes.append(target)
+                        fresh.append((target, local))
+                        continue
                     name = initialiser.fill(target, local)
                     fresh.append((target, local))
                     lost += [target.name] if name is None else []
@@ -85,6 +91,7 @@ def materialize(
             return replace(replacements)
 
         renewed = ranks.together("putting the values in place", commit)
+        rules.update(recompute_magnitudes(magnitudes, trained_too=True))
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(

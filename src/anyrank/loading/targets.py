@@ -144,6 +144,8 @@ def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]
         short = [p for p in parts if p not in known]
         if len(known) == 1 and len(short) != len(parts):
             names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
+            if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+                names.append(".".join(short[:-1]))
     return tuple(dict.fromkeys(names))
 
 
