@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,16 @@ def test_weights_beside_a_stray_tensor_are_found(tmp_path: Path) -> None:
         anyrank.load(nn.Linear(3, 3), tmp_path / "w.pth")
     with pytest.raises(anyrank.LoadError, match=r"source\['state_dict'\]"):
         anyrank.load(nn.Linear(2, 2), kept)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pythons_collector_is_as_it_was_after_a_load(enabled: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict())
+        with pytest.raises(anyrank.LoadError):
+            anyrank.load(nn.Linear(2, 2), {"x": torch.ones(1)})
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()

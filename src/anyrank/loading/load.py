@@ -13,7 +13,7 @@ from torch import nn
 from anyrank.files.formats import Source
 from anyrank.loading.filling import Filling
 from anyrank.loading.fit import Options, Prepared
-from anyrank.loading.measure import Meter
+from anyrank.loading.measure import Meter, collector_paused
 from anyrank.loading.prepare import prepare
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
@@ -28,6 +28,7 @@ from anyrank.world.ranks import Ranks, open_ranks
 log = logging.getLogger("anyrank.load")
 
 
+@collector_paused()
 def load(
     model: nn.Module,
     source: Source | None,
