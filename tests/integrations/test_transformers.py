@@ -4,6 +4,7 @@ adapters.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -115,3 +116,91 @@ def test_real_adapters_that_differ_become_alike(tmp_path: Any) -> None:
     alike = [name for name, rule in report.initialised.items() if "different values" in rule]
     assert len(alike) == 2
     assert all("lora_A" in name for name in alike)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_adapters_trained_copy_leaves_the_original_module_alone(
+    tmp_path: Any, together: bool
+) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    save("llama", tmp_path / "base")
+    trained: Any = get_peft_model(build("llama"), copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    trained.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter" / "adapter_model.safetensors"
+    with anyrank.meta():
+        model: Any = get_peft_model(build("llama"), copy.deepcopy(config))
+    if together:
+        base = tmp_path / "base" / "model.safetensors"
+        anyrank.load(model, [base, adapter])
+    else:
+        anyrank.load(model, tmp_path / "base")
+        anyrank.load(model, adapter, missing="keep")
+    head = model.base_model.model.lm_head
+    theirs = trained.base_model.model.lm_head
+    saved = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head.original_module.weight, saved)
+    assert torch.equal(head.modules_to_save.default.weight, theirs.modules_to_save.default.weight)
+
+
+DORA = {"r": 2, "target_modules": ["q_proj", "embed_tokens"], "use_dora": True}
+
+
+def dora(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(**DORA))
+
+
+def job_dora(folder: str, start: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    if start == "real":
+        model = dora(build("llama"))
+    else:
+        with anyrank.meta():
+            model = dora(build("llama"))
+        if start == "sharded":
+            shard(model.base_model.model)
+    anyrank.load(model, folder)
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("start", ["real", "meta", "sharded"])
+def test_a_new_dora_adapter_does_nothing_on_the_base_that_was_loaded(
+    tmp_path: Any, start: str
+) -> None:
+    torch.manual_seed(1)
+    save("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for state in run_ranks(2, job_dora, str(tmp_path), start, timeout=40):
+        for name, magnitude in state.items():
+            if "q_proj.lora_magnitude_vector" in name:
+                key = plain_name(name).partition(".lora_")[0] + ".weight"
+                wanted = torch.linalg.norm(weights[key], dim=1)
+                torch.testing.assert_close(magnitude, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_trained_dora_adapter_loads_with_its_base_and_keeps_its_magnitudes(
+    tmp_path: Any, on_meta: bool
+) -> None:
+    save("llama", tmp_path / "base")
+    trained = dora(type(build("llama")).from_pretrained(tmp_path / "base"))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = dora(build("llama"))
+    files = [
+        tmp_path / "base" / "model.safetensors",
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    ]
+    anyrank.load(model, files)
+    if not on_meta:
+        anyrank.load(model, files[0])  # the base again: the adapter is trained, and stays
+    wanted = trained.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name

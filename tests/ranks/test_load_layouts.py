@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.testing import run_ranks
+from anyrank.testing import RanksFailed, run_ranks
 
 SIZES = {"even": {"width": 8, "hidden": 12}, "uneven": {"width": 7, "hidden": 9}}
 
@@ -103,3 +105,59 @@ def test_load_before_and_after_wrapping_in_ddp(tmp_path: Any, order: str) -> Non
         for name, value in reference().state_dict().items():
             assert torch.equal(weights[name], value), name
         assert report.tensors == len(reference().state_dict()) - 1
+
+
+class Halved(nn.Linear):
+    """Its checkpoints hold half of the weight, which a hook of its own sees to."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_load_state_dict_pre_hook(self.convert)
+
+    @staticmethod
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+
+def job_own_code(wrap: str) -> Any:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(Halved(4, 4), nn.Linear(4, 4))
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    net = fully_shard(net) if wrap == "fsdp" else DistributedDataParallel(net)
+    report = anyrank.load(net, state)
+    weight: Any = dict(net.named_parameters())["0.weight" if wrap == "fsdp" else "module.0.weight"]
+    weight = weight.full_tensor() if wrap == "fsdp" else weight
+    return (
+        report.own_code,
+        list(report.own_code_not_run),
+        (weight / state["0.weight"]).mean().item(),
+    )
+
+
+def test_a_modules_own_load_hook_runs_where_it_is_whole_and_is_named_where_not() -> None:
+    assert run_ranks(2, job_own_code, "ddp") == [(["0"], [], 2.0)] * 2
+    assert run_ranks(2, job_own_code, "fsdp") == [([], ["0"], 1.0)] * 2
+
+
+def job_own_copy(folder: str, verify: bool) -> Any:
+    here = os.getcwd()
+    os.chdir(f"{folder}/{torch.distributed.get_rank()}")  # as on disks of its own
+    try:
+        model = nn.Linear(40, 40)
+        anyrank.load(model, "w.pt", verify=verify)
+        return model.weight.detach().clone()
+    finally:
+        os.chdir(here)
+
+
+def test_each_machine_may_have_a_copy_of_the_file_of_its_own(tmp_path: Any) -> None:
+    state = nn.Linear(40, 40).state_dict()
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        torch.save(state, tmp_path / f"{rank}" / "w.pt")
+        os.utime(tmp_path / f"{rank}" / "w.pt", (rank, rank))
+    for weight in run_ranks(2, job_own_copy, str(tmp_path), True):
+        assert torch.equal(weight, state["weight"])
+    torch.save(nn.Linear(40, 40).state_dict(), tmp_path / "1" / "w.pt")
+    with pytest.raises(RanksFailed, match="is another file here than where its header"):
+        run_ranks(2, job_own_copy, str(tmp_path), False)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anyrank.errors import LoadError
 from anyrank.files import dcp, huggingface, run_folder, safetensors, torch_file
-from anyrank.files.listing import FileInfo, Listing, join
-from anyrank.files.storage import Storage, read_range, storage_for
+from anyrank.files.listing import (
+    EXTRA_STATE,
+    FileInfo,
+    Listing,
+    extra_of,
+    join,
+    versions_of,
+)
+from anyrank.files.storage import Storage, digest_of_ends, read_range, storage_for
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -45,11 +53,28 @@ def list_source(source: Source) -> Listing:
     if isinstance(source, Mapping):
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
-        return _list_path(os.fspath(source))
+        return _with_ends(_list_path(os.fspath(source)))
     listings = [_list_path(os.fspath(path)) for path in source]
     if not listings:
         raise LoadError("the list of source files is empty")
-    return join(", ".join(sorted({one.format for one in listings})), listings)
+    return _with_ends(join(", ".join(sorted({one.format for one in listings})), listings))
+
+
+def _with_ends(listing: Listing) -> Listing:
+    """The listing, by which other machines know their own copies of its local files."""
+    return replace(listing, files=tuple(map(_file_with_ends, listing.files)))
+
+
+def _file_with_ends(info: FileInfo) -> FileInfo:
+    if not info.place:
+        return info
+    file = storage_for(info.path).open(info.path)
+    try:
+        return replace(info, ends=digest_of_ends(file, info))
+    except OSError as error:
+        raise LoadError(f"{info.path}: cannot be read: {error}") from error
+    finally:
+        file.close()
 
 
 def _list_path(path: str) -> Listing:
@@ -81,6 +106,11 @@ def _file_lister(storage: Storage, path: str) -> Callable[[Storage, str], Listin
     raise LoadError(f"{path}: unknown format; anyrank reads {', '.join(FILES)} and folders of them")
 
 
+def _tensors_in(value: Any) -> int:
+    table: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    return sum(isinstance(tensor, torch.Tensor) for tensor in table.values())
+
+
 def list_memory(tensors: Mapping[str, Any]) -> Listing:
     """A table of tensors in memory: each is its own "file", its storage the bytes.
 
@@ -90,8 +120,10 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
     skipped: list[str] = []
-    if not any(isinstance(value, torch.Tensor) for value in tensors.values()):
-        inner = next((name for name in NESTED if isinstance(tensors.get(name), Mapping)), None)
+    extras: dict[str, tuple[Any] | None] = {}
+    direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
+    inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
+    if inner is not None or not direct:
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
             raise LoadError(f"the table holds no tensors, only {keys}: give the table of weights")
@@ -101,9 +133,13 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         )
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            skipped.append(f"{key}: not a tensor")
+            if key.rsplit(".", 1)[-1] == EXTRA_STATE:
+                extras[key] = extra_of(value)
+            else:
+                skipped.append(f"{key}: not a tensor")
             continue
-        if value.layout != torch.strided or hasattr(value, "placements") or value.is_meta:
+        wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
+        if value.layout != torch.strided or wraps or value.is_meta:
             raise LoadError(
                 f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
                 "no bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
@@ -113,4 +149,5 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
         stored[key] = StoredTensor(key, shape, value.dtype, (chunk,))
         files.append(FileInfo(key, value.numel() * value.element_size(), "", in_memory=True))
-    return Listing("memory", tuple(files), stored, skipped=tuple(skipped))
+    made = Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
+    return replace(made, versions=versions_of(tensors))

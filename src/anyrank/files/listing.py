@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
@@ -20,6 +21,8 @@ class FileInfo:
         version: modification time in ns, or an object store's tag.
         sha256: digest that the file's publisher gave, where one is known.
         in_memory: the bytes are a tensor's, not a file's.
+        place: machine and file number of a local file; another place holds another copy.
+        ends: digest of a local file's first and last bytes, by which copies are known for equal.
     """
 
     path: str
@@ -27,6 +30,8 @@ class FileInfo:
     version: str
     sha256: str | None = None
     in_memory: bool = False
+    place: str = ""
+    ends: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Listing:
         metadata: free text that the format carries.
         skipped: files and keys that were passed over by rule, each with the reason.
         checksums: of byte ranges, where the format has them.
+        extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
+        versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
     """
 
     format: str
@@ -68,6 +75,8 @@ class Listing:
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     skipped: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
+    extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
+    versions: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +85,7 @@ class Listing:
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
         """The same files, other names or views."""
-        return Listing(
-            self.format, self.files, tensors, self.metadata, self.skipped, self.checksums
-        )
+        return replace(self, tensors=tensors)
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
@@ -91,12 +98,16 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     checksums: list[Checksum] = []
+    extras: dict[str, tuple[Any] | None] = {}
+    versions: dict[str, int] = {}
     passed = list(skipped)
     for listing in listings:
         base = len(files)
         files += listing.files
         metadata.update(listing.metadata)
         passed += listing.skipped
+        extras.update(listing.extras)
+        versions.update(listing.versions)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         for key, stored in listing.tensors.items():
             if key in tensors:
@@ -106,4 +117,43 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
                     "give only the files that belong together"
                 )
             tensors[key] = stored.in_file(base)
-    return Listing(format_name, tuple(files), tensors, metadata, tuple(passed), tuple(checksums))
+    return Listing(
+        format_name,
+        tuple(files),
+        tensors,
+        metadata,
+        tuple(passed),
+        tuple(checksums),
+        extras,
+        versions,
+    )
+
+
+EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns
+
+
+def extra_of(value: Any) -> tuple[Any] | None:
+    """A module's extra state as `Listing.extras` keeps it."""
+    return (value,) if _is_plain(value) else None
+
+
+def versions_of(table: Any) -> dict[str, int]:
+    """The versions that `nn.Module.state_dict` hangs on its result."""
+    given = getattr(table, "_metadata", None)
+    found: dict[str, int] = {}
+    if isinstance(given, dict):
+        for path, about in cast("dict[Any, Any]", given).items():
+            version = cast("dict[Any, Any]", about).get("version") if isinstance(about, dict) else 0
+            if isinstance(path, str) and isinstance(version, int) and version:
+                found[path] = version
+    return found
+
+
+def _is_plain(value: Any, depth: int = 16) -> bool:
+    if isinstance(value, (list, tuple, dict)) and depth:
+        parts: Any = value
+        inner = [*parts.keys(), *parts.values()] if isinstance(value, dict) else parts
+        return type(parts) in (list, tuple, dict, OrderedDict) and all(
+            _is_plain(part, depth - 1) for part in inner
+        )
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)

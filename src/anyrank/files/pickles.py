@@ -12,11 +12,12 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from anyrank.errors import LoadError, UnsafeFile
+from anyrank.files.listing import EXTRA_STATE, extra_of
 from anyrank.tensors.names import NESTED
 
 
@@ -31,13 +32,18 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as a strided view of a storage; offset and strides in elements."""
+    """A tensor as a strided view of a storage; offset and strides in elements.
+
+    Attributes:
+        views: "conj" and "neg", where the values are those of the bytes only after that.
+    """
 
     storage: StorageRef
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    views: tuple[str, ...] = ()
 
 
 class Inert:
@@ -123,7 +129,9 @@ INERT_MODULES = (
 
 def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> TensorRef:
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    return TensorRef(storage, dtype, int(offset), tuple(size), tuple(stride))
+    flags: Any = next((item for item in rest[2:] if isinstance(item, dict)), {})
+    views = tuple(str(name) for name, is_set in flags.items() if is_set)
+    return TensorRef(storage, dtype, int(offset), tuple(size), tuple(stride), views)
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
@@ -214,27 +222,49 @@ def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any
     return TensorUnpickler(io.BytesIO(data), path, extra).tree()
 
 
-def find_weights(tree: Any, path: str) -> dict[str, TensorRef]:
-    """The table of weights in a checkpoint: the tree itself, or its first entry named in NESTED.
+def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
+    """The table of weights in a checkpoint, and what else it holds.
+
+    It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
+    do, the one with more of them: a generator's state lies beside the table of weights.
 
     Raises:
         LoadError: there is none.
     """
     if isinstance(tree, TensorRef):
-        return {"": tree}
-    if isinstance(tree, dict):
-        flat = dict(_tensors(tree))
-        if any("." not in key or key in tree for key in flat):
-            return {key: ref for key, ref in flat.items() if key in tree}
-        for name in NESTED:
-            if isinstance(tree.get(name), dict) and (found := dict(_tensors(tree[name]))):
-                return found
-        keys = ", ".join(str(key) for key in list(tree)[:20])
-        raise LoadError(
-            f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
-            "give the table itself, as torch.load(path, weights_only=True)[key]"
-        )
-    raise LoadError(f"{path}: holds a {type(tree).__name__}, not a table of weights")
+        return {"": tree}, []
+    if not isinstance(tree, dict):
+        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a table of weights")
+    entries = cast("dict[Any, Any]", tree)
+    direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
+    for name in NESTED:
+        inner = entries.get(name)
+        if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
+            return inner, [str(key) for key in entries if key != name]
+    if direct:
+        extras = extras_of(entries)
+        return entries, [str(k) for k in entries if k not in direct and str(k) not in extras]
+    keys = ", ".join(str(key) for key in list(entries)[:20])
+    raise LoadError(
+        f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
+        "give the table itself, as torch.load(path, weights_only=True)[key]"
+    )
+
+
+def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
+    """The tensors of a table of weights: its own, or where it has none, those of nested tables."""
+    if any(isinstance(value, TensorRef) for value in table.values()):
+        return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
+    return dict(_tensors(table))
+
+
+def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
+    """Extra state of modules that stands among the weights and is no tensor."""
+    return {
+        str(key): extra_of(value)
+        for key, value in table.items()
+        if str(key).rsplit(".", 1)[-1] == EXTRA_STATE and not isinstance(value, TensorRef)
+    }
 
 
 def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:

@@ -17,7 +17,7 @@ import torch
 from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import OpenFile, read_exactly, storage_for
+from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
 from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.plan import Block, Read, blocks, cut_dense, plan_reads
 from anyrank.tensors.spec import StoredTensor
@@ -105,11 +105,18 @@ class Reader:
                 self.opened[number] = storage.open(info.path)
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
-            if (now.size, now.version) != (info.size, info.version):
+            same = (now.size, now.version) == (info.size, info.version)
+            if same or is_copy(self.opened[number], now, info):
+                continue
+            if now.place != info.place:
                 raise LoadError(
-                    f"{info.path}: changed since its header was read ({info.size} bytes then, "
-                    f"{now.size} now): something is writing to it; load again when it is done"
+                    f"{info.path}: is another file here than where its header was read "
+                    f"({info.size} bytes there, {now.size} here): give all machines the same file"
                 )
+            raise LoadError(
+                f"{info.path}: changed since its header was read ({info.size} bytes then, "
+                f"{now.size} now): something is writing to it; load again when it is done"
+            )
 
     def run(self, jobs: Sequence[Job], first_file: int = 0) -> None:
         """Fill every job's destination from files that are open, in order from `first_file` on.

@@ -7,9 +7,9 @@ import struct
 import zipfile
 from typing import Any
 
-from anyrank.errors import UnsafeFile
+from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files import pickles
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.listing import Checksum, FileInfo, Listing, versions_of
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -68,9 +68,18 @@ def list_file(storage: Storage, path: str) -> Listing:
         file.close()
     if isinstance(tree, dict) and "pytorch-lightning_version" in tree:
         name = "lightning"
-    refs = pickles.find_weights(tree, path)
+    table, others = pickles.find_table(tree, path)
+    refs = pickles.refs_of(table)
     tensors = {key: stored_tensor(key, ref, places, info, path) for key, ref in refs.items()}
-    return Listing(name, (info,), tensors, checksums=checksums)
+    return Listing(
+        name,
+        (info,),
+        tensors,
+        checksums=checksums,
+        skipped=tuple(f"{key}: not among the weights" for key in others),
+        extras=pickles.extras_of(table),
+        versions=versions_of(table),
+    )
 
 
 def stored_tensor(
@@ -79,8 +88,14 @@ def stored_tensor(
     """A tensor of a pickle, bound to the bytes of its storage.
 
     Raises:
+        LoadError: a conj or neg view.
         UnsafeFile: the view reaches outside its storage, or the storage outside the file.
     """
+    if ref.views:
+        raise LoadError(
+            f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose values are not "
+            "those of its bytes: save it after .resolve_conj() and .resolve_neg()"
+        )
     if ref.storage.key not in places:
         raise UnsafeFile(f"{path}: {key}: its storage {ref.storage.key!r} is not in the file")
     start, size = places[ref.storage.key]

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from anyrank.files.formats import Source
 from anyrank.loading.filling import Filling
 from anyrank.loading.fit import Options, Prepared
-from anyrank.loading.measure import Meter
+from anyrank.loading.measure import Meter, collector_paused
 from anyrank.loading.prepare import agree_on_options, prepare
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
@@ -27,6 +28,7 @@ from anyrank.world.ranks import Ranks, open_ranks
 log = logging.getLogger("anyrank.load")
 
 
+@collector_paused()
 def load(
     model: nn.Module,
     source: Source | None,
@@ -82,7 +84,8 @@ def load(
             on all ranks.
     """
     meter = Meter()
-    with open_ranks(process_group, "load()") as ranks:
+    # Under inference mode new parameters would never get gradients.
+    with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
         options = agree_on_options(
             ranks,
             "load",
@@ -135,6 +138,11 @@ def _tell(report: LoadReport, ranks: Ranks) -> None:
         ("given first values, being absent from the source", list(report.initialised)),
         ("kept as they were, being absent from the source", report.kept),
         ("ignored, having no place in the model", report.unexpected),
+        (
+            "or modules with load_state_dict code of their own",
+            [f"{name} {reason}" for name, reason in report.own_code_not_run.items()],
+        ),
+        ("made new objects, as something else referred to the meta tensor", report.renewed),
         ("not finite", list(report.nonfinite)),
     ):
         if items:

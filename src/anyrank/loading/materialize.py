@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
-from anyrank.loading.buffers import rebuild
+from anyrank.loading.allocate import allocate, default_device, device_for
+from anyrank.loading.buffers import rebuilt_values
+from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
+from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target, find_targets
 from anyrank.world.group import Group
@@ -51,7 +53,7 @@ def materialize(
             all ranks, and nothing is changed.
     """
     meter = Meter()
-    with open_ranks(process_group, "materialize()") as ranks:
+    with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
         ranks.same_arguments("materialize", {"init": init}, LoadError)
         seed = ranks.gather(torch.initial_seed())[0]
         mine: list[Target] = []
@@ -62,12 +64,17 @@ def materialize(
         initialiser = Initialiser(model, seed, rule)
         rules: dict[str, str] = {}
         fresh: list[tuple[Target, torch.Tensor]] = []
+        magnitudes: list[Target] = []
 
         def fill() -> None:
             lost: list[str] = []
             for target in mine:
                 if target.is_meta and target.kind != "derived":
                     local = allocate(target, device_for(target, place))
+                    if is_magnitude(target):  # computed from what is put in place
+                        magnitudes.append(target)
+                        fresh.append((target, local))
+                        continue
                     name = initialiser.fill(target, local)
                     fresh.append((target, local))
                     lost += [target.name] if name is None else []
@@ -81,17 +88,20 @@ def materialize(
 
         ranks.together("initialising", fill)
 
-        def commit() -> None:
-            for target, local in fresh:
-                put_in_place(target, local)
+        rebuilt, replacements = rebuilt_values(mine, ranks, initialiser, place)
 
-        rebuilt = rebuild(mine, ranks, initialiser, place)
-        ranks.together("putting the values in place", commit)
+        def commit() -> list[str]:
+            replacements.extend(Replacement(target, local) for target, local in fresh)
+            return replace(replacements)
+
+        renewed = ranks.together("putting the values in place", commit)
+        rules.update(recompute_magnitudes(magnitudes, trained_too=True))
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(
         initialised=rules,
         rebuilt=rebuilt,
+        renewed=sorted({name for names in renewed for name in names}),
         format="first values",
         strategy="own",
         reason="each rank computes its own share",

@@ -25,6 +25,12 @@ class LoadReport:
         doubled: keys of a tied tensor's other ends that the source holds as well -> the key taken;
             compared with `verify=True` only.
         cast: tensor -> "dtype in the source -> dtype in the model".
+        renewed: tensors on meta that something else referred to, so that torch could not keep the
+            object: the model has new ones, and an optimizer built before holds the old.
+        own_code: modules whose own load_state_dict code (hooks, overrides, extra state) was run, on
+            what had been loaded.
+        own_code_not_run: modules whose code load_state_dict would have run as well -> why it was
+            not; values that it would have changed are those of the source.
         frozen: parts passed to `freeze()` -> where their values came from.
         format: of the source.
         strategy: "own", "stripe" or "scatter".
@@ -46,6 +52,9 @@ class LoadReport:
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     doubled: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
+    renewed: list[str] = field(default_factory=list[str])
+    own_code: list[str] = field(default_factory=list[str])
+    own_code_not_run: dict[str, str] = field(default_factory=dict[str, str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
     format: str = ""
     strategy: str = ""
@@ -89,6 +98,9 @@ class LoadReport:
             "kept": self.kept,
             "tied": tied,
             "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "new objects": self.renewed,
+            "own code": self.own_code,
+            "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
         }

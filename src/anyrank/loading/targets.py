@@ -10,9 +10,11 @@ from functools import cache
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from anyrank.errors import LoadError
 from anyrank.tensors.held import Held, layout_of
 from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
 
@@ -69,9 +71,15 @@ def find_targets(model: nn.Module) -> list[Target]:
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            raise LoadError(
+                f"{path or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose "
+                "flat parameters are not the model's: load before it is wrapped, or use "
+                "fully_shard (FSDP2)"
+            )
     found: dict[int, Target] = {}
     for place, kind, frozen in _walk(model):
         tensor = getattr(place.module, place.attribute)
@@ -81,6 +89,11 @@ def find_targets(model: nn.Module) -> list[Target]:
             if known.kind == "derived" and kind != "derived":
                 known.kind = kind
             continue
+        if is_lazy(tensor):
+            raise LoadError(
+                f"{place.name}: is a lazy parameter without a shape: run the model once on an "
+                "input, or build it with its sizes"
+            )
         layout, coordinate = layout_of(tensor, place.names[0])
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)
@@ -107,11 +120,11 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         frozen = frozen or (module if hasattr(module, "anyrank_frozen") else None)
         hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         tables: tuple[tuple[Kind, dict[str, Any]], ...] = (
-            ("parameter", dict(module.named_parameters(recurse=False, remove_duplicate=False))),
-            ("buffer", dict(module.named_buffers(recurse=False, remove_duplicate=False))),
+            ("parameter", module.__dict__["_parameters"]),  # named_parameters() takes 15 us
+            ("buffer", module.__dict__["_buffers"]),
         )
         for kind, table in tables:
-            for name in table:
+            for name in [name for name, tensor in table.items() if tensor is not None]:
                 place = Place(_names(raw + name, clean + name, path), module, name, path)
                 yield place, "derived" if name in hidden else kind, frozen
         for name, child in module.__dict__["_modules"].items():
@@ -131,6 +144,8 @@ def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]
         short = [p for p in parts if p not in known]
         if len(known) == 1 and len(short) != len(parts):
             names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
+            if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+                names.append(".".join(short[:-1]))
     return tuple(dict.fromkeys(names))
 
 

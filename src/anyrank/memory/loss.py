@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.memory.agree import agree_on_tiles
 from anyrank.memory.arguments import name_of
 from anyrank.memory.fused import FusedLoss
-from anyrank.memory.tile import tile
+from anyrank.memory.tile import Tiled
 
 
 def tiled_loss(
@@ -75,17 +74,15 @@ def tiled_loss(
         args = (flat, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
         total: Any = FusedLoss.apply(*args)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
-    if isinstance(fn, nn.Module):
-        agree_on_tiles(fn, max(1, -(-len(target) // chunk_size)), f"tiled_loss({name_of(fn)})")
-        fn = functools.partial(head_loss, fn, ignore_index, label_smoothing)
+    head = fn if isinstance(fn, nn.Module) else None
+    if head is not None:
+        fn = functools.partial(head_loss, head, ignore_index, label_smoothing)
     cut = [begins_with(each, labels) for each in rest]
     more = [x.flatten(0, labels.ndim - 1) if c else x for c, x in zip(cut, rest, strict=True)]
-    losses = tile(
-        functools.partial(checked, fn),
-        chunk_size=chunk_size,
-        in_dims=(0, 0, *(0 if c else None for c in cut)),
-        out_dims=0,
-    )(flat, target, *more)
+    dims = (0, 0, *(0 if c else None for c in cut))
+    tiled = Tiled(functools.partial(checked, fn), name_of(fn), chunk_size, dims, 0, None, False)
+    tiled.module, tiled.label = head, f"tiled_loss({name_of(head or fn)})"
+    losses = tiled(flat, target, *more)
     losses = torch.where(target != ignore_index, losses, 0)
     if reduction == "none":
         return losses.reshape(labels.shape)

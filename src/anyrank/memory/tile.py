@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anyrank.memory.agree import agree_on_tiles
+from anyrank.memory.agree import Agreed, agree_on_tiles
 from anyrank.memory.arguments import Call, Emptied, flatten, name_of
 from anyrank.memory.chain import Take
 from anyrank.memory.cut import Arguments, Cut, Joined
@@ -43,8 +43,9 @@ def tile(
 
     Calls of `chunk_size` rows or fewer, and empty ones, are plain calls. Without gradients the
     tiles are plain calls. Ranks may have different numbers of tiles, unless `fn` holds collectives:
-    then every rank must call with the same number (a module whose parameters are sharded when it is
-    called is checked for that). With FSDP2, put the tiles inside the unit: `tile_` does.
+    then every rank must call with the same number (modules whose parameters are sharded when they
+    are called are checked for that: `fn` before the call, those that a function calls after its
+    first tile). With FSDP2, put the tiles inside the unit: `tile_` does.
 
     Args:
         chunk_size: rows of a tile; the last may have fewer. Best a constant over ranks and steps.
@@ -105,6 +106,8 @@ class Tiled:
         cut = Cut(call, dims, self.chunk_size, self.label)
         if self.module is not None:
             agree_on_tiles(self.module, len(cut.starts), self.label)
+        else:
+            call.fn = Agreed(call.fn, len(cut.starts), self.label)
         if len(cut.starts) == 1:
             return call()
         joined = Joined(self.out_dims, cut, self.label)

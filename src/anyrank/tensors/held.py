@@ -49,7 +49,7 @@ class Held:
         """Shape of what this rank holds."""
         return local_shape(self.shape, self.layout, self.coordinate)
 
-    @property
+    @cached_property
     def local_numel(self) -> int:
         return sum(piece.box.numel for piece in self.pieces)
 

@@ -71,6 +71,9 @@ def plan_reads(stored: StoredTensor, pieces: Sequence[Piece]) -> list[Read]:
     Raises:
         LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
     """
+    if len(pieces) == len(stored.chunks) == 1 and pieces[0].box == stored.chunks[0].box:
+        chunk = stored.chunks[0]  # held whole and stored whole, as most small tensors are
+        return [Read(stored, chunk, chunk.box, pieces[0].local)]
     reads: list[Read] = []
     for piece in pieces:
         for chunk in stored.chunks:

@@ -28,6 +28,8 @@ class Chunk:
 
     def element_offset(self, box: Box) -> int:
         """Elements between the chunk's first element and that of `box`, which lies inside it."""
+        if box is self.box:
+            return 0
         return sum(
             (a - b) * s for a, b, s in zip(box.offsets, self.box.offsets, self.strides, strict=True)
         )

@@ -1,0 +1,189 @@
+"""Loads one step beside plain state dicts: the right values, or a refusal that names the tensor."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+
+# -- views and memory that plain bytes do not describe --------------------------------------------
+
+
+def holder(tensor: torch.Tensor, kind: str = "buffer") -> nn.Module:
+    module = nn.Module()
+    if kind == "buffer":
+        module.register_buffer("p", tensor)
+    else:
+        module.p = nn.Parameter(tensor)
+    return module
+
+
+@pytest.mark.parametrize("view", ["conj", "neg"])
+def test_a_lazy_view_in_a_file_is_refused_by_name(tmp_path: Path, view: str) -> None:
+    z = torch.randn(3, dtype=torch.complex64).conj()
+    torch.save({"p": z if view == "conj" else z.imag}, tmp_path / "w.pt")
+    model = holder(torch.zeros(3, dtype=z.dtype if view == "conj" else torch.float32))
+    with pytest.raises(anyrank.LoadError, match=f"p: was saved as a {view} view"):
+        anyrank.load(model, tmp_path / "w.pt")
+
+
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        (torch.zeros(3, dtype=torch.complex64).conj(), "p: is a conj or neg view"),
+        (torch.zeros(3, dtype=torch.complex64).conj().imag, "p: is a conj or neg view"),
+        (torch.zeros(1).expand(3), "p: is expanded"),
+        (inference_tensor(), "p: is an inference tensor"),
+    ],
+)
+def test_a_buffer_that_cannot_take_bytes_is_refused_before_anything_moves(
+    tensor: torch.Tensor, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(anyrank.faults.armed, "load.read", lambda: pytest.fail("payload was read"))
+    with pytest.raises(anyrank.LoadError, match=match):
+        anyrank.load(holder(tensor), {"p": torch.ones(3, dtype=tensor.dtype)})
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with pytest.raises(anyrank.LoadError, match=r"1\.weight: is a lazy parameter"):
+        anyrank.load(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), {"x": torch.ones(1)})
+
+
+# -- what load_state_dict would have run ----------------------------------------------------------
+
+
+class Doubling(nn.Linear):
+    """Its old checkpoints held half of the weight."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_load_state_dict_pre_hook(self.convert)
+
+    @staticmethod
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+
+class Versioned(nn.Linear):
+    """Converts the first version only; a state dict knows the version that wrote it."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, *rest: Any
+    ) -> None:
+        if metadata.get("version") in (None, 1):
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] + 1
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+class Counting(nn.Linear):
+    count = 0
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("kind", ["dict", "pt", "safetensors"])
+@pytest.mark.parametrize("leaf", [Doubling, Versioned])
+def test_values_are_those_of_load_state_dict(
+    tmp_path: Path, leaf: Any, kind: str, on_meta: bool
+) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 3), nn.Sequential(leaf(3, 3), nn.Linear(3, 3)))
+
+    source: Any = build().state_dict()
+    if kind == "pt":
+        torch.save(source, tmp_path / "w.pt")
+    elif kind == "safetensors":
+        save_file(source, tmp_path / "w.safetensors")
+        source = dict(source)  # which has no versions, as the file has none
+    wanted = build()
+    wanted.load_state_dict(source)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build()
+    report = anyrank.load(model, source if kind == "dict" else tmp_path / f"w.{kind}")
+    assert report.own_code == ["1.0"]
+    for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_extra_state_is_given_to_its_module(tmp_path: Path, in_file: bool) -> None:
+    saved, model = (nn.Sequential(nn.Linear(2, 2), Counting(2, 2)) for _ in range(2))
+    saved[1].count = 7  # type: ignore[assignment]
+    source: Any = saved.state_dict()
+    if in_file:
+        torch.save(source, tmp_path / "w.pt")
+        source = tmp_path / "w.pt"
+    report = anyrank.load(model, source)
+    assert model[1].count == 7
+    assert report.own_code == ["1._extra_state"]
+
+
+def test_extra_state_that_is_no_plain_data_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, model = Counting(2, 2), Counting(2, 2)
+    saved.count = {"tensor": torch.ones(1)}  # type: ignore[assignment]
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    with caplog.at_level(logging.WARNING, "anyrank.load"):
+        report = anyrank.load(model, tmp_path / "w.pt")
+    assert list(report.own_code_not_run) == ["_extra_state"]
+    assert "_extra_state is not plain data" in caplog.text
+    assert model.count == 0
+
+
+# -- files that hold more than one table ----------------------------------------------------------
+
+
+def test_the_table_that_was_not_chosen_is_in_the_report(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    torch.save({"model": state, "model_ema": state, "step": 3}, tmp_path / "w.pt")
+    skipped = anyrank.load(nn.Linear(2, 2), tmp_path / "w.pt").skipped
+    assert [line.partition(":")[0] for line in skipped] == ["model_ema", "step"]
+
+
+def test_weights_beside_a_stray_tensor_are_found(tmp_path: Path) -> None:
+    """As Sana's training script writes them: the generator's state is a tensor."""
+    state = nn.Linear(2, 2).state_dict()
+    kept = {"state_dict": state, "state_dict_ema": state, "generator": torch.get_rng_state()}
+    torch.save(kept, tmp_path / "w.pth")
+    model = nn.Linear(2, 2)
+    report = anyrank.load(model, tmp_path / "w.pth")
+    assert torch.equal(model.weight, state["weight"])
+    assert [line.partition(":")[0] for line in report.skipped] == ["state_dict_ema", "generator"]
+    with pytest.raises(anyrank.LoadError, match="state_dict_ema: not among the weights"):
+        anyrank.load(nn.Linear(3, 3), tmp_path / "w.pth")
+    with pytest.raises(anyrank.LoadError, match=r"source\['state_dict'\]"):
+        anyrank.load(nn.Linear(2, 2), kept)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pythons_collector_is_as_it_was_after_a_load(enabled: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict())
+        with pytest.raises(anyrank.LoadError):
+            anyrank.load(nn.Linear(2, 2), {"x": torch.ones(1)})
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
