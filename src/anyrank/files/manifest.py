@@ -39,7 +39,7 @@ class Manifest:
         versions: of anyrank and torch.
         files: name -> record, for every other file of the folder.
         parts: name -> what is saved of a part of the state, apart from its tensors.
-        differed: buffers that were not alike on all ranks; the first rank's were saved.
+        differed: tensors that were not alike on all ranks; the first rank's were saved.
         streams: scope of each random stream.
     """
 

@@ -89,6 +89,7 @@ class Background:
             for device, event in written.items():  # this thread's stream is not the training's
                 torch.accelerator.current_stream(device).wait_event(event)
             copies.extend(self.later.take(steady, ranks))
+            snapshot.replicas.digest(ranks)
             self.staged.set()
 
         try:

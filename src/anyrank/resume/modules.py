@@ -77,6 +77,7 @@ def save_module(
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.places[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}
     saved.loose = {t.name for t in named if t.kind == "buffer" and t.layout is None}
+    saved.strict = part == "model" or bool(saved.steady)
     layout, own = layout_digest(named), _with_extra(module, elsewhere)
     extra = {name: _save_extra(part, name, one, saved) for name, one in own}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
@@ -105,7 +106,10 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
 
 def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     def put(where: str, tensor: torch.Tensor) -> Any:
-        saved.tensors.append(hold(where, tensor.detach()))
+        held = hold(where, tensor.detach())
+        saved.tensors.append(held)
+        if held.layout is None:
+            saved.loose.add(where)
         return {"~tensor": where}
 
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)

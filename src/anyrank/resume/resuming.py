@@ -229,11 +229,11 @@ class Resuming:
 
 
 def differed_in_words(names: Sequence[str]) -> list[str]:
-    """What to say of buffers that were not alike on the ranks; nothing where there are none."""
+    """What to say of tensors that were not alike on the ranks; nothing where there are none."""
     if not names:
         return []
     return [
-        f"{len(names)} buffers differed between the ranks that saved them; the first rank's are "
+        f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
         f"kept: {', '.join(names[:10])}"
     ]
 

@@ -16,6 +16,7 @@ from anyrank.resume.data.position import Position
 from anyrank.resume.modules import fit_module, kept, save_module, targets_of
 from anyrank.resume.optimizer import fit_optimizer, save_optimizer
 from anyrank.resume.parts import Fitted, Saved, Stored
+from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
 
@@ -89,6 +90,7 @@ class TrainState:
         self.run: str | None = None
         self.lineage: list[dict[str, Any]] = []
         self.poison: str | None = None
+        self.compared = History()
 
     @property
     def epoch(self) -> int:

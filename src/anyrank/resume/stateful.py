@@ -33,7 +33,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     Raises:
         CheckpointError: a value that is neither tensor nor plain; names its key.
     """
-    saved = Saved({}, by_rank=True)
+    saved = Saved({}, strict=False, by_rank=True)
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold(where, tensor.detach())
