@@ -16,7 +16,16 @@ from anyrank.files.formats import list_source
 from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
 from anyrank.loading.freeze import check_frozen, frozen_parts, remember
 from anyrank.loading.targets import Target, find_targets
-from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, listed, misfits
+from anyrank.resume.parts import (
+    Fill,
+    Fitted,
+    Saved,
+    Stored,
+    hold_to_save,
+    layout_digest,
+    listed,
+    misfits,
+)
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import hold
 from anyrank.tensors.names import WRAPPERS, match, near
@@ -106,7 +115,7 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
 
 def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold(where, tensor.detach())
+        held = hold_to_save(where, tensor.detach())
         saved.tensors.append(held)
         if held.layout is None:
             saved.loose.add(where)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, LoadError
 from anyrank.loading.targets import Target
 from anyrank.resume.data.position import Position
 from anyrank.resume.modules import fit_module, kept, save_module, targets_of
@@ -116,7 +116,10 @@ class TrainState:
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part brings to a save, as this rank sees it."""
-        targets = self._targets()
+        try:
+            targets = self._targets()
+        except LoadError as error:  # what it says of reading holds for writing
+            raise CheckpointError(str(error)) from error
         names = names_of(targets)
         stepped = {
             id(parameter)
