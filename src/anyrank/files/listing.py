@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
@@ -36,9 +35,8 @@ class Checksum:
     Attributes:
         file: index of the file in its listing.
         start, stop: the byte range.
-        digest: 8 hex digits of a CRC-32, or 16 of an xxh3-64.
+        digest: 8 hex digits of a CRC-32.
         what: the range's name in errors.
-        kind: which of the two.
     """
 
     file: int
@@ -46,7 +44,15 @@ class Checksum:
     stop: int
     digest: str
     what: str
-    kind: Literal["CRC-32", "xxh3-64"] = "CRC-32"
+
+
+@dataclass(frozen=True, slots=True)
+class SumsFile:
+    """Where the checksums of a file's blocks are: path, bytes, and the xxh3-64 of these, in hex."""
+
+    path: str
+    size: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Listing:
         metadata: free text that the format carries.
         skipped: files and keys that were passed over by rule, each with the reason.
         checksums: of byte ranges, where the format has them.
+        sums: index of a file -> where the checksums of its blocks are, in runs.
     """
 
     format: str
@@ -68,6 +75,7 @@ class Listing:
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     skipped: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
+    sums: dict[int, SumsFile] = field(default_factory=dict[int, SumsFile])
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +84,7 @@ class Listing:
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
         """The same files, other names or views."""
-        return Listing(
-            self.format, self.files, tensors, self.metadata, self.skipped, self.checksums
-        )
+        return replace(self, tensors=tensors)
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
@@ -91,6 +97,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     checksums: list[Checksum] = []
+    sums: dict[int, SumsFile] = {}
     passed = list(skipped)
     for listing in listings:
         base = len(files)
@@ -98,6 +105,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         metadata.update(listing.metadata)
         passed += listing.skipped
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
+        sums |= {base + number: one for number, one in listing.sums.items()}
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
@@ -106,4 +114,5 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
                     "give only the files that belong together"
                 )
             tensors[key] = stored.in_file(base)
-    return Listing(format_name, tuple(files), tensors, metadata, tuple(passed), tuple(checksums))
+    rest = (metadata, tuple(passed), tuple(checksums), sums)
+    return Listing(format_name, tuple(files), tensors, *rest)

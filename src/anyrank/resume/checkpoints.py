@@ -57,8 +57,8 @@ class Checkpoints:
         every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
             first rank; None saves when asked, and on SIGTERM and SIGUSR1.
         background: hold the training only for a copy; at most one save is in flight.
-        verify: before a resume changes anything: "size" compares all files' sizes and the small
-            ones' checksums, "full" every byte, "off" the small files' checksums only.
+        verify: what a resume compares: "full" every byte that it reads with its checksum, "size"
+            all files' sizes and the small ones' checksums, "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         process_group: the ranks that take part. Default: all, or this process alone.
@@ -74,7 +74,7 @@ class Checkpoints:
         keep: int = 3,
         every: int | str | None = None,
         background: bool = False,
-        verify: Literal["size", "full", "off"] = "size",
+        verify: Literal["size", "full", "off"] = "full",
         keep_every: int | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -140,6 +140,7 @@ class Checkpoints:
             resuming = Resuming(state, found, ranks, skip)
             try:
                 resuming.fit()
+                resuming.fill()
             except CorruptCheckpoint as error:
                 return str(error)
             fitted.append(resuming)
@@ -154,7 +155,6 @@ class Checkpoints:
                 )
             return None
         (resuming,) = fitted
-        resuming.fill()
         leaves_newer = isinstance(which, int) or bool(found.left)
         self.branch = found.manifest.step if leaves_newer else None
         report = resuming.report(self.folder, self.verify)

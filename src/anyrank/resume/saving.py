@@ -22,7 +22,7 @@ from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.run_folder import INDEX, Place, index_of
 from anyrank.files.storage import join_path
-from anyrank.files.store import Written, write_file
+from anyrank.files.store import write_file
 from anyrank.loading.verify import content_hash
 from anyrank.resume.data.position import Position
 from anyrank.resume.folder import RunFolder
@@ -329,17 +329,16 @@ def write(
     header["run"], temporary = ranks.from_one("making the folder", first, begin)
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[Place], str, Written]:
+    def share() -> tuple[list[Place], dict[str, FileRecord]]:
         faults.point("save.write")
-        places, written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
-        return places, name, written
+        return write_share(folder.store, temporary, name, snapshot.items, ranks.check)
 
     shares = ranks.together("writing the checkpoint", share)
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
-        places = [place for one in shares for place in one[0]]
-        files = {one[1]: record(one[2]) for one in shares}
+        places = [place for share in shares for place in share[0]]
+        files = {file: one for share in shares for file, one in share[1].items()}
         small = {
             INDEX: index_of(places, snapshot.aliases),
             METADATA: metadata_of(places, snapshot.aliases),

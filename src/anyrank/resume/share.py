@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from anyrank.errors import CheckpointError
+from anyrank.files.block_sums import SUFFIX, BlockDigester
+from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
 from anyrank.files.run_folder import Place
 from anyrank.files.storage import join_path
-from anyrank.files.store import Digester, Sink, Store, Written, storing
+from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Held, version_of
@@ -121,8 +123,11 @@ class Staging:
 
 def write_share(
     store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
-) -> tuple[list[Place], Written]:
-    """Write the items into one data file, durably; where each lies, and the file's checksums.
+) -> tuple[list[Place], dict[str, FileRecord]]:
+    """Write the items into one data file, durably, with its checksums beside it.
+
+    Returns:
+        Where each item lies, and the manifest's records of both files.
 
     Raises:
         CheckpointError: the device says no.
@@ -143,7 +148,9 @@ def write_share(
             output.sink.abandon()
             raise
         output.sink.finish()
-    return places, output.digester.result()
+    sums = f"{name.removesuffix('.distcp')}{SUFFIX}"
+    written = write_file(store, join_path(folder, sums), output.digester.to_bytes())
+    return places, {name: FileRecord(output.size, blocks=sums), sums: record(written)}
 
 
 class _Output:
@@ -151,7 +158,7 @@ class _Output:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.digester = Digester()
+        self.digester = BlockDigester()
         self.size = 0
         self.parts: list[bytes | memoryview] = []
         self.kept: list[torch.Tensor] = []  # the memory that `parts` look at
@@ -165,6 +172,7 @@ class _Output:
         length = sum(map(len, parts))
         self.parts += [*parts, bytes(-length % ALIGN)]
         self.kept.append(payload)
+        self.digester.expect(self.size + len(head), payload.nbytes)
         self.size += length + -length % ALIGN
         self.waiting += length
         if self.waiting >= PIECE_BYTES or len(self.parts) >= MOST_PARTS:
