@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.schema import COUNT, DIGEST, Optional, Table, check
+from anyrank.files.schema import ANY, COUNT, DIGEST, Optional, Table, check
 from anyrank.files.storage import NotAFile, Storage, join_path, read_range
 from anyrank.files.store import Written, digest_of
 
@@ -43,7 +43,7 @@ FIELDS = {
     "written": str,
     "versions": Table(str),
     "files": Table({"size": COUNT, "xxh3_64": Optional(DIGEST), "blocks": Optional(str)}),
-    "parts": Table(dict),
+    "parts": Table(ANY),
     "differed": [str],
     "streams": Table(str),
 }

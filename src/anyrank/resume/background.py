@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, RankError
+from anyrank.resume.digests import digests_of, start_digests
 from anyrank.resume.saving import SaveRecord, Snapshot
-from anyrank.resume.share import Item, Staging
+from anyrank.resume.share import Item, Staging, written_while_copied
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -66,11 +67,17 @@ class Background:
         fleeting = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
         copied: list[Item] = []
-        ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting, ranks)))
+        before: list[Callable[[], list[int]]] = []
+
+        def copy() -> None:
+            copied.extend(self.now.take(fleeting, ranks))
+            before.append(start_digests([item.source for item in steady], ranks.check))
+
+        ranks.together("copying the state", copy)
         self.failure = self.record = None
         self.stall = 0.0
         self.staged.clear()
-        args = (snapshot, copied, steady, written_by_now(steady), writers)
+        args = (snapshot, copied, steady, before[0], written_by_now(steady), writers)
         self.thread = threading.Thread(target=self._run, args=args, name="anyrank-save")
         self.thread.start()
 
@@ -79,6 +86,7 @@ class Background:
         snapshot: Snapshot,
         copied: list[Item],
         steady: list[Item],
+        before: Callable[[], list[int]],
         written: dict[torch.device, Any],
         ranks: Ranks,
     ) -> None:
@@ -89,6 +97,7 @@ class Background:
             for device, event in written.items():  # this thread's stream is not the training's
                 torch.accelerator.current_stream(device).wait_event(event)
             copies.extend(self.later.take(steady, ranks))
+            refuse_written(steady, copies, before(), ranks)
             snapshot.replicas.digest(ranks)
             self.staged.set()
 
@@ -138,6 +147,23 @@ class Background:
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.watched = [], []
+
+
+def refuse_written(
+    items: Sequence[Item], copies: Sequence[Item], before: Sequence[int], ranks: Ranks
+) -> None:
+    """Refuse copies of anything but the values that the items had when the save began.
+
+    torch does not count writes through `.data`, `.detach()` or numpy, so the values are compared:
+    a CPU tensor's with its copy's, a device's with those that it has after the copy.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    now = [c.source if i.source.is_cpu else i.source for i, c in zip(items, copies, strict=True)]
+    for item, was, found in zip(items, before, digests_of(now, ranks.check), strict=True):
+        if was != found:
+            raise written_while_copied(item)
 
 
 def written_by_now(items: Sequence[Item]) -> dict[torch.device, Any]:

@@ -24,7 +24,16 @@ def digests_of(tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> li
 
     Args:
         tensors: on any device.
-        check: called between parts; raises to stop early.
+        check: called between tensors; raises to stop early.
+    """
+    return start_digests(tensors, check)()
+
+
+def start_digests(
+    tensors: Sequence[torch.Tensor], check: Callable[[], None]
+) -> Callable[[], list[int]]:
+    """As `digests_of`, of the values that the tensors have now; what is returned waits for the
+    devices.
     """
     found = [0] * len(tensors)
     waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -34,11 +43,15 @@ def digests_of(tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> li
             found[number] = on_cpu(tensor.detach())
         else:
             waiting.setdefault(tensor.device, []).append((number, on_device(tensor.detach())))
-    for several in waiting.values():
-        values: list[int] = torch.stack([one for _, one in several]).tolist()
-        for (number, _), value in zip(several, values, strict=True):
-            found[number] = value
-    return found
+
+    def finish() -> list[int]:
+        for several in waiting.values():
+            values: list[int] = torch.stack([one for _, one in several]).tolist()
+            for (number, _), value in zip(several, values, strict=True):
+                found[number] = value
+        return found
+
+    return finish
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

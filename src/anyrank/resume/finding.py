@@ -12,6 +12,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.files.run_folder import list_step
 from anyrank.resume.folder import RunFolder
+from anyrank.resume.records import check_records
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -192,6 +193,7 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
     step, name = steps[0]
     try:
         manifest, small = folder.examine(name, sizes)
+        check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
         return Look(step, name, manifest, listing)
     except CorruptCheckpoint as error:

@@ -8,12 +8,12 @@ shape and type is kept, and hyperparameters belong to the parameters rather than
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.loading.allocate import device_for
 from anyrank.loading.targets import Target
 from anyrank.resume.opaque import (
@@ -146,8 +146,8 @@ def fit_optimizer(
         made[name] = from_json(tree, taker.take)
         held_now += taker.tensors
     other = _Taker(stored, fitted, None, optimizer, rank)
-    options = [from_json(one["options"], other.take) for one in record["groups"]]
-    extra = from_json(record["extra"], other.take)
+    options = [_table(one["options"], other) for one in record["groups"]]
+    extra = _table(record["extra"], other)
     fitted.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
 
     def place() -> None:
@@ -174,6 +174,13 @@ def fit_optimizer(
 
     fitted.commit = commit
     return fitted
+
+
+def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
+    value = from_json(tree, taker.take)
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{str(tree)[:80]} is no table of an optimizer's")
+    return cast("dict[Any, Any]", value)
 
 
 def _fit_groups(

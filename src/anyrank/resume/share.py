@@ -109,16 +109,21 @@ class Staging:
             copy = part.view(item.dtype).view(item.box.sizes)
             copy_into(copy, item.source)
             if version_of(item.owner) != item.version:
-                raise CheckpointError(
-                    f"{item.name}: was written to between step_done and the optimizer's next step, "
-                    "while it was copied: change parameters before step_done, or background=False"
-                )
+                raise written_while_copied(item)
             copies.append(replace(item, source=copy))
             position += -(-item.nbytes // ALIGN) * ALIGN
         devices = {item.source.device for item in items if not item.source.is_cpu}
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
         return copies
+
+
+def written_while_copied(item: Item) -> CheckpointError:
+    """The error of a copy that may hold other values than those of its step."""
+    return CheckpointError(
+        f"{item.name}: was written to between step_done and the optimizer's next step, while it was "
+        "copied: change parameters before step_done, or background=False"
+    )
 
 
 def write_share(
