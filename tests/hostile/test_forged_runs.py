@@ -64,8 +64,8 @@ def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     """Every place in a JSON value."""
     if where:
         yield where
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items if isinstance(value, (dict, list)) else ():
+    items = enumerate(value) if isinstance(value, list) else ()
+    for key, item in value.items() if isinstance(value, dict) else items:
         yield from places(item, (*where, key))
 
 
@@ -101,7 +101,6 @@ def outcome(step: Path) -> str:
                 aside.rename(step)
             return "corrupt"
         except anyrank.CheckpointError as error:
-            assert state.poison is None, error
             return "does not fit" if "does not fit" in str(error) else str(error)
     return ""
 
@@ -127,8 +126,10 @@ def test_a_manifest_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new
 def test_an_index_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new: Any) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     index = json.loads((step / "tensors.json").read_text())
-    some = [where for where in places(index) if where[0] != "tensors" or "weight" in where[1]]
-    for where in some[::3]:
+    index["tensors"] |= {"model.0.weight": index["tensors"].pop("model.0.weight")}
+    first = ("tensors", "model.0.weight")
+    some = [where for where in places(index) if where[0] != "tensors" or where[:2] == first]
+    for where in some:
         data = (json.dumps(put(index, where, new)) + "\n").encode()
         (step / "tensors.json").write_bytes(data)
         files = table["files"] | {
@@ -166,14 +167,15 @@ def test_a_file_without_a_checksum_is_damage(step: Path, record: dict[str, Any])
 
 @pytest.mark.parametrize("name", ["anyrank.json", "tensors.json", "__0_0.distcp", "__0_0.xxh3"])
 @pytest.mark.parametrize("verify", ["full", "size", "off"])
-@pytest.mark.timeout(60)
 def test_a_pipe_in_a_files_place_is_damage_and_blocks_nothing(
     step: Path, name: str, verify: Any
 ) -> None:
     (step / name).unlink()
     os.mkfifo(step / name)
-    with anyrank.Checkpoints(step.parent, verify=verify) as ckpts:
-        with pytest.raises(anyrank.CheckpointError):
-            ckpts.resume(build())
+    with (
+        anyrank.Checkpoints(step.parent, verify=verify) as ckpts,
+        pytest.raises(anyrank.CheckpointError),
+    ):
+        ckpts.resume(build())
     for aside in step.parent.glob(".bad-*"):
         shutil.rmtree(aside)

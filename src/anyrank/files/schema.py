@@ -11,7 +11,8 @@ COUNT = object()  # a whole number from 0 to 2**63
 DIGEST = object()  # 16 hex digits, of an xxh3-64
 MOST = 1 << 63
 
-Schema = Any  # a type, one of the three above, [of each], Table(of each), or {field: Schema}
+# A type, one of the three above, [of each], (of one, [of each]), Table(of each), {field: schema}.
+Schema = Any
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ def check(value: Any, schema: Schema, where: str) -> None:
     elif isinstance(schema, list):
         for number, item in enumerate(cast("list[Any]", _of(value, list, where))):
             check(item, cast("list[Schema]", schema)[0], f"{where}.{number}")
+    elif isinstance(schema, tuple):
+        kinds = cast("tuple[Schema, ...]", schema)
+        check(value, kinds[isinstance(value, list)], where)
     elif schema is COUNT:
         if not 0 <= cast("int", _of(value, int, where)) < MOST:
             raise ValueError(f"{where}: {value} is out of range")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.manifest import Manifest
 from anyrank.files.schema import ANY, Optional, Table, check
+from anyrank.resume.saved_streams import Scope
 
 BY_METHODS = {
     "kind": str,
@@ -18,7 +21,7 @@ RECORDS = {
     "module": {
         "kind": str,
         "layout": str,
-        "frozen": Table({"source": str, "digest": str}),
+        "frozen": Table({"source": (str, [str]), "digest": str}),
         "extra": Table(ANY),
     },
     "optimizer": {
@@ -39,6 +42,9 @@ def check_records(manifest: Manifest, path: str) -> None:
     Raises:
         CorruptCheckpoint: names the first field that is wrong.
     """
+    wrong = [name for name, scope in manifest.streams.items() if scope not in get_args(Scope)]
+    if wrong:
+        raise CorruptCheckpoint(f"{path}: streams.{wrong[0]}: has no scope: it is damaged")
     for part, record in manifest.parts.items():
         where = f"parts.{part}"
         try:

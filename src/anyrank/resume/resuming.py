@@ -134,8 +134,14 @@ class Resuming:
 
     def _reader(self, listing: Listing, buffer: int) -> Reader:
         threads = read_threads(self.ranks.ranks_on_node)
-        options = {"threads": threads, "check": self.ranks.check, "verify": self.found.verify}
-        return Reader(listing, None, buffer_bytes=buffer, **options)
+        return Reader(
+            listing,
+            None,
+            buffer_bytes=buffer,
+            threads=threads,
+            check=self.ranks.check,
+            verify=self.found.verify,
+        )
 
     def _read_streams(self) -> None:
         """The first rank's streams, and those of the rank with this one's number."""

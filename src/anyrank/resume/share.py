@@ -121,8 +121,8 @@ class Staging:
 def written_while_copied(item: Item) -> CheckpointError:
     """The error of a copy that may hold other values than those of its step."""
     return CheckpointError(
-        f"{item.name}: was written to between step_done and the optimizer's next step, while it was "
-        "copied: change parameters before step_done, or background=False"
+        f"{item.name}: was written to between step_done and the optimizer's next step, while it "
+        "was copied: change parameters before step_done, or background=False"
     )
 
 

@@ -39,6 +39,9 @@ FACTORIES: dict[str | None, Any] = {
 }
 
 
+WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration)
+
+
 def to_json(value: Any, where: str, put: Put) -> Any:
     """A value as JSON.
 
@@ -120,14 +123,7 @@ def from_json(value: Any, take: Take) -> Any:
     """
     try:
         return _from_json(value, take)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        StopIteration,
-    ) as error:
+    except WRONG as error:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(f"{str(value)[:80]} is no saved value ({reason[:200]})") from error
 
