@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.parts import (
     Fill,
     Fitted,
@@ -96,6 +96,8 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         return tensor
 
     tree = from_json(record["tree"], take)
+    if not isinstance(tree, Mapping) and isinstance(thing.state_dict(), Mapping):
+        raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
     check = getattr(thing, "check_state_dict", None)
     if check is not None:
         try:
