@@ -111,3 +111,35 @@ def test_a_failure_reaches_all_ranks_at_the_next_step(tmp_path: Path) -> None:
         assert "[rank 1]" in text
         assert "No space left" in text
         assert committed == [6, 4]
+
+
+def job_uncounted(path: str, how: str, late: bool) -> str:
+    """A parameter is changed in a way that torch does not count, before or after it is copied."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    state = anyrank.TrainState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with anyrank.Checkpoints(path, every=1, background=True) as ckpts:
+        ckpts.step_done(state)
+        if late:
+            time.sleep(0.3)
+        for parameter in net.parameters():
+            if how == "data":
+                parameter.data.fill_(2)
+            elif how == "detach":
+                parameter.data[..., -1] = 2
+            else:
+                parameter.detach().numpy()[...] += 1
+        try:
+            ckpts.wait()
+        except anyrank.CheckpointError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["data", "detach", "numpy"])
+def test_a_write_that_torch_does_not_count_is_noticed(tmp_path: Path, how: str) -> None:
+    for world in (1, 2):
+        slow = [Fault(rank, "save.stage", "slow", seconds=0.5) for rank in range(world)]
+        for text in run_ranks(world, job_uncounted, str(tmp_path), how, False, faults=slow):
+            assert "was written to between step_done and the optimizer's next step" in text
+    assert not list(tmp_path.glob("step-*[0-9]"))

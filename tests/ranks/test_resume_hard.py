@@ -147,7 +147,7 @@ def test_buffers_that_differ_are_all_the_first_ranks(tmp_path: Path, wrap: str) 
     run_ranks(3, job_buffers, str(tmp_path), wrap, True)
     for values, notes in run_ranks(2, job_buffers, str(tmp_path), wrap, False):
         assert values == [10.0 * number for number in range(6)]
-        assert "6 buffers differed between the ranks that saved them" in notes[-1]
+        assert "6 tensors differed between the ranks that saved them" in notes[-1]
 
 
 def job_one_rank(path: str, what: str) -> tuple[str, str]:

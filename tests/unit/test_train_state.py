@@ -669,7 +669,7 @@ def test_wrapped_tensors_are_refused_by_name(tmp_path: Path) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     tracker = Tracker(TwoTensor(torch.ones(2), torch.ones(2)))
-    with pytest.raises(anyrank.AnyrankError, match=r"tracker\.value: is a TwoTensor"):
+    with pytest.raises(anyrank.AnyrankError, match=r"tracker\.value: a TwoTensor cannot be saved"):
         save(tmp_path, anyrank.TrainState(nn.Linear(1, 1), tracker=tracker))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
@@ -41,9 +41,8 @@ class Checksum:
     Attributes:
         file: index of the file in its listing.
         start, stop: the byte range.
-        digest: 8 hex digits of a CRC-32, or 16 of an xxh3-64.
+        digest: 8 hex digits of a CRC-32.
         what: the range's name in errors.
-        kind: which of the two.
     """
 
     file: int
@@ -51,7 +50,15 @@ class Checksum:
     stop: int
     digest: str
     what: str
-    kind: Literal["CRC-32", "xxh3-64"] = "CRC-32"
+
+
+@dataclass(frozen=True, slots=True)
+class SumsFile:
+    """Where the checksums of a file's blocks are: path, bytes, and the xxh3-64 of these, in hex."""
+
+    path: str
+    size: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Listing:
         checksums: of byte ranges, where the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
+        sums: index of a file -> where the checksums of its blocks are, in runs.
     """
 
     format: str
@@ -75,6 +83,7 @@ class Listing:
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     skipped: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
+    sums: dict[int, SumsFile] = field(default_factory=dict[int, SumsFile])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     versions: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -100,6 +109,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     checksums: list[Checksum] = []
     extras: dict[str, tuple[Any] | None] = {}
     versions: dict[str, int] = {}
+    sums: dict[int, SumsFile] = {}
     passed = list(skipped)
     for listing in listings:
         base = len(files)
@@ -109,6 +119,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         extras.update(listing.extras)
         versions.update(listing.versions)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
+        sums |= {base + number: one for number, one in listing.sums.items()}
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
@@ -124,6 +135,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         metadata,
         tuple(passed),
         tuple(checksums),
+        sums,
         extras,
         versions,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.storage import Storage, join_path, read_range
-from anyrank.files.store import BLOCK_BYTES, Written, digest_of
+from anyrank.files.schema import ANY, COUNT, DIGEST, Optional, Table, check
+from anyrank.files.storage import NotAFile, Storage, join_path, read_range
+from anyrank.files.store import Written, digest_of
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
@@ -19,11 +20,33 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a step: bytes, and the xxh3-64 of each `block` bytes of it."""
+    """One file of a step.
+
+    Attributes:
+        size: bytes.
+        xxh3_64: of a small file, in hex.
+        blocks: of a data file: the name of the file with the checksums of its blocks.
+    """
 
     size: int
-    xxh3_64: tuple[str, ...]
-    block: int = BLOCK_BYTES
+    xxh3_64: str = ""
+    blocks: str = ""
+
+
+FIELDS = {
+    "run": str,
+    "step": COUNT,
+    "epoch": COUNT,
+    "samples": COUNT,
+    "saved_on": {"ranks": COUNT, "layout": str},
+    "lineage": [{"step": COUNT, "ranks": COUNT}],
+    "written": str,
+    "versions": Table(str),
+    "files": Table({"size": COUNT, "xxh3_64": Optional(DIGEST), "blocks": Optional(str)}),
+    "parts": Table(ANY),
+    "differed": [str],
+    "streams": Table(str),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +62,7 @@ class Manifest:
         versions: of anyrank and torch.
         files: name -> record, for every other file of the folder.
         parts: name -> what is saved of a part of the state, apart from its tensors.
-        differed: buffers that were not alike on all ranks; the first rank's were saved.
+        differed: tensors that were not alike on all ranks; the first rank's were saved.
         streams: scope of each random stream.
     """
 
@@ -61,7 +84,7 @@ class Manifest:
         table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         table |= {one.name: getattr(self, one.name) for one in fields(self)}
         table["files"] = {
-            name: {"size": one.size, "block": one.block, "xxh3_64": list(one.xxh3_64)}
+            name: {key: value for key, value in asdict(one).items() if value != ""}
             for name, one in self.files.items()
         }
         table["self"] = _digest(table)
@@ -70,7 +93,7 @@ class Manifest:
 
 def record(written: Written) -> FileRecord:
     """The manifest's record of a file."""
-    return FileRecord(written.size, written.digests)
+    return FileRecord(written.size, written.digest)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -94,24 +117,41 @@ def parse(data: bytes, path: str) -> Manifest:
         )
     if said != _digest(table):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
-    if table.get("format") == FORMAT and table.get("version") != VERSION:
+    try:
+        check(table, {"format": str, "version": COUNT}, "the manifest")
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{path}: {error}: it is no manifest of a run") from error
+    if table["format"] != FORMAT:
+        raise CorruptCheckpoint(f"{path}: its format is {table['format']!r}, not {FORMAT!r}")
+    if table["version"] != VERSION:
         raise CheckpointError(
-            f"{path}: has format version {table.get('version')}, this anyrank reads {VERSION}: "
+            f"{path}: has format version {table['version']}, this anyrank reads {VERSION}: "
             "resume with the anyrank that wrote it, or a newer one"
         )
     if data != _text(table | {"self": said}):  # 1E5 for 1e5: another byte, and the same value
         raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
-        values: dict[str, Any] = {
-            one.name: table[one.name] for one in fields(Manifest) if one.name in table
-        }
-        values["files"] = {
-            name: FileRecord(int(one["size"]), tuple(one["xxh3_64"]), int(one["block"]))
-            for name, one in values["files"].items()
-        }
+        check(table, FIELDS, "the manifest")
+        if not table["saved_on"]["ranks"]:
+            raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
+        values = {one.name: table[one.name] for one in fields(Manifest)}
+        values["files"] = {name: FileRecord(**one) for name, one in values["files"].items()}
+        _check_files(values["files"])
         return Manifest(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: lacks a field: {error}") from error
+    except (TypeError, ValueError) as error:  # TypeError: a field of a file that there is not
+        raise CorruptCheckpoint(f"{path}: {error}: the file is damaged") from error
+
+
+def _check_files(files: Mapping[str, FileRecord]) -> None:
+    """Every file has a checksum: its own, or those of its blocks in another file.
+
+    Raises:
+        ValueError: names the first that has none.
+    """
+    for name, one in files.items():
+        other = files.get(one.blocks)
+        if bool(one.xxh3_64) == bool(one.blocks) or (one.blocks and not (other and other.xxh3_64)):
+            raise ValueError(f"the manifest.files.{name}: has not one checksum")
 
 
 def read_small(
@@ -135,6 +175,8 @@ def read_small(
             file.close()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
+    except (NotAFile, IsADirectoryError) as error:
+        raise CorruptCheckpoint(f"{path}: is no regular file: the step is damaged") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it names the path and the byte
@@ -142,10 +184,10 @@ def read_small(
     expected = None if known is None else known[name]
     if expected is not None:
         found = digest_of(data)
-        if (found.size, found.digests) != (expected.size, expected.xxh3_64):
+        if (found.size, found.digest) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
-                f"{path}: {found.size} bytes with checksum {found.digests[0]}, the manifest says "
-                f"{expected.size} with {expected.xxh3_64[0]}: the file is damaged"
+                f"{path}: {found.size} bytes with checksum {found.digest}, the manifest says "
+                f"{expected.size} with {expected.xxh3_64}: the file is damaged"
             )
     return data
 

@@ -1,10 +1,8 @@
-"""Bytes at rest into tensors: blocks sorted by offset, coalesced, read straight to their
-destination
-where dtype and layout allow, else through a small fixed buffer in which the cast happens."""
+"""Bytes at rest into tensors: sorted by offset, coalesced, read straight to their destination where
+dtype and layout allow, else through a small fixed buffer in which the cast happens."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import queue
 import threading
@@ -16,36 +14,23 @@ import torch
 
 from anyrank import faults
 from anyrank.errors import LoadError
+from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums
 from anyrank.files.listing import Listing
+from anyrank.files.segments import (
+    ALIGN,
+    Job,
+    Segment,
+    batches_of,
+    memory_of,
+    segments_of,
+)
 from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
 from anyrank.tensors.layout import local_pieces
-from anyrank.tensors.plan import Block, Read, blocks, cut_dense, plan_reads
+from anyrank.tensors.plan import plan_reads
 from anyrank.tensors.spec import StoredTensor
 
-GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
-MOST_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
 MOST_DIRECT_BYTES = 32 << 20  # of one call, so that a failure elsewhere is noticed in time
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
-ALIGN = 16  # of staged blocks, so that any dtype can view them
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A read and the memory it fills: a view with the sizes of the read's box, on any device."""
-
-    read: Read
-    destination: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A byte range of one file: `direct` memory to fill, or a block to stage and copy."""
-
-    start: int
-    stop: int
-    direct: memoryview | None
-    block: Block | None = None
-    destination: torch.Tensor | None = None
 
 
 class Reader:
@@ -58,6 +43,7 @@ class Reader:
         threads: how many threads read.
         check: called between blocks; raises to stop early.
         progress: called with the bytes of each batch.
+        verify: whether to compare what is read with the checksums of its blocks.
     """
 
     def __init__(
@@ -69,6 +55,7 @@ class Reader:
         threads: int = 1,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda n: None,
+        verify: bool = False,
     ) -> None:
         self.listing = listing
         self.memory = memory or {}
@@ -76,8 +63,10 @@ class Reader:
         self.threads = threads
         self.check = check
         self.progress = progress
+        self.verify = verify
         self.bytes_read = 0
         self.opened: dict[int, OpenFile] = {}
+        self.sums: dict[int, BlockSums] = {}
         self.lock = threading.Lock()
 
     def __enter__(self) -> Reader:
@@ -93,6 +82,7 @@ class Reader:
 
         Raises:
             LoadError: one is gone, may not be read, or has another size or time.
+            CorruptCheckpoint: the checksums of one are damaged.
         """
         faults.point("load.open")
         for number in files:
@@ -103,6 +93,8 @@ class Reader:
             try:
                 now = storage.info(info.path)
                 self.opened[number] = storage.open(info.path)
+                if self.verify and number in self.listing.sums:
+                    self.sums[number] = read_sums(self.listing.sums[number], info.size)
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
             same = (now.size, now.version) == (info.size, info.version)
@@ -123,6 +115,7 @@ class Reader:
 
         Raises:
             LoadError: a file ends early, changed, or the device reports an error.
+            CorruptCheckpoint: bytes do not match their checksums.
         """
         by_file: dict[int, list[Job]] = {}
         for job in jobs:
@@ -142,11 +135,17 @@ class Reader:
         slots = 2 if streams else 1
         threads = max(1, min(self.threads, len(jobs)))
         share = self.buffer_bytes // (threads * slots)
-        slot = max(ALIGN, share if streams else min(share, CPU_SLOT_BYTES))
+        # The longer a verified read, the fewer blocks are read again at its ends.
+        is_long = bool(streams) or self.verify
+        slot = max(ALIGN, share if is_long else min(share, CPU_SLOT_BYTES))
         batches = (
             (number, batch)
             for number in order
-            for batch in _batches(_segments(by_file[number], slot), slot)
+            for batch in batches_of(
+                segments_of(by_file[number], slot, self._most(number), self.sums.get(number)),
+                slot,
+                self._most(number),
+            )
         )
         if by_file:
             _spread([_Worker(self, slot, slots, streams) for _ in range(threads)], batches)
@@ -173,6 +172,11 @@ class Reader:
         view = source.as_strided(read.box.sizes, read.chunk.strides, start)
         copy_into(job.destination, view)
         self.count(read.nbytes)
+
+    def _most(self, number: int) -> int:
+        """Bytes of one read; what is verified stays in the cache, where a read is cheap."""
+        is_near = number in self.sums and "://" not in self.listing.files[number].path
+        return READ_BYTES if is_near else MOST_DIRECT_BYTES
 
     def count(self, nbytes: int) -> None:
         """Add to the bytes read, from any thread."""
@@ -204,13 +208,19 @@ class _Worker:
         self.slot, self.slots = slot, slots
         self.streams = streams
         self.buffers: Iterator[_Slot] | None = None
+        self.ends = memoryview(b"")  # what a verified read has beyond its segments, at both ends
 
     def take(self, number: int, batch: list[Segment]) -> None:
         """Read one batch and put its staged blocks where they belong."""
         self.reader.check()
         faults.point("load.read")
         path = self.reader.listing.files[number].path
-        views: list[memoryview] = []
+        sums = self.reader.sums.get(number)
+        low, high = batch[0].start, batch[-1].stop
+        if sums is not None:
+            low, high = sums.around(low, high)
+        before, after = self._beyond(batch[0].start - low, high - batch[-1].stop)
+        views = [before]
         staged: list[tuple[Segment, int]] = []
         position, used = batch[0].start, 0
         slot = self._slot(batch)
@@ -226,13 +236,21 @@ class _Worker:
                 views.append(memory[used : used + segment.stop - segment.start])
                 used = _aligned(used + segment.stop - segment.start)
             position = segment.stop
-        read_exactly(self.reader.opened[number], path, views, batch[0].start)
+        views.append(after)
+        read_exactly(self.reader.opened[number], path, views, low)
+        if sums is not None:
+            sums.check(low, views, path)
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
         for device in {one.destination.device for one, _ in staged if one.destination is not None}:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
-        self.reader.count(position - batch[0].start)
+        self.reader.count(high - low)
+
+    def _beyond(self, before: int, after: int) -> tuple[memoryview, memoryview]:
+        if len(self.ends) < before + after:
+            self.ends = memoryview(bytearray(before + after))
+        return self.ends[:before], self.ends[before : before + after]
 
     def _slot(self, batch: list[Segment]) -> _Slot:
         if len(batch) == 1 and batch[0].direct is not None:
@@ -288,71 +306,12 @@ def _spread(workers: list[_Worker], batches: Iterator[tuple[int, list[Segment]]]
         raise errors[0]
 
 
-def _segments(jobs: Sequence[Job], slot: int) -> list[Segment]:
-    """Byte ranges of one file's jobs, sorted by offset."""
-    segments: list[Segment] = []
-    for job in jobs:
-        for block in blocks(job.read, slot):
-            destination = _part_of(job, block)
-            if block.dense and _fits(destination, block):
-                segments += _direct(block, memory_of(destination))
-                continue
-            for small in cut_dense(block, slot) if block.dense else (block,):
-                part = _part_of(job, small)
-                segments.append(Segment(small.start, small.stop, None, small, part))
-    segments.sort(key=lambda segment: segment.start)
-    return segments
-
-
-def _direct(block: Block, memory: memoryview) -> Iterator[Segment]:
-    for low in range(0, len(memory), MOST_DIRECT_BYTES):
-        part = memory[low : low + MOST_DIRECT_BYTES]
-        yield Segment(block.start + low, block.start + low + len(part), part)
-
-
-def _batches(segments: Sequence[Segment], slot: int) -> Iterator[list[Segment]]:
-    """Runs of segments that one call reads: near in the file, their staged bytes inside one
-    slot.
-    """
-    batch: list[Segment] = []
-    staged = total = 0
-    for segment in segments:
-        gap = segment.start - batch[-1].stop if batch else 0
-        size = segment.stop - segment.start
-        more = (size if segment.direct is None else 0) + (gap if gap > 0 else 0) + 2 * ALIGN
-        full = staged + more > slot or total + size > MOST_DIRECT_BYTES
-        if batch and (gap < 0 or gap > GAP_BYTES or full or 2 * len(batch) >= MOST_BUFFERS):
-            yield batch
-            batch, staged, total = [], 0, 0
-            more -= gap if gap > 0 else 0
-        batch.append(segment)
-        staged, total = staged + more, total + size
-    if batch:
-        yield batch
-
-
-def _part_of(job: Job, block: Block) -> torch.Tensor:
-    if block.read.box is job.read.box:
-        return job.destination
-    inside = block.read.box.relative_to(job.read.box.offsets)
-    return job.destination[inside.slices()]
-
-
-def _fits(destination: torch.Tensor, block: Block) -> bool:
-    return (
-        destination.is_cpu
-        and destination.dtype == block.read.stored.dtype
-        and destination.is_contiguous()
-    )
-
-
 def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
-    assert segment.block is not None
+    assert segment.dtype is not None
     assert segment.destination is not None
-    block, dtype = segment.block, segment.block.read.stored.dtype
-    usable = (segment.stop - segment.start) // dtype.itemsize * dtype.itemsize
-    view = scratch[:usable].view(dtype).as_strided(block.read.box.sizes, block.strides)
-    copy_into(segment.destination, view)
+    usable = (segment.stop - segment.start) // segment.dtype.itemsize * segment.dtype.itemsize
+    elements = scratch[:usable].view(segment.dtype)
+    copy_into(segment.destination, elements.as_strided(segment.destination.shape, segment.strides))
 
 
 def copy_into(
@@ -376,14 +335,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device. Going back to the current one makes no context there."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, writable."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _aligned(position: int) -> int:

@@ -10,15 +10,16 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.listing import FileInfo, Listing, SumsFile
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
+from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -131,7 +132,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     weights = {k: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
     others = tuple(f"{k}: not weights" for k in listing.tensors if k not in weights)
     renamed = {k[len(WEIGHTS) :]: t for k, t in weights.items()}
-    return Listing("anyrank run", listing.files, renamed, {}, others, listing.checksums)
+    return replace(listing, tensors=renamed, skipped=others)
 
 
 def list_step(
@@ -158,24 +159,22 @@ def list_step(
         raise CorruptCheckpoint(f"{folder}: its manifest does not list {INDEX}")
     if small is None:
         small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
-    table = json.loads(small[INDEX])
+    table = _index(small[INDEX], path)
     files: list[FileInfo] = []
-    checksums: list[Checksum] = []
+    sums: dict[int, SumsFile] = {}
     for number, name in enumerate(table["files"]):
         info = _found(storage, inside(folder, name), manifest, name, sizes)
         files.append(info)
         record = manifest.files[name]
-        for start, digest in zip(range(0, info.size, record.block), record.xxh3_64, strict=False):
-            stop = min(info.size, start + record.block)
-            what = f"bytes {start} to {stop}"
-            checksums.append(Checksum(number, start, stop, digest, what, "xxh3-64"))
+        other = manifest.files[record.blocks]
+        sums[number] = SumsFile(inside(folder, record.blocks), other.size, other.xxh3_64)
     try:
-        tensors = {key: _tensor(key, one) for key, one in table["tensors"].items()}
+        tensors = {key: _tensor(key, one, files) for key, one in table["tensors"].items()}
         for alias, key in table["aliases"].items():
             tensors[alias] = tensors[key].renamed(alias)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
-    return Listing("anyrank run", tuple(files), tensors, checksums=tuple(checksums))
+    return Listing("anyrank run", tuple(files), tensors, sums=sums)
 
 
 def check_sizes(
@@ -215,15 +214,44 @@ def _found(
     return info
 
 
-def _tensor(key: str, table: Mapping[str, Any]) -> StoredTensor:
-    shape = tuple(int(size) for size in table["shape"])
-    dtype = getattr(torch, table["dtype"])
+def _index(data: bytes, path: str) -> dict[str, Any]:
+    """`tensors.json` as a table whose values have the right types."""
+    tensor = {"dtype": str, "shape": [COUNT], "chunks": [list]}
+    schema = {"files": [str], "tensors": Table(tensor), "aliases": Table(str)}
+    try:
+        table = json.loads(data)
+        check(table, schema, "the index")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
+    return table
+
+
+def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> StoredTensor:
+    """One tensor of the index.
+
+    Raises:
+        ValueError: pieces that are not of the tensor, or not in their file.
+    """
+    shape = tuple(table["shape"])
+    dtype = getattr(torch, table["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key}: {table['dtype']} is no dtype")
     chunks: list[Chunk] = []
-    for offsets, sizes, file, offset in table["chunks"]:
+    for piece in table["chunks"]:
+        check(piece[:2], [[COUNT]], key)
+        check(piece[2:], [COUNT], key)
+        if len(piece) != 4 or piece[2] >= len(files):
+            raise ValueError(f"{key}: a piece is in none of the {len(files)} files")
+        offsets, sizes, file, offset = piece
+        inside_it = len(offsets) == len(sizes) == len(shape) and all(
+            start + size <= most for start, size, most in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside_it:
+            raise ValueError(f"{key}: a piece at {offsets} of {sizes} is not in {list(shape)}")
         box = Box(tuple(offsets), tuple(sizes))
-        chunks.append(Chunk(box, int(file), int(offset), row_major(box.sizes)))
+        if offset + box.numel * dtype.itemsize > files[file].size:
+            raise ValueError(f"{key}: a piece ends after its file, {files[file].path}")
+        chunks.append(Chunk(box, file, offset, row_major(box.sizes)))
     if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
         raise ValueError(f"{key}: its pieces do not make up its shape {list(shape)}")
     return StoredTensor(key, shape, dtype, tuple(chunks))

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import platform
+import stat
 from collections.abc import Generator
 from functools import cache
 from typing import Any, Protocol
@@ -43,11 +44,19 @@ class Storage(Protocol):
     def open(self, path: str) -> OpenFile: ...
 
 
+class NotAFile(OSError):
+    """A pipe, socket or device in a file's place: to read it could block for ever."""
+
+
 class LocalFile:
     """A local file, read with preadv: no mapping, so nothing ever aliases it."""
 
     def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Not to wait for a pipe's writer; for a regular file the flag means nothing.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            os.close(self.descriptor)
+            raise NotAFile(errno.EINVAL, "is no regular file", path)
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)

@@ -19,7 +19,6 @@ from anyrank.errors import CheckpointError
 from anyrank.files.storage import LocalStorage, RemoteStorage, Storage, asking, join_path
 
 SYNC_FILE_RANGE_WRITE = 2
-BLOCK_BYTES = 16 << 20  # of a file, each with a checksum of its own: ranks share the verification
 PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
 WRITEBACK_BYTES = 32 << 20  # of a local file, which the kernel is asked to write at a time
 SLICE_BYTES = 1 << 20  # most by which a part is larger
@@ -29,47 +28,17 @@ Part = bytes | memoryview
 
 @dataclass(frozen=True)
 class Written:
-    """A finished file: bytes, and the xxh3-64 of each BLOCK_BYTES of it."""
+    """A finished small file: its bytes, and their xxh3-64 in hex."""
 
     size: int
-    digests: tuple[str, ...]
-
-
-class Digester:
-    """xxh3-64 of consecutive blocks, fed in parts of any size."""
-
-    def __init__(self) -> None:
-        import xxhash  # only files that are written or verified need it
-
-        self.new = xxhash.xxh3_64
-        self.hash = self.new()
-        self.room = BLOCK_BYTES
-        self.size = 0
-        self.done: list[str] = []
-
-    def update(self, part: Part) -> None:
-        """Take the next bytes."""
-        view = memoryview(part)
-        self.size += len(view)
-        while len(view) >= self.room:
-            self.hash.update(view[: self.room])
-            view = view[self.room :]
-            self.done.append(self.hash.hexdigest())
-            self.hash, self.room = self.new(), BLOCK_BYTES
-        self.hash.update(view)
-        self.room -= len(view)
-
-    def result(self) -> Written:
-        """Size and digests of everything taken."""
-        rest = (self.hash.hexdigest(),) if self.room < BLOCK_BYTES or not self.done else ()
-        return Written(self.size, (*self.done, *rest))
+    digest: str
 
 
 def digest_of(data: Part) -> Written:
-    """Size and digests of bytes in memory."""
-    digester = Digester()
-    digester.update(data)
-    return digester.result()
+    """Size and digest of bytes in memory."""
+    import xxhash  # only files that are written or verified need it
+
+    return Written(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
 class Sink(Protocol):

@@ -117,6 +117,7 @@ def _with_check(made: LoadPlan, prepared: Prepared) -> LoadPlan:
     listing = prepared.listing
     checked = sum(info.size for info in listing.files if info.sha256)
     checked += sum(record.stop - record.start for record in listing.checksums)
+    checked += sum(listing.files[number].size for number in listing.sums)
     seconds = made.seconds + checked / made.nodes / READ_BYTES_PER_SEC
     each = checked // made.world_size
     return replace(

@@ -18,8 +18,15 @@ from torch.optim import Optimizer
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
+from anyrank.resume.digests import start_digests
 from anyrank.resume.saving import SaveRecord, Snapshot
-from anyrank.resume.share import Item, Staging, check_unwritten, devices_of
+from anyrank.resume.share import (
+    Item,
+    Staging,
+    check_unwritten,
+    devices_of,
+    written_while_copied,
+)
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -72,11 +79,17 @@ class Background:
         fleeting = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
         copied: list[Item] = []
-        ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting, ranks)))
+        before: list[Callable[[], list[int]]] = []
+
+        def copy() -> None:
+            copied.extend(self.now.take(fleeting, ranks))
+            before.append(start_digests([item.source for item in steady], ranks.check))
+
+        ranks.together("copying the state", copy)
         self.failure = self.record = self.spoiled = None
         self.stall = 0.0
         self.staged.clear()
-        args = (snapshot, copied, steady, written_by_now(steady), writers)
+        args = (snapshot, copied, steady, before[0], written_by_now(steady), writers)
         self.thread = threading.Thread(target=self._run, args=args, name="anyrank-save")
         self.thread.start()
 
@@ -85,6 +98,7 @@ class Background:
         snapshot: Snapshot,
         copied: list[Item],
         steady: list[Item],
+        before: Callable[[], list[int]],
         written: dict[torch.device, torch.Event],
         ranks: Ranks,
     ) -> None:
@@ -100,6 +114,13 @@ class Background:
             streams = {device: self.streams[device] for device in written}
             try:
                 copies.extend(self.later.begin(steady, ranks))
+                # Of the same values as the copies: a device takes them before the optimizer steps.
+                copied = [
+                    copy.source if item.source.is_cpu else item.source
+                    for item, copy in zip(steady, copies, strict=True)
+                ]
+                after = start_digests(copied, ranks.check)
+                compare_later = snapshot.replicas.start(ranks)
                 self.unchecked = [item for item in steady if item.source.device in streams]
                 self.copied = {device: one.record_event() for device, one in streams.items()}
                 self.staged.set()
@@ -110,6 +131,8 @@ class Background:
             self.copied = {}
             if self.spoiled is not None:
                 raise self.spoiled
+            refuse_written(steady, before(), after())
+            compare_later()
 
         try:
             try:
@@ -173,6 +196,20 @@ class Background:
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.watched = [], []
+
+
+def refuse_written(items: Sequence[Item], before: Sequence[int], copied: Sequence[int]) -> None:
+    """Refuse copies of anything but the values that the items had when the save began.
+
+    torch does not count writes through `.data`, `.detach()` or numpy, so digests are compared: of
+    a CPU tensor with its copy's, of a device's with those that it has after the copy.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for item, was, found in zip(items, before, copied, strict=True):
+        if was != found:
+            raise written_while_copied(item)
 
 
 def written_by_now(items: Sequence[Item]) -> dict[torch.device, torch.Event]:

@@ -47,8 +47,8 @@ class Checkpoints:
         every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
             first rank; None saves at the end, when asked, and on SIGTERM and SIGUSR1.
         background: hold the training only for a copy; at most one save is in flight.
-        verify: what a resume compares: "full" every byte, while it is read; "size" all files'
-            sizes and the small ones' checksums; "off" the small files' checksums only.
+        verify: what a resume compares: "full" every byte that it reads with its checksum, "size"
+            all files' sizes and the small ones' checksums, "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
@@ -147,6 +147,7 @@ class Checkpoints:
             resuming = Resuming(self._state, found, ranks, skip)
             try:
                 resuming.fit()
+                resuming.fill()
             except CorruptCheckpoint as error:
                 return str(error)
             fitted.append(resuming)
@@ -161,7 +162,6 @@ class Checkpoints:
                 )
             return None
         (resuming,) = fitted
-        resuming.fill()
         leaves_newer = isinstance(which, int) or bool(found.left)
         self._writer.branch = found.manifest.step if leaves_newer else None
         report = resuming.report(self._folder, self._verify)

@@ -7,17 +7,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.files.run_folder import list_step
-from anyrank.loading.verify import check_files
 from anyrank.resume.folder import RunFolder
+from anyrank.resume.records import check_records
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
 VERIFY = ("size", "full", "off")
+
+
+class Unreadable(CheckpointError):
+    """A disk or the network does not hand out a step's bytes: no proof of damage."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Found:
         set_aside: what damaged ones are called now.
         left: names of those that kept their place, as they could not be read or not be renamed.
         notes: why, in sentences.
+        verify: whether what is read is compared with its checksums.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Found:
     set_aside: list[str]
     left: list[str]
     notes: list[str]
+    verify: bool
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,9 @@ class Look:
 class Passed:
     """The steps that were tried and cannot be used. Equal on all ranks, which all call it."""
 
-    def __init__(self, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, folder: RunFolder, ranks: Ranks, verify: str) -> None:
         self.folder, self.ranks = folder, ranks
+        self.verify = verify
         self.newest = self.samples = self.unread = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
@@ -68,7 +75,7 @@ class Passed:
         assert look.manifest is not None
         assert look.listing is not None
         newest, samples = max(self.newest, look.step), max(self.samples, look.manifest.samples)
-        rest = (self.set_aside, self.left, self.notes)
+        rest = (self.set_aside, self.left, self.notes, self.verify == "full")
         return Found(look.name, look.manifest, look.listing, newest, samples, *rest)
 
     def add(self, look: Look) -> None:
@@ -124,18 +131,21 @@ def find(
     Raises:
         CheckpointError: steps are there and none can be used, or the one asked for is not there.
     """
-    first, passed = ranks.ranks[0], Passed(folder, ranks)
+    first, passed = ranks.ranks[0], Passed(folder, ranks, verify)
 
     def look_for() -> Look | None:
         return _look(folder, which, passed.left, verify != "off")
 
     while (look := ranks.from_one("looking for a checkpoint", first, look_for)) is not None:
-        if look.listing is not None and verify == "full":
-            look = _verify(look, folder, ranks)
         if look.damaged is None and look.unread is None:
             found = passed.found(look)
-            look = replace(look, damaged=fit(found))
-            if look.damaged is None:
+            try:
+                look = replace(look, damaged=fit(found))
+            except Unreadable as error:
+                if not folder.store.renames:  # the network: the next try may get through
+                    raise CheckpointError(str(error), causes=error.causes) from error
+                look = replace(look, unread=str(error))
+            if look.damaged is None and look.unread is None:
                 return found
         if which not in ("auto", "must"):
             if look.damaged is None:
@@ -183,6 +193,7 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
     step, name = steps[0]
     try:
         manifest, small = folder.examine(name, sizes)
+        check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
         return Look(step, name, manifest, listing)
     except CorruptCheckpoint as error:
@@ -196,31 +207,10 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         return Look(step, name, unread=str(error))
 
 
-def _verify(look: Look, folder: RunFolder, ranks: Ranks) -> Look:
-    """Compare every byte with its checksum, each rank a part. All ranks."""
-
-    def check() -> tuple[str | None, str | None]:
-        assert look.listing is not None
-        try:
-            check_files(look.listing, ranks.index, ranks.size, ranks.check)
-        except (LoadError, OSError) as error:
-            if isinstance(error, LoadError) and error.__cause__ is None:
-                return str(error), None
-            if not folder.may_be_sound(error):
-                raise
-            return None, str(error)
-        return None, None
-
-    said = ranks.together("verifying the checkpoint", check)
-    damaged = next((one for one, _ in said if one is not None), None)
-    unread = next((one for _, one in said if one is not None), None)
-    return replace(look, damaged=damaged, unread=unread)
-
-
 def verified_in_words(verify: str) -> str:
     """What a resume has compared, for its report."""
     return {
-        "full": "every byte of every file, by checksum",
+        "full": "every byte that was read, by checksum",
         "size": "sizes of all files, checksums of the small ones",
         "off": "checksums of the small files only",
     }[verify]

@@ -17,7 +17,16 @@ from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.freeze import check_frozen, frozen_parts, remember
 from anyrank.loading.replace import put_in_place
 from anyrank.loading.targets import Target, find_targets
-from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, listed, misfits
+from anyrank.resume.parts import (
+    Fill,
+    Fitted,
+    Saved,
+    Stored,
+    hold_to_save,
+    layout_digest,
+    listed,
+    misfits,
+)
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import hold
 from anyrank.tensors.names import WRAPPERS, match, near
@@ -78,6 +87,7 @@ def save_module(
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.places[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}
     saved.loose = {t.name for t in named if t.kind == "buffer" and t.layout is None}
+    saved.strict = part == "model" or bool(saved.steady)
     layout, own = layout_digest(named), _with_extra(module, elsewhere)
     extra = {name: _save_extra(part, name, one, saved) for name, one in own}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
@@ -106,7 +116,10 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
 
 def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     def put(where: str, tensor: torch.Tensor) -> Any:
-        saved.tensors.append(hold(where, tensor.detach()))
+        held = hold_to_save(where, tensor.detach())
+        saved.tensors.append(held)
+        if held.layout is None:
+            saved.loose.add(where)
         return {"~tensor": where}
 
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)

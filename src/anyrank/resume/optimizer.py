@@ -8,20 +8,29 @@ shape and type is kept, and hyperparameters belong to the parameters rather than
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.loading.allocate import device_for
 from anyrank.loading.targets import Target
+from anyrank.resume.opaque import (
+    fit_opaque,
+    is_opaque,
+    other_class,
+    overrides,
+    save_opaque,
+    unwrapped,
+)
 from anyrank.resume.parts import (
     Fill,
     Fitted,
     Saved,
     Stored,
     differences,
+    hold_to_save,
     layout_digest,
     listed,
     own_name,
@@ -44,6 +53,10 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
     """
+    optimizer = unwrapped(optimizer)
+    if is_opaque(optimizer):
+        _parameters(part, optimizer, names)
+        return save_opaque(part, optimizer, rank)
     saved = Saved({})
     state: dict[str, Any] = {}
     for parameter, name in _parameters(part, optimizer, names).items():
@@ -90,7 +103,7 @@ def _putter(saved: Saved, parameter: Held | None, rank: int) -> Callable[[str, t
     """Keeps tensors of the state, and says how each lies in terms of its parameter."""
 
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold(where, tensor)
+        held = hold_to_save(where, tensor)
         layout = None if parameter is None else parameter.layout
         if held.layout is None and layout is not None and held.tensor.ndim:
             held.name = own_name(where, rank)
@@ -108,6 +121,12 @@ def fit_optimizer(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
 ) -> Fitted:
     """What fills an optimizer. Nothing is changed."""
+    optimizer = unwrapped(optimizer)
+    if is_opaque(optimizer) or "opaque" in record:
+        if is_opaque(optimizer) and "opaque" in record:
+            return fit_opaque(part, optimizer, record, stored, rank)
+        problem = other_class(part, type(optimizer).__name__, record["class"])
+        return Fitted(stored.moved("", ""), problems=[problem])
     fitted = Fitted(stored.moved("", ""))
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
     groups = _fit_groups(part, optimizer, record, names, fitted.problems)
@@ -116,10 +135,7 @@ def fit_optimizer(
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         fitted.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
     if record["class"] != type(optimizer).__name__:
-        fitted.problems.append(
-            f"{part}: is a {type(optimizer).__name__}, the checkpoint's a {record['class']}: "
-            "resume with the optimizer that the run was saved with"
-        )
+        fitted.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
     if fitted.problems:
         return fitted
     made: dict[str, Any] = {}
@@ -130,16 +146,19 @@ def fit_optimizer(
         made[name] = from_json(tree, taker.take)
         held_now += taker.tensors
     other = _Taker(stored, fitted, None, optimizer, rank)
-    options = [from_json(one["options"], other.take) for one in record["groups"]]
-    extra = from_json(record["extra"], other.take)
+    options = [_table(one["options"], other) for one in record["groups"]]
+    extra = _table(record["extra"], other)
     fitted.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
 
-    def commit() -> None:
+    def place() -> None:
         for parameter in by_name.values():
             optimizer.state.pop(parameter, None)
         for name, state in made.items():
             optimizer.state[by_name[name]] = state
         optimizer.state.update(extra)
+
+    def commit() -> None:
+        place()
         for group, number in zip(optimizer.param_groups, groups, strict=True):
             for key, value in options[number].items():
                 if key in IMPLEMENTATION and key in group:
@@ -148,9 +167,20 @@ def fit_optimizer(
                     group[key].copy_(value)
                 else:
                     group[key] = value
+        if overrides(optimizer, "load_state_dict"):
+            # It may rebuild what hangs on the state, and cast the state itself.
+            optimizer.load_state_dict(optimizer.state_dict())
+            place()
 
     fitted.commit = commit
     return fitted
+
+
+def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
+    value = from_json(tree, taker.take)
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{str(tree)[:80]} is no table of an optimizer's")
+    return cast("dict[Any, Any]", value)
 
 
 def _fit_groups(

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.resume.report import Outcome
-from anyrank.tensors.held import Held
+from anyrank.tensors.held import Held, hold
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -29,6 +30,7 @@ class Saved:
         steady: names of tensors that nothing but the optimizer's step changes.
         loose: names of plain tensors that nothing keeps equal on the ranks (buffers); the first
             rank's are saved.
+        strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
     """
 
@@ -38,6 +40,7 @@ class Saved:
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     steady: set[str] = field(default_factory=set[str])
     loose: set[str] = field(default_factory=set[str])
+    strict: bool = True
     by_rank: bool = False
 
 
@@ -95,6 +98,26 @@ class Stored:
 def own_name(where: str, index: int) -> str:
     """What a tensor is called that the rank of this index alone holds."""
     return f"{where}@{index:05d}"
+
+
+def hold_to_save(name: str, tensor: torch.Tensor) -> Held:
+    """A tensor as this rank holds it, for a save.
+
+    Raises:
+        CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
+    """
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = f"{'quantised' if tensor.is_quantized else tensor.layout} tensor"
+    else:
+        try:
+            return hold(name, tensor)
+        except LoadError:
+            pass
+    raise CheckpointError(
+        f"{name}: a {kind} cannot be saved: a checkpoint holds plain tensors, and sharded or "
+        "replicated DTensors; keep this value in one of these"
+    )
 
 
 def layout_digest(tensors: Sequence[Held]) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from anyrank import faults
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.loading.allocate import buffer_for, default_device
@@ -19,7 +20,7 @@ from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.targets import find_targets
 from anyrank.resume.data.position import Position
-from anyrank.resume.finding import Found, verified_in_words
+from anyrank.resume.finding import Found, Unreadable, verified_in_words
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Fill, Fitted, Stored, own_name
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
@@ -72,7 +73,8 @@ class Resuming:
         def here() -> bool:
             if problems:
                 raise CheckpointError(self._told(problems))
-            self._read_streams()
+            with _unreadable():
+                self._read_streams()
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
             self.fitted = self.state.fit(records, stored, self.ranks.index)
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
@@ -84,13 +86,16 @@ class Resuming:
 
     def _told(self, problems: Sequence[str]) -> str:
         path = self.found.name
-        return "\n".join([f"{path} does not fit the state, which is as it was:", *problems])
+        now = "as it was" if self.state.poison is None else "half restored from a damaged step"
+        return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
 
     def fill(self) -> None:
         """Read, and put everything in place. A failure from here on poisons the state.
 
         Raises:
             CheckpointError: the state is half restored, and says so.
+            CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
+                restores it whole.
         """
         self.state.poison = half_restored("it was interrupted")  # until it is whole
         try:
@@ -102,7 +107,9 @@ class Resuming:
         except Exception as error:
             self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
             text = f"{error}\n  the state is half restored: resume again before it is used"
-            raise CheckpointError(text, causes=getattr(error, "causes", None)) from error
+            known = (CorruptCheckpoint, Unreadable)
+            kind = type(error) if isinstance(error, known) else CheckpointError
+            raise kind(text, causes=getattr(error, "causes", None)) from error
         self.state.poison = None
 
     def _read(self) -> None:
@@ -121,7 +128,8 @@ class Resuming:
 
         def read() -> None:
             faults.point("resume.read")
-            read_own(wanted, reader, self.ranks)
+            with _unreadable():
+                read_own(wanted, reader, self.ranks)
 
         self.ranks.together("opening the checkpoint", lambda: reader.open(files))
         self.ranks.together("reading the checkpoint", read)
@@ -129,7 +137,14 @@ class Resuming:
 
     def _reader(self, listing: Listing, buffer: int) -> Reader:
         threads = read_threads(self.ranks.ranks_on_node)
-        return Reader(listing, None, buffer_bytes=buffer, threads=threads, check=self.ranks.check)
+        return Reader(
+            listing,
+            None,
+            buffer_bytes=buffer,
+            threads=threads,
+            check=self.ranks.check,
+            verify=self.found.verify,
+        )
 
     def _read_streams(self) -> None:
         """The first rank's streams, and those of the rank with this one's number."""
@@ -236,12 +251,21 @@ def half_restored(why: str) -> str:
     return f"the state is half restored, as a resume failed in the middle ({why})"
 
 
+@contextlib.contextmanager
+def _unreadable() -> Generator[None]:
+    """Tell files that cannot be read from all else that a resume may fail of."""
+    try:
+        yield
+    except LoadError as error:
+        raise Unreadable(str(error)) from error
+
+
 def differed_in_words(names: Sequence[str]) -> list[str]:
-    """What to say of buffers that were not alike on the ranks; nothing where there are none."""
+    """What to say of tensors that were not alike on the ranks; nothing where there are none."""
     if not names:
         return []
     return [
-        f"{len(names)} buffers differed between the ranks that saved them; the first rank's are "
+        f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
         f"kept: {', '.join(names[:10])}"
     ]
 

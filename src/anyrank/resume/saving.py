@@ -22,11 +22,12 @@ from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.run_folder import INDEX, Place, index_of
 from anyrank.files.storage import join_path
-from anyrank.files.store import Written, write_file
+from anyrank.files.store import write_file
 from anyrank.loading.verify import content_hash
 from anyrank.resume.data.position import Position
 from anyrank.resume.folder import RunFolder
 from anyrank.resume.parts import Saved, differences, own_name
+from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.saved_streams import Place as Seat
 from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
 from anyrank.resume.share import Item, items_of, write_share
@@ -52,6 +53,7 @@ class Brought:
     loose: dict[str, str]
     step: int
     run: str | None
+    compared: History
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Snapshot:
         aliases: of tied tensors.
         scopes: of the random streams.
         header: step, epoch, samples, run, lineage, layout.
+        replicas: compared before anything is written.
     """
 
     items: list[Item]
@@ -71,6 +74,7 @@ class Snapshot:
     aliases: dict[str, str]
     scopes: dict[str, str]
     header: dict[str, Any]
+    replicas: Replicas
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,25 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     }
     aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
     scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
-    items = _items(parts, own, answers, ranks)
-    return Snapshot(items, records, aliases, dict(scopes), header)
+    coordinates = {rank: one.coordinates for rank, one in zip(ranks.ranks, answers, strict=True)}
+    items = _items(parts, own, coordinates, ranks.rank)
+    replicas = _replicas(state, parts, coordinates, answers[0].compared, ranks)
+    return Snapshot(items, records, aliases, dict(scopes), header, replicas)
+
+
+def _replicas(
+    state: TrainState,
+    parts: Mapping[str, Saved],
+    coordinates: Mapping[int, Coordinates],
+    compared: History,
+    ranks: Ranks,
+) -> Replicas:
+    """What this save compares; what may change from now on is digested at once. All ranks."""
+    state.compared = compared
+    loose = {name for one in parts.values() for name in one.loose}
+    replicas = Replicas(choose(parts, coordinates, ranks.rank, loose, compared), compared)
+    ranks.together("digesting the replicas", replicas.start(ranks, steady=False))
+    return replicas
 
 
 def _brought(state: TrainState, parts: Mapping[str, Saved], seat: Seat) -> Brought:
@@ -168,7 +189,8 @@ def _brought(state: TrainState, parts: Mapping[str, Saved], seat: Seat) -> Broug
     }
     prints = fingerprints(state.generators)
     where = coordinates_of(_tensors(parts))
-    return Brought(shared, records, where, seat, prints, loose, state.step, state.run)
+    rest = (state.step, state.run, state.compared)
+    return Brought(shared, records, where, seat, prints, loose, *rest)
 
 
 def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
@@ -177,15 +199,18 @@ def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
 
 
 def _items(
-    parts: Mapping[str, Saved], own: Sequence[Held], answers: Sequence[Brought], ranks: Ranks
+    parts: Mapping[str, Saved],
+    own: Sequence[Held],
+    coordinates: Mapping[int, Coordinates],
+    rank: int,
 ) -> list[Item]:
     """What this rank writes: its part of what all hold, and its own."""
     tensors = _tensors(parts)
-    coordinates = {rank: one.coordinates for rank, one in zip(ranks.ranks, answers, strict=True)}
-    loose = {name for one in parts.values() for name in one.loose}
+    first = {name for one in parts.values() for name in one.loose}
+    first |= {held.name for one in parts.values() if not one.strict for held in one.tensors}
     steady = {name for one in parts.values() for name in one.steady}
-    writes = plan_writes(tensors, coordinates, by_first=loose)
-    return items_of(tensors, own, writes, ranks.rank, steady)
+    writes = plan_writes(tensors, coordinates, by_first=first)
+    return items_of(tensors, own, writes, rank, steady)
 
 
 def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
@@ -290,11 +315,12 @@ def write(
     """Write the shares and commit them. All ranks.
 
     Raises:
-        CheckpointError: a rank could not write; nothing was committed.
+        CheckpointError: replicas differ, or a rank could not write; nothing was committed.
     """
     start = time.perf_counter()
     header = snapshot.header
     first = ranks.ranks[0]
+    header["differed"] = [*header["differed"], *snapshot.replicas.compare(ranks)]
 
     def begin() -> tuple[str, str]:
         run = header["run"] or uuid.uuid4().hex
@@ -303,22 +329,21 @@ def write(
     header["run"], temporary = ranks.from_one("making the folder", first, begin)
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[Place], str, Written]:
+    def share() -> tuple[list[Place], dict[str, FileRecord]]:
         faults.point("save.write")
         try:
-            pieces = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
+            return write_share(folder.store, temporary, name, snapshot.items, ranks.check)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise _not_shared(temporary, ranks) from error
             raise
-        return pieces[0], name, pieces[1]
 
     shares = ranks.together("writing the checkpoint", share)
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
-        places = [place for one in shares for place in one[0]]
-        files = {one[1]: record(one[2]) for one in shares}
+        places = [place for share in shares for place in share[0]]
+        files = {file: one for share in shares for file, one in share[1].items()}
         small = {
             INDEX: index_of(places, snapshot.aliases),
             METADATA: metadata_of(places, snapshot.aliases),

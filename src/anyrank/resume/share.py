@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from anyrank.errors import CheckpointError
+from anyrank.files.block_sums import SUFFIX, BlockDigester
+from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
 from anyrank.files.run_folder import Place
 from anyrank.files.storage import join_path
-from anyrank.files.store import Digester, Sink, Store, Written, storing
+from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.held import Held, version_of
@@ -130,16 +132,24 @@ def devices_of(items: Sequence[Item]) -> set[torch.device]:
 def check_unwritten(item: Item) -> None:
     """Raises CheckpointError: an item was written to since the state was collected."""
     if version_of(item.owner) != item.version:
-        raise CheckpointError(
-            f"{item.name}: was written to between step_done and the optimizer's next step, "
-            "while it was copied: change parameters before step_done, or background=False"
-        )
+        raise written_while_copied(item)
+
+
+def written_while_copied(item: Item) -> CheckpointError:
+    """The error of a copy that may hold other values than those of its step."""
+    return CheckpointError(
+        f"{item.name}: was written to between step_done and the optimizer's next step, while it "
+        "was copied: change parameters before step_done, or background=False"
+    )
 
 
 def write_share(
     store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
-) -> tuple[list[Place], Written]:
-    """Write the items into one data file, durably; where each lies, and the file's checksums.
+) -> tuple[list[Place], dict[str, FileRecord]]:
+    """Write the items into one data file, durably, with its checksums beside it.
+
+    Returns:
+        Where each item lies, and the manifest's records of both files.
 
     Raises:
         CheckpointError: the device says no.
@@ -160,7 +170,9 @@ def write_share(
             output.sink.abandon()
             raise
         output.sink.finish()
-    return places, output.digester.result()
+    sums = f"{name.removesuffix('.distcp')}{SUFFIX}"
+    written = write_file(store, join_path(folder, sums), output.digester.to_bytes())
+    return places, {name: FileRecord(output.size, blocks=sums), sums: record(written)}
 
 
 class _Output:
@@ -168,7 +180,7 @@ class _Output:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.digester = Digester()
+        self.digester = BlockDigester()
         self.size = 0
         self.parts: list[bytes | memoryview] = []
         self.kept: list[torch.Tensor] = []  # the memory that `parts` look at
@@ -182,6 +194,7 @@ class _Output:
         length = sum(map(len, parts))
         self.parts += [*parts, bytes(-length % ALIGN)]
         self.kept.append(payload)
+        self.digester.expect(self.size + len(head), payload.nbytes)
         self.size += length + -length % ALIGN
         self.waiting += length
         if self.waiting >= PIECE_BYTES or len(self.parts) >= MOST_PARTS:

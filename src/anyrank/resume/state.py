@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, LoadError
 from anyrank.loading.targets import Target
 from anyrank.resume.data.position import Position
 from anyrank.resume.modules import fit_module, kept, save_module, targets_of
 from anyrank.resume.optimizer import fit_optimizer, save_optimizer
 from anyrank.resume.parts import Fitted, Saved, Stored
+from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
 from anyrank.resume.wrappers import unwrapped
@@ -93,6 +94,7 @@ class TrainState:
         self.run: str | None = None
         self.lineage: list[dict[str, Any]] = []
         self.poison: str | None = None
+        self.compared = History()
 
     @property
     def epoch(self) -> int:
@@ -115,7 +117,10 @@ class TrainState:
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part brings to a save, as this rank sees it."""
-        targets = self._targets()
+        try:
+            targets = self._targets()
+        except LoadError as error:  # what it says of reading holds for writing
+            raise CheckpointError(str(error)) from error
         names = names_of(targets)
         stepped = {
             id(parameter)

@@ -8,8 +8,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from anyrank.errors import CheckpointError
-from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, own_name
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.resume.parts import (
+    Fill,
+    Fitted,
+    Saved,
+    Stored,
+    hold_to_save,
+    layout_digest,
+    own_name,
+)
 from anyrank.resume.report import Outcome
 from anyrank.resume.trees import from_json, to_json
 from anyrank.tensors.held import Held, hold
@@ -33,10 +41,10 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     Raises:
         CheckpointError: a value that is neither tensor nor plain; names its key.
     """
-    saved = Saved({}, by_rank=True)
+    saved = Saved({}, strict=False, by_rank=True)
 
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold(where, tensor.detach())
+        held = hold_to_save(where, tensor.detach())
         if held.layout is None:
             held.name = own_name(where, rank)
             saved.own.append(held)
@@ -69,7 +77,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
     if not record["tree"]:
         return Fitted(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
-    now = cache(lambda: _tensors_now(part, thing))
+    now = cache(lambda: tensors_now(part, thing))
     tensors: list[Held] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
@@ -88,6 +96,8 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         return tensor
 
     tree = from_json(record["tree"], take)
+    if not isinstance(tree, Mapping) and isinstance(thing.state_dict(), Mapping):
+        raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
     check = getattr(thing, "check_state_dict", None)
     if check is not None:
         try:
@@ -100,7 +110,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
     return fitted
 
 
-def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
     """The tensors that the object has now: what it loads is where they are, and laid out so."""
     found: dict[str, torch.Tensor] = {}
 

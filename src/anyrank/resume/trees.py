@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 
 Put = Callable[[str, torch.Tensor], Any]
 Take = Callable[[Any], Any]
@@ -37,6 +37,9 @@ FACTORIES: dict[str | None, Any] = {
     None: None,
     **{kind.__name__: kind for kind in (int, float, str, list, dict, set)},
 }
+
+
+WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration)
 
 
 def to_json(value: Any, where: str, put: Put) -> Any:
@@ -116,27 +119,35 @@ def from_json(value: Any, take: Take) -> Any:
     """The value that `to_json` was given; `take` turns what stands for a tensor into one.
 
     Raises:
-        CheckpointError: a mark of a newer format.
+        CorruptCheckpoint: JSON that `to_json` does not make, or that stands for no tensor.
     """
+    try:
+        return _from_json(value, take)
+    except WRONG as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{str(value)[:80]} is no saved value ({reason[:200]})") from error
+
+
+def _from_json(value: Any, take: Take) -> Any:
     if isinstance(value, list):
-        return [from_json(item, take) for item in cast("list[Any]", value)]
+        return [_from_json(item, take) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     table = cast("dict[str, Any]", value)
     mark = next(iter(table), "")
     if not mark.startswith(MARK):
-        return {key: from_json(item, take) for key, item in table.items()}
+        return {key: _from_json(item, take) for key, item in table.items()}
     inner = table[mark]
     if mark in TABLES.values():
         factory, pairs = inner if mark == "~defaultdict" else (None, inner)
-        made = {from_json(key, take): from_json(item, take) for key, item in pairs}
+        made = {_from_json(key, take): _from_json(item, take) for key, item in pairs}
         kind = next(kind for kind, name in TABLES.items() if name == mark)
         return defaultdict(FACTORIES[factory], made) if kind is defaultdict else kind(made)
     if mark in SEQUENCES.values():
         kind = next(kind for kind, name in SEQUENCES.items() if name == mark)
-        return kind([from_json(item, take) for item in inner])
+        return kind([_from_json(item, take) for item in inner])
     if mark == "~array":
-        return from_json(inner, take).numpy()
+        return _from_json(inner, take).numpy()
     plain: dict[str, Callable[[str], Any]] = {
         "~float": float,
         "~dtype": lambda name: getattr(torch, name),

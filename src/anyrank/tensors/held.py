@@ -98,8 +98,8 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
         wraps = hasattr(type(tensor), "__tensor_flatten__")  # torch's protocol of wrapper classes
         if wraps or kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
             raise LoadError(
-                f"{name}: is a {kind}, whose bytes are not the tensor's: load before it is wrapped "
-                "or quantised, or use fully_shard (FSDP2)"
+                f"{name}: is a {kind}, whose bytes are not the tensor's: load or save before it is "
+                "wrapped or quantised, or use fully_shard (FSDP2)"
             )
         return None, None
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,124 @@
+"""What a reader does with one file: jobs as byte ranges, and these in batches for one call each."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.files.block_sums import BlockSums
+from anyrank.tensors.plan import Block, Read, blocks, cut_dense
+
+GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
+MOST_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
+ALIGN = 16  # of staged blocks, so that any dtype can view them
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A read and the memory it fills: a view with the sizes of the read's box, on any device."""
+
+    read: Read
+    destination: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A byte range of one file: `direct` memory to fill, or bytes to stage and copy.
+
+    Attributes:
+        dtype, strides: of the elements in the staged bytes.
+        destination: where these go, of any layout and dtype.
+    """
+
+    start: int
+    stop: int
+    direct: memoryview | None
+    dtype: torch.dtype | None = None
+    strides: tuple[int, ...] = ()
+    destination: torch.Tensor | None = None
+
+
+def segments_of(jobs: Sequence[Job], slot: int, most: int, sums: BlockSums | None) -> list[Segment]:
+    """Byte ranges of one file's jobs, sorted by offset; dense ones end where checksums do."""
+    segments: list[Segment] = []
+    for job in jobs:
+        dtype = job.read.stored.dtype
+        for block in blocks(job.read, slot):
+            destination = _part_of(job, block)
+            if block.dense and _fits(destination, block):
+                memory = memory_of(destination)
+                for low, high in _ranges(block, most, 1, sums):
+                    part = memory[low - block.start : high - block.start]
+                    segments.append(Segment(low, high, part))
+            elif block.dense and destination.is_contiguous():
+                flat, size = destination.view(-1), dtype.itemsize
+                for low, high in _ranges(block, slot, size, sums):
+                    part = flat[(low - block.start) // size : (high - block.start) // size]
+                    segments.append(Segment(low, high, None, dtype, (1,), part))
+            else:
+                for small in cut_dense(block, slot) if block.dense else (block,):
+                    staged = (None, dtype, small.strides, _part_of(job, small))
+                    segments.append(Segment(small.start, small.stop, *staged))
+    segments.sort(key=lambda segment: segment.start)
+    return segments
+
+
+def _ranges(
+    block: Block, most: int, size: int, sums: BlockSums | None
+) -> Iterator[tuple[int, int]]:
+    """A dense block in ranges of at most `most` bytes, each of whole elements of `size` bytes."""
+    low = block.start
+    while low < block.stop:
+        high = min(block.stop, low + max(size, most // size * size))
+        if sums is not None:
+            cut = sums.cut(low, block.stop, most)
+            high = high if (cut - low) % size else cut
+        yield low, high
+        low = high
+
+
+def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[list[Segment]]:
+    """Runs of segments that one call reads: near in the file, their staged bytes inside one
+    slot.
+    """
+    batch: list[Segment] = []
+    staged = total = 0
+    for segment in segments:
+        gap = segment.start - batch[-1].stop if batch else 0
+        size = segment.stop - segment.start
+        more = (size if segment.direct is None else 0) + (gap if gap > 0 else 0) + 2 * ALIGN
+        full = staged + more > slot or total + size > most
+        if batch and (gap < 0 or gap > GAP_BYTES or full or 2 * len(batch) >= MOST_BUFFERS):
+            yield batch
+            batch, staged, total = [], 0, 0
+            more -= gap if gap > 0 else 0
+        batch.append(segment)
+        staged, total = staged + more, total + size
+    if batch:
+        yield batch
+
+
+def _part_of(job: Job, block: Block) -> torch.Tensor:
+    if block.read.box is job.read.box:
+        return job.destination
+    inside = block.read.box.relative_to(job.read.box.offsets)
+    return job.destination[inside.slices()]
+
+
+def _fits(destination: torch.Tensor, block: Block) -> bool:
+    return (
+        destination.is_cpu
+        and destination.dtype == block.read.stored.dtype
+        and destination.is_contiguous()
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, writable."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")

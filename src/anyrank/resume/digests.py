@@ -1,0 +1,95 @@
+"""Digests of tensors, computed where they are: only the digests of a device's tensors leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from anyrank.files.reader import memory_of
+from anyrank.resume.hashing import mix64, signed
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.writes import cut
+
+PART_BYTES = 8 << 20  # of a tensor at a time: on a device, a few times as much is taken
+SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
+
+
+def digests_of(tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[int]:
+    """64 bits of each tensor's values in row-major order, whatever its strides.
+
+    Digests compare with others of the same kind of device only: xxh3 on the CPU, elsewhere a sum
+    of mixed words. Returns when the devices are done with the tensors.
+
+    Args:
+        tensors: on any device.
+        check: called between tensors; raises to stop early.
+    """
+    return start_digests(tensors, check)()
+
+
+def start_digests(
+    tensors: Sequence[torch.Tensor], check: Callable[[], None]
+) -> Callable[[], list[int]]:
+    """As `digests_of`, of the values that the tensors have now; what is returned waits for the
+    devices.
+    """
+    found = [0] * len(tensors)
+    waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        check()
+        if tensor.is_cpu:
+            found[number] = on_cpu(tensor.detach())
+        else:
+            waiting.setdefault(tensor.device, []).append((number, on_device(tensor.detach())))
+
+    def finish() -> list[int]:
+        for several in waiting.values():
+            values: list[int] = torch.stack([one for _, one in several]).tolist()
+            for (number, _), value in zip(several, values, strict=True):
+                found[number] = value
+        return found
+
+    return finish
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in row-major order, contiguous, so many at a time."""
+    if tensor.numel():
+        whole = Box.whole(tensor.shape)
+        for piece in cut(Piece(whole, whole.offsets), max(1, PART_BYTES // tensor.itemsize)):
+            yield tensor[piece.box.slices()].contiguous()
+
+
+def on_cpu(tensor: torch.Tensor) -> int:
+    """xxh3-64 of a CPU tensor."""
+    import xxhash  # only runs need it
+
+    digest = xxhash.xxh3_64()
+    for part in (tensor,) if tensor.is_contiguous() else _parts(tensor):
+        digest.update(memory_of(part))
+    return digest.intdigest()
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum of mixed words, in any order, as a scalar of the tensor's device."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for part in _parts(tensor):
+        words = _words(part)
+        stop = start + words.numel()
+        places = torch.arange(start, stop, dtype=torch.int64, device=tensor.device)
+        total += mix64(words ^ mix64(places * SPREAD)).sum()
+        start = stop
+    return total
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as int64, zeros added."""
+    data = part.reshape(-1).view(torch.uint8)
+    if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
+        padded = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=part.device)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int64)

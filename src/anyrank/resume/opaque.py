@@ -1,0 +1,169 @@
+"""Optimizers that keep more than torch's own: they are saved and resumed by their own methods.
+
+`Optimizer.state` and the groups' options are all that a torch optimizer has. Wrappers and sharded
+optimizers have slow weights, inner optimizers or partitions besides, which only their
+`state_dict()` and `load_state_dict()` know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from anyrank.errors import CheckpointError
+from anyrank.resume.parts import Fitted, Saved, Stored, listed
+from anyrank.resume.report import Outcome
+from anyrank.resume.stateful import fit_stateful, save_stateful, tensors_now
+
+HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer within Accelerate's wrapper, which has no state of its own."""
+    kind = type(optimizer)
+    if kind.__name__ == "AcceleratedOptimizer" and kind.__module__.startswith("accelerate."):
+        inner: Any = optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+        return unwrapped(inner)
+    return optimizer
+
+
+def is_opaque(optimizer: Optimizer) -> bool:
+    """Whether `.state` and the groups may not be all that an optimizer has."""
+    return (
+        overrides(optimizer, "state_dict")
+        or any(getattr(optimizer, name, None) for name in HOOKS)
+        or next(_kept_elsewhere(optimizer), None) is not None
+    )
+
+
+def overrides(optimizer: Optimizer, method: str) -> bool:
+    """Whether a method of an optimizer is not torch's own."""
+    own = getattr(type(optimizer), method) is getattr(Optimizer, method)
+    return not own or method in vars(optimizer)
+
+
+def _kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
+    """Tensors beside the parameters, and other optimizers, in an optimizer's attributes."""
+    seen = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
+    for name, value in vars(optimizer).items():
+        if name not in PLAIN:
+            yield from _within(name, value, seen)
+
+
+def _within(
+    where: str, value: Any, seen: set[int]
+) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor | Optimizer):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            yield from _within(f"{where}.{key if isinstance(key, str) else '*'}", item, seen)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in cast("list[Any]", value):
+            yield from _within(f"{where}.*", item, seen)
+
+
+def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
+    """What such an optimizer brings to a save: its state_dict(). This rank's view.
+
+    Raises:
+        CheckpointError: it has no state_dict() for this rank, tensors that the state_dict() does
+            not hold, or sharded ones.
+    """
+    name = type(optimizer).__name__
+    try:
+        saved = save_stateful(part, optimizer, rank)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{part}: a {name} has no state_dict() on this rank ({error}): it cannot be saved; use "
+            "a torch optimizer, with fully_shard (FSDP2) where its state is to be sharded"
+        ) from error
+    if saved.tensors:
+        raise CheckpointError(
+            f"{part}: a {name} keeps more than torch's state, and its state_dict() has sharded "
+            f"tensors ({saved.tensors[0].name}), which it alone could lay out: it cannot be saved; "
+            "use a torch optimizer with sharded parameters"
+        )
+    lost = _lost(optimizer, [held.tensor for held in saved.own])
+    if lost:
+        raise CheckpointError(
+            listed(f"{part}: a {name} has tensors that its state_dict() does not hold", lost)
+            + ": they would be lost; add them to its state_dict() and load_state_dict()"
+        )
+    saved.record["kind"] = "optimizer"
+    saved.record["opaque"] = True
+    return saved
+
+
+def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
+    """Names of tensors that an optimizer keeps beside its parameters, and does not save."""
+    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    kept = [*_tensors_of("state", optimizer.state, parameters)]
+    for where, value in _kept_elsewhere(optimizer):
+        if isinstance(value, Optimizer):
+            kept += _tensors_of(f"{where}.state", value.state, parameters)
+        else:
+            kept.append((where, value))
+    there = {(one.data_ptr(), one.shape, one.dtype) for one in saved}
+    return [
+        where
+        for where, one in kept
+        if (one.data_ptr(), one.shape, one.dtype) not in there
+        and not any(_equal(one, other) for other in saved)
+    ]
+
+
+def _tensors_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, one in _within(where, value, {*seen}):
+        if isinstance(one, torch.Tensor):
+            yield name, one
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor has a copy's values, wherever that is."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.detach().cpu().view(-1), other.detach().cpu().view(-1))
+
+
+def fit_opaque(part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int) -> Fitted:
+    """What fills such an optimizer: its load_state_dict(). Nothing is changed."""
+    name = type(optimizer).__name__
+    fitted = fit_stateful(part, optimizer, record, stored, rank)
+    if record["class"] != name:
+        fitted.problems.append(other_class(part, name, record["class"]))
+    load = fitted.commit
+
+    def commit() -> None:
+        load()
+        now = tensors_now(part, optimizer)
+        wanted = {fill.held.name: fill.local.dtype for fill in fitted.fills}
+        cast_ = [key for key, dtype in wanted.items() if key not in now or now[key].dtype != dtype]
+        if cast_:
+            fitted.outcome = Outcome(
+                "derived", listed(f"load_state_dict() of a {name} changed the dtype of", cast_)
+            )
+
+    fitted.commit = commit
+    return fitted
+
+
+def other_class(part: str, name: str, saved: str) -> str:
+    """The problem of an optimizer that is of another class than the checkpoint's."""
+    return (
+        f"{part}: is a {name}, the checkpoint's a {saved}: resume with the optimizer that the run "
+        "was saved with"
+    )

@@ -1,0 +1,181 @@
+"""Runs whose checksums are right and whose contents are not: damage, and never another error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+import anyrank
+
+WRONG: list[Any] = [None, True, -1, 1.5, "x", "", [], [1], {}, {"~x": 1}, {"x": None}, 10**30]
+
+
+class Tracker:
+    """A stateful object with every kind of plain value."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "list": [1, (2.0, None)],
+            "tensor": torch.ones(3),
+            "nested": {"x": {1: "y"}, "set": {3}, "bytes": b"z"},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"scale": 1.0, "history": torch.ones(2)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def build() -> anyrank.TrainState:
+    torch.manual_seed(0)
+    net = nn.Sequential(Extra(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return anyrank.TrainState(net, optimizer, scheduler=schedule, tracker=Tracker())
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    anyrank.Checkpoints(tmp_path).save(build())
+    return tmp_path / "step-00000000"
+
+
+def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    if where:
+        yield where
+    items = enumerate(value) if isinstance(value, list) else ()
+    for key, item in value.items() if isinstance(value, dict) else items:
+        yield from places(item, (*where, key))
+
+
+def put(value: Any, where: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at a place; `...` for none."""
+    copied = json.loads(json.dumps(value))
+    inner = copied
+    for key in where[:-1]:
+        inner = inner[key]
+    if new is ...:
+        del inner[where[-1]]
+    else:
+        inner[where[-1]] = new
+    return copied
+
+
+def write(step: Path, table: dict[str, Any]) -> None:
+    """A manifest with its own checksum."""
+    table = {key: value for key, value in table.items() if key != "self"}
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    table["self"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    (step / "anyrank.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def outcome(step: Path) -> str:
+    """What a resume says: nothing, or the class of its error."""
+    state = build()
+    with anyrank.Checkpoints(step.parent) as ckpts:
+        try:
+            ckpts.resume(state)
+        except anyrank.CorruptCheckpoint:
+            for aside in step.parent.glob(".bad-*"):
+                aside.rename(step)
+            return "corrupt"
+        except anyrank.CheckpointError as error:
+            return "does not fit" if "does not fit" in str(error) else str(error)
+    return ""
+
+
+@pytest.mark.parametrize("new", [..., *WRONG], ids=repr)
+def test_a_manifest_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new: Any) -> None:
+    table = json.loads((step / "anyrank.json").read_text())
+    (step / "anyrank.json.good").write_text(json.dumps(table))
+    said: dict[tuple[Any, ...], str] = {}
+    for where in places(table):
+        if where != ("self",):
+            write(step, put(table, where, new))
+            said[where] = outcome(step)
+    free = ("parts", "streams", "differed", "versions", "written", "saved_on", "run", "lineage")
+    for where, one in said.items():
+        version = where == ("version",) and type(new) is int
+        assert one in ("", "corrupt", "does not fit") or version, (where, one)
+        if where[0] not in free and where != ("files", ".metadata"):
+            assert one, where
+
+
+@pytest.mark.parametrize("new", [..., *WRONG], ids=repr)
+def test_an_index_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new: Any) -> None:
+    table = json.loads((step / "anyrank.json").read_text())
+    index = json.loads((step / "tensors.json").read_text())
+    index["tensors"] |= {"model.0.weight": index["tensors"].pop("model.0.weight")}
+    first = ("tensors", "model.0.weight")
+    some = [where for where in places(index) if where[0] != "tensors" or where[:2] == first]
+    for where in some:
+        data = (json.dumps(put(index, where, new)) + "\n").encode()
+        (step / "tensors.json").write_bytes(data)
+        files = table["files"] | {
+            "tensors.json": {"size": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
+        }
+        write(step, table | {"files": files})
+        assert outcome(step) in ("", "corrupt", "does not fit"), where
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("format", "other", "its format is 'other'"),
+        ("version", "1", "version: '1' is no int"),
+        ("version", 2, "has format version 2, this anyrank reads 1"),
+        ("samples", "many", "samples: 'many' is no int"),
+        ("parts", [], "parts: "),
+    ],
+)
+def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
+    table = json.loads((step / "anyrank.json").read_text())
+    write(step, table | {field: value})
+    with pytest.raises(anyrank.CheckpointError, match=said):
+        anyrank.Checkpoints(step.parent).resume(build())
+
+
+@pytest.mark.parametrize("record", [{"size": 3}, {"size": 3, "xxh3_64": ""}, {"blocks": "x"}])
+def test_a_file_without_a_checksum_is_damage(step: Path, record: dict[str, Any]) -> None:
+    table = json.loads((step / "anyrank.json").read_text())
+    size = table["files"]["__0_0.distcp"]["size"]
+    files = table["files"] | {"__0_0.distcp": record | {"size": size}}
+    write(step, table | {"files": files})
+    assert outcome(step) == "corrupt"
+
+
+@pytest.mark.parametrize("name", ["anyrank.json", "tensors.json", "__0_0.distcp", "__0_0.xxh3"])
+@pytest.mark.parametrize("verify", ["full", "size", "off"])
+def test_a_pipe_in_a_files_place_is_damage_and_blocks_nothing(
+    step: Path, name: str, verify: Any
+) -> None:
+    (step / name).unlink()
+    os.mkfifo(step / name)
+    with (
+        anyrank.Checkpoints(step.parent, verify=verify) as ckpts,
+        pytest.raises(anyrank.CheckpointError),
+    ):
+        ckpts.resume(build())
+    for aside in step.parent.glob(".bad-*"):
+        shutil.rmtree(aside)

@@ -1,0 +1,157 @@
+"""Replicas are compared before a save writes anything: no checkpoint is a mixture of ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.resume.digests import digests_of, on_device
+from anyrank.resume.replicas import EVERY
+from anyrank.testing import run_ranks
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def complaint(ckpts: anyrank.Checkpoints, state: anyrank.TrainState) -> str:
+    try:
+        ckpts.save(state)
+        ckpts.wait()
+    except anyrank.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def job_diverged(path: str, what: str, background: bool) -> str:
+    net, optimizer = build()
+    with torch.no_grad():
+        if what == "model":
+            net[1].weight[3, 3] += dist.get_rank() % 2
+        elif what == "strided":
+            net[1].weight = nn.Parameter(net[1].weight.detach().T.contiguous().T)
+            net[1].weight[3, 3] += dist.get_rank() % 2
+            optimizer = torch.optim.SGD(net.parameters())
+        else:
+            optimizer.state[net[1].weight]["exp_avg"][0, 0] += dist.get_rank() % 2
+    with anyrank.Checkpoints(path, background=background) as ckpts:
+        return complaint(ckpts, anyrank.TrainState(net, optimizer))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("what", ["model", "strided", "optimizer"])
+def test_replicas_that_diverged_are_refused(tmp_path: Path, what: str, background: bool) -> None:
+    name = "optimizer.state.1.weight.exp_avg" if what == "optimizer" else "model.1.weight"
+    for text in run_ranks(3, job_diverged, str(tmp_path), what, background, timeout=60):
+        assert f"{name}: ranks [0, 2] unlike ranks [1]" in text
+    assert not list(tmp_path.glob("step-*"))
+
+
+def job_hybrid(path: str) -> list[str]:
+    """Two replicas of two shards each, one of which has diverged; then the same with none."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    net: Any = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    state = anyrank.TrainState(net)
+    said: list[str] = []
+    with anyrank.Checkpoints(path) as ckpts:
+        for rank in (3, -1):
+            with torch.no_grad():
+                net.weight.to_local().fill_(float(dist.get_rank() == rank))
+            said.append(complaint(ckpts, state))
+    return said
+
+
+def test_replicas_of_shards_are_compared(tmp_path: Path) -> None:
+    for diverged, alike in run_ranks(4, job_hybrid, str(tmp_path), timeout=60):
+        assert "model.weight: ranks [1] unlike ranks [3]" in diverged
+        assert alike == ""
+
+
+def job_average(path: str, background: bool) -> Any:
+    """An average that rank 0 alone updates."""
+    net, optimizer = build()
+    average = copy.deepcopy(net).requires_grad_(False)
+    with torch.no_grad():
+        for one in average.parameters():
+            one.fill_(dist.get_rank())
+    state = anyrank.TrainState(net, optimizer, ema=average)
+    notes: list[list[str]] = []
+    with anyrank.Checkpoints(path, background=background) as ckpts:
+        for _ in range(2):
+            state.step += 1
+            ckpts.save(state)
+            report = ckpts.resume(state)
+            assert report is not None
+            notes.append(report.notes)
+            with torch.no_grad():
+                for one in average.parameters():
+                    one.add_(dist.get_rank())
+    values = {float(one.sum()) for one in average.parameters()}
+    return values, [note for one in notes for note in one]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_average_of_the_first_rank_alone_is_saved_whole(
+    tmp_path: Path, background: bool
+) -> None:
+    told = run_ranks(2, job_average, str(tmp_path), background, timeout=60)
+    assert told[0][0] == {0.0}
+    for _, notes in told:
+        assert len([one for one in notes if "8 tensors differed between the ranks" in one]) == 2
+        assert all("the first rank's are kept: ema.0" in one for one in notes)
+
+
+def job_later(path: str) -> list[int]:
+    """At which save after the divergence it is noticed, for each parameter that may diverge."""
+    noticed: list[int] = []
+    for number in range(4):
+        net, optimizer = build()
+        state = anyrank.TrainState(net, optimizer)
+        with anyrank.Checkpoints(f"{path}/{number}") as ckpts:
+            for step in range(2 * EVERY):
+                state.step += 1
+                if step == 1:
+                    with torch.no_grad():
+                        net[number].bias[0] += dist.get_rank()
+                if complaint(ckpts, state):
+                    noticed.append(step)
+                    break
+        assert "diverged" in complaint(ckpts, state)  # once noticed, the next save compares all
+    return noticed
+
+
+def test_a_divergence_is_noticed_within_ten_saves(tmp_path: Path) -> None:
+    for noticed in run_ranks(2, job_later, str(tmp_path), timeout=120):
+        assert len(noticed) == 4
+        assert max(noticed) <= EVERY
+        assert len(set(noticed)) > 1  # each save compares another part
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (2, 3, 4)])
+def test_a_digest_depends_on_values_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    turned = tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor.clone()
+    other = tensor.clone()
+    if tensor.numel():
+        other.view(-1)[-1] = 0 if other.view(-1)[-1] else 1
+    different = 1 + bool(tensor.numel())
+    assert digests_of([tensor], lambda: None) == digests_of([turned], lambda: None)
+    assert len(set(digests_of([tensor, other], lambda: None))) == different
+    assert int(on_device(tensor)) == int(on_device(turned))
+    assert len({int(on_device(tensor)), int(on_device(other))}) == different

@@ -1,0 +1,84 @@
+"""Optimizers that keep their state by rank, behind methods of their own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+
+class ByRank(torch.optim.SGD):
+    """Each rank keeps something else beside the state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.mine = torch.full((2,), float(dist.get_rank()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"mine": self.mine}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mine = state_dict["mine"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def job(path: str, kind: str, save: bool) -> Any:
+    torch.manual_seed(0)
+    net: Any = nn.Linear(4, 4)
+    if kind == "zero":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.jit, which torch.distributed.optim uses
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        net = DistributedDataParallel(net)
+        optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+        net(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    else:
+        optimizer = ByRank((fully_shard(net) if kind == "sharded" else net).parameters())
+        if kind == "sharded":
+            net(torch.ones(2, 4)).square().sum().backward()
+            optimizer.param_groups[0]["momentum"] = 0.9
+            optimizer.step()
+    state = anyrank.TrainState(net, optimizer)
+    try:
+        with anyrank.Checkpoints(path) as ckpts:
+            if save:
+                ckpts.save(state)
+            else:
+                optimizer.mine = torch.zeros(2)
+                ckpts.resume(state)
+    except anyrank.CheckpointError as error:
+        return str(error)
+    return optimizer.mine.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("zero", "a ZeroRedundancyOptimizer has no state_dict() on this rank"),
+        ("sharded", "a ByRank keeps more than torch's state, and its state_dict() has sharded"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_saved_is_refused_by_name(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    for text in run_ranks(2, job, str(tmp_path), kind, True, timeout=60):
+        assert said in text
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_state_by_rank_goes_on_with_as_many_ranks_only(tmp_path: Path) -> None:
+    assert run_ranks(2, job, str(tmp_path), "own", True, timeout=60) == [[0, 0], [1, 1]]
+    assert run_ranks(2, job, str(tmp_path), "own", False, timeout=60) == [[0, 0], [1, 1]]
+    for text in run_ranks(3, job, str(tmp_path), "own", False, timeout=60):
+        assert "optimizer: a ByRank whose state differed between the 2 ranks" in text

@@ -1,0 +1,200 @@
+"""Checksums of blocks: what is read is verified as it is read, with little read beyond it."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import anyrank
+from anyrank.errors import CorruptCheckpoint
+from anyrank.files.block_sums import (
+    BLOCKS,
+    LEAST_BYTES,
+    MOST_BYTES,
+    BlockDigester,
+    block_bytes,
+    parse_sums,
+)
+from anyrank.files.manifest import read_manifest
+from anyrank.files.reader import Job, Reader
+from anyrank.files.run_folder import list_step
+from anyrank.files.storage import LocalStorage
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.plan import plan_reads
+
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 70_000)), min_size=0, max_size=6
+)  # gap before, bytes
+
+
+def file_of(parts: list[tuple[int, int]], rest: int, cuts: list[int]) -> tuple[bytes, bytes]:
+    """A file and its checksums, fed in parts."""
+    digester, size = BlockDigester(), 0
+    for gap, nbytes in parts:
+        digester.expect(size + gap, nbytes)
+        size += gap + nbytes
+    data = torch.randint(0, 256, (size + rest,), dtype=torch.uint8).numpy().tobytes()
+    low = 0
+    for high in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+        digester.update(memoryview(data)[low:high])
+        low = high
+    return data, digester.to_bytes()
+
+
+@given(EXTENTS, st.integers(0, 50), st.lists(st.integers(0, 10**6), max_size=5), st.data())
+def test_any_range_is_verified_by_whole_blocks(
+    parts: list[tuple[int, int]], rest: int, cuts: list[int], data: Any
+) -> None:
+    content, text = file_of(parts, rest, cuts)
+    sums = parse_sums(text, len(content))
+    if not content:
+        return
+    start = data.draw(st.integers(0, len(content) - 1))
+    stop = data.draw(st.integers(start + 1, len(content)))
+    low, high = sums.around(start, stop)
+    assert low <= start < stop <= high
+    inner = data.draw(st.integers(low, high))
+    views = [memoryview(content)[low:inner], memoryview(content)[inner:high]]
+    sums.check(low, views, "x")
+    changed = bytearray(content)
+    changed[start] ^= 1
+    with pytest.raises(CorruptCheckpoint, match="are not those that were written"):
+        sums.check(low, [memoryview(changed)[low:high]], "x")
+
+
+@given(EXTENTS, st.integers(0, 50), st.data())
+def test_what_is_no_list_of_checksums_is_refused(
+    parts: list[tuple[int, int]], rest: int, data: Any
+) -> None:
+    content, text = file_of(parts, rest, [])
+    numbers = struct.unpack_from("<Q", text)[0] * 2 + 1
+    place = data.draw(st.integers(0, numbers - 1))
+    value = data.draw(st.sampled_from([0, 1, len(content), len(content) + 1, 2**63, 2**64 - 1]))
+    forged = bytearray(text)
+    struct.pack_into("<Q", forged, 8 * place, value)
+    try:
+        sums = parse_sums(bytes(forged), len(content))
+    except (ValueError, struct.error):
+        return
+    assert len(sums.ends) * 8 == len(sums.digests)  # it describes other blocks, whole ones
+    assert (sums.ends[-1] if sums.ends else 0) == len(content)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 1 << 18, 3 << 18, 32 << 20, 1 << 34])
+def test_blocks_are_a_64th_of_a_tensor_within_bounds(nbytes: int) -> None:
+    block = block_bytes(nbytes)
+    assert LEAST_BYTES <= block <= MOST_BYTES
+    assert block & (block - 1) == 0
+    assert block in (LEAST_BYTES, MOST_BYTES) or nbytes / 2 < block * BLOCKS <= nbytes
+
+
+def saved(path: Path, steps: int = 1) -> nn.Module:
+    """A run with a parameter of 1 MiB."""
+    torch.manual_seed(0)
+    net = nn.Linear(512, 512)
+    state = anyrank.TrainState(net)
+    with anyrank.Checkpoints(path, every=1) as ckpts:
+        for _ in range(steps):
+            ckpts.step_done(state)
+    return net
+
+
+def read(path: Path, box: Box, destination: torch.Tensor) -> int:
+    """Fill the destination with a part of the weight; bytes read."""
+    storage, folder = LocalStorage(), str(path / "step-00000001")
+    listing = list_step(storage, folder, read_manifest(storage, folder))
+    stored = listing.tensors["model.weight"]
+    with Reader(listing, None, buffer_bytes=256 << 10, threads=2, verify=True) as reader:
+        reader.open(range(len(listing.files)))
+        reads = plan_reads(stored, [Piece(box, (0, 0))])
+        reader.run([Job(one, destination[one.local_slices()]) for one in reads])
+        return reader.bytes_read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "box", [Box((0, 0), (512, 512)), Box((100, 0), (171, 512)), Box((3, 100), (300, 57))]
+)
+@pytest.mark.parametrize("strided", [False, True])
+def test_parts_are_read_right_and_a_flipped_bit_in_them_is_noticed(
+    tmp_path: Path, box: Box, dtype: torch.dtype, strided: bool
+) -> None:
+    net = saved(tmp_path)
+    wanted = net.weight.detach()[box.slices()].to(dtype)  # type: ignore[union-attr]
+    memory = torch.zeros(box.sizes[::-1], dtype=dtype).T if strided else torch.zeros(box.sizes)
+    destination = memory if strided else memory.to(dtype)
+    nbytes = read(tmp_path, box, destination)
+    assert torch.equal(destination, wanted)
+    if box.sizes[1] == 512 and dtype == torch.float32 and not strided:
+        assert nbytes <= box.numel * 4 + (2 * block_bytes(1 << 20)) + 4096
+    data = tmp_path / "step-00000001" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    row = wanted[0].float().numpy() if dtype == torch.float32 else None
+    place = content.find(row.tobytes()) if row is not None else len(content) // 3
+    content[place + 2] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(anyrank.CorruptCheckpoint, match="the file is damaged"):
+        read(tmp_path, box, destination)
+
+
+@pytest.mark.parametrize("place", ["data", "checksums", "no checksums"])
+def test_a_resume_ends_on_the_newest_step_that_is_whole(tmp_path: Path, place: str) -> None:
+    net = saved(tmp_path, 3)
+    for name in ("step-00000003", "step-00000002"):
+        file = tmp_path / name / ("__0_0.distcp" if place == "data" else "__0_0.xxh3")
+        if place == "no checksums":
+            file.unlink()
+            continue
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    other = nn.Linear(512, 512)
+    state = anyrank.TrainState(other)
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        report = ckpts.resume(state)
+    assert report is not None
+    assert (report.step, report.lost_steps, len(report.set_aside)) == (1, 2, 2)
+    assert report.verified == "every byte that was read, by checksum"
+    assert torch.equal(net.weight, other.weight)  # type: ignore[arg-type]
+    assert state.poison is None
+
+
+def test_a_state_whose_only_step_is_damaged_may_not_be_used(tmp_path: Path) -> None:
+    saved(tmp_path)
+    good = tmp_path / "good"
+    shutil.copytree(tmp_path / "step-00000001", good)
+    file = tmp_path / "step-00000001" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    state = anyrank.TrainState(nn.Linear(512, 512))
+    with anyrank.Checkpoints(tmp_path) as ckpts:
+        with pytest.raises(anyrank.CorruptCheckpoint, match="all 1 checkpoints are damaged"):
+            ckpts.resume(state)
+        with pytest.raises(anyrank.CheckpointError, match="half restored"):
+            ckpts.step_done(state)
+        good.rename(tmp_path / "step-00000001")
+        assert ckpts.resume(state) is not None
+        ckpts.step_done(state)
+
+
+def test_a_load_of_a_run_verifies_every_byte_when_asked(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert anyrank.load(nn.Linear(512, 512), tmp_path, verify=True).verified == (
+        "replicas, xxh3-64 of 1 files"
+    )
+    file = tmp_path / "step-00000001" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(anyrank.LoadError, match="the file is damaged"):
+        anyrank.load(nn.Linear(512, 512), tmp_path, verify=True)
