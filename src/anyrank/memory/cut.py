@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
-from anyrank.memory.chain import Place
+from anyrank.memory.chain import Place, rows_of
 from anyrank.memory.uncompiled import uncompiled
 
 Dims = list[int | None]  # one for each leaf
@@ -49,9 +49,9 @@ class Cut:
         return min(self.chunk_size, self.size - self.starts[k])
 
     def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of tile `k`: views of the tiled ones."""
+        """The leaves of tile `k`."""
         return [
-            leaf if dim is None else leaf.narrow(dim, self.starts[k], self.length(k))
+            leaf if dim is None else rows_of(leaf, dim, self.starts[k], self.length(k))
             for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
 

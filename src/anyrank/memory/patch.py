@@ -111,7 +111,7 @@ def tile_(
     pattern: str,
     *,
     chunk_size: int = 8192,
-    dim: int = 1,
+    dim: int = -2,
     in_dims: Any = None,
     out_dims: Any = None,
     grad_dtype: torch.dtype | None = None,
@@ -124,7 +124,8 @@ def tile_(
 
     Args:
         pattern: as in `recompute_`.
-        dim: the dim of the first argument and of all results that is tiled.
+        dim: the dim of the first argument and of all results that is tiled: -2 is the one before
+            the features, whether the argument is [batch, tokens, width] or [tokens, width].
         in_dims, out_dims: instead, as in `tile`.
         chunk_size, grad_dtype, check: as in `tile`; the check is made in each module.
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anyrank.memory.arguments import Call, Emptied, name_of
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.offload import Offload
 from anyrank.memory.region import Contexts, Region
 from anyrank.memory.surroundings import Surroundings
@@ -125,6 +126,7 @@ def record_eagerly(
         lambda values: emptied.run(emptied.filled(values)),
         inputs,
         Surroundings.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
+        ModuleState(modules_in(call.fn, call.leaves)),
         contexts=context_fn() if context_fn else None,
     )
     result = region.run(call)

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState
 from anyrank.memory.surroundings import Surroundings
 from anyrank.tensors.held import version_of
 
@@ -46,6 +47,7 @@ class Region:
         again: runs the function on the tensors of the inputs, cut off from the graph.
         inputs: what it starts from; `reader` is the region's number among those that share them.
         surroundings: those that the function sees, first and again.
+        state: tensors of its modules, likewise.
         contexts: one context for the first run and one for the others (selective policies).
     """
 
@@ -54,6 +56,7 @@ class Region:
         again: Callable[[Sequence[torch.Tensor]], Any],
         inputs: Inputs,
         surroundings: Surroundings,
+        state: ModuleState,
         *,
         reader: int = 0,
         contexts: Contexts | None = None,
@@ -61,6 +64,7 @@ class Region:
         self.again = again
         self.inputs = inputs
         self.surroundings = surroundings
+        self.state = state
         self.reader = reader
         self.contexts = contexts or (contextlib.nullcontext(), contextlib.nullcontext())
         self.holders: list[weakref.ref[Holder]] = []
@@ -75,7 +79,9 @@ class Region:
     def run(self, first: Callable[[], Any]) -> Any:
         """The first run, on the tensors that carry the graph."""
         with saved_tensors_hooks(self.pack, self.unpack), self.contexts[0]:
-            return first()
+            result = first()
+        self.state.settle()
+        return result
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(len(self.kinds))
@@ -119,6 +125,7 @@ class Region:
             saved_tensors_hooks(fill, lambda value: value),
             torch.enable_grad(),
             self.surroundings.restored(),
+            self.state.restored(self.label),
             self.contexts[1],
         ):
             self.again(tensors)

@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.errors import RecomputeError
 from anyrank.memory.agree import agree_on_tiles
 from anyrank.memory.arguments import Call, Emptied, flatten, name_of
 from anyrank.memory.chain import Take
 from anyrank.memory.cut import Arguments, Cut, Joined
 from anyrank.memory.first_sum import own_first_sums
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.probe import compare_probe
 from anyrank.memory.region import Region
 from anyrank.memory.surroundings import Surroundings
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.memory.weights import Weights
+from anyrank.tensors.held import version_of
 
 
 def tile(
@@ -113,7 +116,10 @@ class Tiled:
             self.check = False
         if not torch.is_grad_enabled():
             for k in range(len(cut.starts)):
-                joined.add(k, call.run(cut.tile(k, call.leaves)))
+                leaves = cut.tile(k, call.leaves)
+                versions = versions_of(leaves)
+                joined.add(k, call.run(leaves))
+                self.check_unchanged(call, leaves, versions)
         elif not torch.compiler.is_compiling():
             self.record(call, cut, joined)
         elif self.grad_dtype is not None:  # the compiler sums by its own rules
@@ -138,22 +144,44 @@ class Tiled:
         weights = None
         if self.grad_dtype is not None and self.module is not None:
             weights = Weights(self.module, call.fn, self.grad_dtype)
+        modules = modules_in(self.arguments.fn, call.leaves)
+        state = None
         chains = list(call.leaves)
         for k in range(len(cut.starts)):
             again = functools.partial(run_again, emptied, cut, k)
-            region = Region(again, inputs, Surroundings.now(devices, ()), reader=k)
+            state = ModuleState(modules, state)
+            region = Region(again, inputs, Surroundings.now(devices, ()), state, reader=k)
             leaves = take(chains, cut, k)
+            versions = versions_of(leaves)
             args, kwargs = call.arguments(leaves)
             if weights is None:
                 first = functools.partial(call.fn, *args, **kwargs)
             else:
                 first = functools.partial(weights.call, k == 0, args, kwargs)
             result = region.run(first)
+            self.check_unchanged(call, leaves, versions)
             if weights is None and k == len(cut.starts) - 1:
                 own_first_sums(flatten(result)[0], leaves)
             joined.add(k, result)
             inputs.check(tensors)
             del args, kwargs, first, leaves, result
+
+    @uncompiled
+    def check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
+        """Raises RecomputeError: the function has changed a tile, of which the caller sees nothing
+        where it is a copy.
+        """
+        for n, (now, before) in enumerate(zip(versions_of(leaves), versions, strict=True)):
+            if now != before:
+                raise RecomputeError(
+                    f"{self.label} changes {call.name(n)} in place: clone the argument inside, or "
+                    "use the operation that returns a new tensor"
+                )
+
+
+@uncompiled
+def versions_of(leaves: list[Any]) -> list[int]:
+    return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
 @uncompiled
