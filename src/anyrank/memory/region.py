@@ -27,6 +27,12 @@ from anyrank.tensors.held import version_of
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
+SAME_AGAIN = (
+    "it must do the same both times, so it may not depend on a counter, a key-value cache "
+    "(transformers: use_cache=False) or another state that changes in between"
+)
+
+
 class Enough(BaseException):
     """Ends a recomputation when all is there; no error, so `except Exception` does not see it."""
 
@@ -132,8 +138,7 @@ class Region:
         if count != len(self.holders):
             raise RecomputeError(
                 f"{self.label} saved {len(self.holders)} tensors for backward at first, and "
-                f"{count} when it was recomputed: it must do the same both times, so it may not "
-                "depend on a counter, a cache or another state that changes in between"
+                f"{count} when it was recomputed: {SAME_AGAIN}"
             )
 
     def forget(self) -> None:
@@ -161,9 +166,7 @@ class Kind:
         if (self.shape, self.dtype, self.device) != (now.shape, now.dtype, now.device):
             raise RecomputeError(
                 f"{label} saved a {self} on {self.device} for backward at first, and a {now} on "
-                f"{now.device} in its place when it was recomputed: it must do the same both "
-                "times, so it may not depend on a counter, a cache or another state that changes "
-                "in between"
+                f"{now.device} in its place when it was recomputed: {SAME_AGAIN}"
             )
         if None not in (self.parameter, now.parameter) and self.parameter != now.parameter:
             raise RecomputeError(

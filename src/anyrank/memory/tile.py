@@ -20,6 +20,7 @@ from anyrank.memory.inputs import Inputs
 from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.probe import compare_probe
 from anyrank.memory.region import Region
+from anyrank.memory.side_results import SideResults
 from anyrank.memory.surroundings import Surroundings
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.memory.weights import Weights
@@ -115,11 +116,13 @@ class Tiled:
             compare_probe(call, cut, self.out_dims, self.label)
             self.check = False
         if not torch.is_grad_enabled():
+            side = SideResults(modules_in(self.arguments.fn, call.leaves))
             for k in range(len(cut.starts)):
                 leaves = cut.tile(k, call.leaves)
                 versions = versions_of(leaves)
                 joined.add(k, call.run(leaves))
                 self.check_unchanged(call, leaves, versions)
+                side.check(self.label)
         elif not torch.compiler.is_compiling():
             self.record(call, cut, joined)
         elif self.grad_dtype is not None:  # the compiler sums by its own rules
@@ -145,6 +148,7 @@ class Tiled:
         if self.grad_dtype is not None and self.module is not None:
             weights = Weights(self.module, call.fn, self.grad_dtype)
         modules = modules_in(self.arguments.fn, call.leaves)
+        side = SideResults(modules)
         state = None
         chains = list(call.leaves)
         for k in range(len(cut.starts)):
@@ -159,6 +163,7 @@ class Tiled:
             else:
                 first = functools.partial(weights.call, k == 0, args, kwargs)
             result = region.run(first)
+            side.check(self.label)
             self.check_unchanged(call, leaves, versions)
             if weights is None and k == len(cut.starts) - 1:
                 own_first_sums(flatten(result)[0], leaves)
