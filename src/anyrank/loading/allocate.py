@@ -1,9 +1,4 @@
-"""Memory for tensors that are still on meta, and the swap that puts them in place.
-
-New memory is filled first and swapped in last, so a load that fails leaves a meta model on meta.
-The
-swap keeps the identity of every Parameter object: optimizers and wrappers hold what they held.
-"""
+"""Memory for tensors that are still on meta: where it belongs, and how much is staged for it."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anyrank.errors import LoadError
 from anyrank.loading.targets import Target
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import rank_device
@@ -72,33 +66,3 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
 def allocate(target: Target, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of this rank's share of a target; every element must be written."""
     return torch.empty(target.local_shape, dtype=target.dtype, device=device)
-
-
-def put_in_place(target: Target, local: torch.Tensor) -> None:
-    """Make `local` the target's memory. The tensor object of the target stays the same one.
-
-    Raises:
-        LoadError: something holds a weak reference to the meta tensor, which torch cannot swap
-            then.
-    """
-    old: Any = target.tensor
-    new: Any = local
-    if target.layout is not None:
-        new = type(old).from_local(  # by its class, as an import statement here takes 0.1 ms
-            local,
-            old.device_mesh,
-            old.placements,
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
-    if target.kind == "parameter":
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError as error:
-        raise LoadError(
-            f"{target.name}: its meta tensor cannot be replaced ({error}): load before anything "
-            "that keeps weak references to the parameters is built"
-        ) from error

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.loading.allocate import allocate, put_in_place
+from anyrank.loading.allocate import allocate
 from anyrank.loading.initialise import Initialiser
+from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.targets import Target
 from anyrank.world.ranks import Ranks
 
@@ -26,11 +27,20 @@ def rebuild(
     Raises:
         LoadError: a buffer that neither gives; names each of them.
     """
+    sources, replacements = rebuilt_values(targets, ranks, initialiser, device)
+    replace(replacements)
+    return sources
+
+
+def rebuilt_values(
+    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
+) -> tuple[dict[str, str], list[Replacement]]:
+    """As `rebuild`, and the buffers are still to be put in place."""
     derived = {target.name: target for target in targets if target.kind == "derived"}
     wanted = {name: target for name, target in derived.items() if target.is_meta}
     asked = sorted(set().union(*ranks.gather(sorted(wanted))))
     if not asked:
-        return {}
+        return {}, []
     real = [name for name in asked if name in derived and name not in wanted]
     offered = ranks.gather({name: derived[name].local().cpu() for name in real})
     sources: dict[str, str] = {}
@@ -57,9 +67,7 @@ def rebuild(
             "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
             "the module a reset_parameters() that fills them"
         )
-    for name, local in made.items():
-        put_in_place(wanted[name], local)
     everywhere: dict[str, str] = {}
     for table in ranks.gather(sources):
         everywhere.update(table)
-    return everywhere
+    return everywhere, [Replacement(wanted[name], local) for name, local in made.items()]

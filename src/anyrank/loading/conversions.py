@@ -75,11 +75,11 @@ def _fits_as_it_is(targets: list[Target], listing: Listing, rename: Callable[[st
     )
 
 
-def declared_ignorable(model: nn.Module, key: str) -> bool:
+def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
     """Whether the model itself says that a key of its checkpoints is of no use."""
     inner = _pretrained(model)
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, key) for pattern in patterns)
+    return lambda key: any(re.search(pattern, key) for pattern in patterns)
 
 
 def _pretrained(model: nn.Module) -> Any:
@@ -165,8 +165,9 @@ class _Converter:
                     config=self.model.config,
                     missing_keys=None,
                 )
-            except LoadError as error:
-                raise LoadError(f"{name}: {type(operation).__name__}: {error}") from error
+            except Exception as error:  # transformers' own code, and ours below it
+                what = str(error) if isinstance(error, LoadError) else repr(error)
+                raise LoadError(f"{name}: {type(operation).__name__}: {what}") from error
         full = name.replace("*.", "0.")
         head, _, tail = next(
             (full.partition(pattern) for pattern in values if pattern in full), ("", "", "")

@@ -10,14 +10,15 @@ from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.reader import Reader
-from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
-from anyrank.loading.buffers import rebuild
+from anyrank.loading.allocate import allocate, default_device, device_for
+from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.fit import Prepared
 from anyrank.loading.freeze import remember
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.progress import Progress, progress_for
+from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target
 from anyrank.loading.verify import content_hash
@@ -52,6 +53,7 @@ class Filling:
         self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
         self.measured: list[Measured] = []
+        self.renewed: list[str] = []
 
     def fill(self) -> None:
         """Read, receive and initialise. Real tensors are written in place, meta ones get new
@@ -143,21 +145,30 @@ class Filling:
         self.rules[target.name] = rule
 
     def finish(self) -> None:
-        """See to non-persistent buffers, then put new memory in place."""
+        """See to non-persistent buffers, then put new memory in place: everything, or nothing."""
+        replacements: list[Replacement] = []
+        if self.prepared.rebuild:
+            self.rebuilt, replacements = rebuilt_values(
+                self.prepared.targets, self.ranks, self.initialiser, self.device
+            )
 
-        def commit() -> Measured:
+        def build() -> None:
             self._compare_pinned()
             for index, local in self.fresh.items():
-                put_in_place(self.prepared.targets[index], local)
+                replacements.append(Replacement(self.prepared.targets[index], local))
+
+        def commit() -> tuple[Measured, list[str]]:
+            renewed = replace(replacements)
             self._tie_again()
             for part in {id(p): p for t in self._filled() if (p := t.frozen) is not None}.values():
                 remember(part)
-            return self.bytes_read, self.bytes_sent, *self.meter.peaks(), self.meter.seconds()
+            measured = (*self.meter.peaks(), self.meter.seconds())
+            return (self.bytes_read, self.bytes_sent, *measured), renewed
 
-        if self.prepared.rebuild:  # first, so that a failure leaves the parameters on meta
-            targets = self.prepared.targets
-            self.rebuilt = rebuild(targets, self.ranks, self.initialiser, self.device)
-        self.measured = self.ranks.together("putting the weights in place", commit)
+        self.ranks.together("comparing frozen parts", build)
+        answers = self.ranks.together("putting the weights in place", commit)
+        self.measured = [measured for measured, _ in answers]
+        self.renewed = sorted({name for _, renewed in answers for name in renewed})
         self._make_adapters_alike()
         self._move_buffers()
 
@@ -235,6 +246,7 @@ class Filling:
                 for i, stored in prepared.stored.items()
                 if stored.dtype != targets[i].dtype
             },
+            renewed=self.renewed,
             frozen=prepared.frozen,
             format=prepared.listing.format,
             strategy=prepared.decision.name,

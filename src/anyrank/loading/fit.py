@@ -4,7 +4,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,15 @@ from anyrank.loading.freeze import frozen_parts
 from anyrank.loading.strategy import Decision
 from anyrank.loading.targets import Target, find_targets
 from anyrank.tensors.held import Coordinates
-from anyrank.tensors.names import Match, Rename, inner_prefix, match, near, renamer
+from anyrank.tensors.names import (
+    Match,
+    Near,
+    Rename,
+    inner_prefix,
+    match,
+    renamer,
+    wrong_prefix,
+)
 from anyrank.tensors.spec import StoredTensor
 
 MISSING = ("error", "init", "keep")
@@ -112,10 +120,10 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
     missing = [i for i in missing if i not in stored and i not in compared]
     retie = _declared_ties(model, targets, missing, stored)
     missing = [i for i in missing if i not in retie]
-    ignored = [key for key in found.unexpected if _is_ignorable(key, targets, model, rename)]
-    found.unexpected = [key for key in found.unexpected if key not in ignored]
-    adapters = [i for i in missing if targets[i].adapter]
-    absent = [i for i in missing if i not in adapters]
+    ignored = _ignorable(found.unexpected, targets, model, rename)
+    known = set(ignored)
+    found.unexpected = [key for key in found.unexpected if key not in known]
+    absent = [i for i in missing if not targets[i].adapter]
     problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
     if problems:
         where = listing.files[0].path if listing.files else "the source"
@@ -123,9 +131,8 @@ def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prep
         title = f"{where} ({listing.format}) does not fit the model:"
         raise LoadError("\n".join([title, *problems]))
     init = options.missing == "init"
-    initialise = [i for i in missing if init or targets[i].is_meta]
-    initialise = [i for i in initialise if i not in adapters or targets[i].is_meta]
-    keep = [i for i in missing if i not in initialise]
+    initialise = [i for i in missing if targets[i].is_meta or (init and not targets[i].adapter)]
+    keep = sorted(set(missing).difference(initialise))
     found.missing = absent
     return Prepared(
         targets, listing, seed, stored, compared, initialise, keep, found, ignored, frozen, retie
@@ -202,11 +209,18 @@ def _declared_ties(
     return ties
 
 
-def _is_ignorable(key: str, targets: list[Target], model: nn.Module, rename: Any) -> bool:
+def _ignorable(
+    keys: Sequence[str], targets: list[Target], model: nn.Module, rename: Any
+) -> list[str]:
+    """Keys of non-persistent buffers, and those that the model itself says are of no use."""
     derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
-    name = rename(key)
     prefix = getattr(model, "base_model_prefix", "")
-    return bool({name, f"{prefix}.{name}"} & derived) or declared_ignorable(model, key)
+    declared = declared_ignorable(model)
+    return [
+        key
+        for key in keys
+        if not derived.isdisjoint((name := rename(key), f"{prefix}.{name}")) or declared(key)
+    ]
 
 
 def _problems(
@@ -222,9 +236,8 @@ def _problems(
     lines: list[str] = []
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     if options.missing == "error" and unfilled:
-        shown = [f"{name}{near(name, found.unexpected)}" for name in unfilled]
         lines.append(
-            _listed("missing in the source", shown)
+            _listed("missing in the source", unfilled, Near(found.unexpected))
             + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
             "'keep'"
         )
@@ -234,9 +247,9 @@ def _problems(
             + "\n  to go on: missing='init'"
         )
     if options.unexpected == "error" and found.unexpected:
-        shown = [f"{key}{near(key, unfilled or names)}" for key in found.unexpected]
         lines.append(
-            _listed("unexpected in the source", shown)
+            _listed("unexpected in the source", found.unexpected, Near(unfilled or names))
+            + _renaming(found.unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:
@@ -276,6 +289,17 @@ def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
     return large.min <= small.min and small.max <= large.max
 
 
-def _listed(title: str, items: list[str]) -> str:
+def _listed(title: str, items: list[str], hints: Near | None = None) -> str:
     more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return f"{title} ({len(items)}):\n  " + "\n  ".join(items[:SHOWN]) + more
+    shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
+    return f"{title} ({len(items)}):\n  " + "\n  ".join(shown) + more
+
+
+def _renaming(unexpected: list[str], unfilled: list[str]) -> str:
+    """The rename= that places most of the keys, where a prefix is all that is wrong."""
+    found = wrong_prefix(unexpected, unfilled)
+    if found is None:
+        return ""
+    old, new, count = found
+    rename = {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
+    return f"\n  {count} of them fit with rename={rename!r}"

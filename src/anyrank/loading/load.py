@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -79,7 +80,8 @@ def load(
         RankError: a rank died, or failed in an unforeseen way; on all ranks.
     """
     meter = Meter()
-    with open_ranks(process_group) as ranks:
+    # Under inference mode new parameters would never get gradients.
+    with torch.inference_mode(False), open_ranks(process_group) as ranks:
         options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
         prepared = prepare(model, source, ranks, options)
         memory = source if isinstance(source, Mapping) else None
@@ -122,6 +124,7 @@ def _tell(report: LoadReport, ranks: Ranks) -> None:
         ("given first values, being absent from the source", list(report.initialised)),
         ("kept as they were, being absent from the source", report.kept),
         ("ignored, having no place in the model", report.unexpected),
+        ("made new objects, as something else referred to the meta tensor", report.renewed),
         ("not finite", list(report.nonfinite)),
     ):
         if items:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
-from anyrank.loading.buffers import rebuild
+from anyrank.loading.allocate import allocate, default_device, device_for
+from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
+from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target, find_targets
 from anyrank.world.ranks import open_ranks
@@ -49,7 +50,7 @@ def materialize(
         LoadError: tensors that no rule writes, named; on all ranks, and nothing is changed.
     """
     meter = Meter()
-    with open_ranks(process_group) as ranks:
+    with torch.inference_mode(False), open_ranks(process_group) as ranks:
         seed = ranks.gather(torch.initial_seed())[0]
         mine: list[Target] = []
         ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
@@ -77,17 +78,19 @@ def materialize(
 
         ranks.together("initialising", fill)
 
-        def commit() -> None:
-            for target, local in fresh:
-                put_in_place(target, local)
+        rebuilt, replacements = rebuilt_values(mine, ranks, initialiser, place)
 
-        rebuilt = rebuild(mine, ranks, initialiser, place)
-        ranks.together("putting the values in place", commit)
+        def commit() -> list[str]:
+            replacements.extend(Replacement(target, local) for target, local in fresh)
+            return replace(replacements)
+
+        renewed = ranks.together("putting the values in place", commit)
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(
         initialised=rules,
         rebuilt=rebuilt,
+        renewed=sorted({name for names in renewed for name in names}),
         format="first values",
         strategy="own",
         reason="each rank computes its own share",

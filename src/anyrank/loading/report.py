@@ -25,6 +25,8 @@ class LoadReport:
         doubled: keys of a tied tensor's other ends that the source holds as well -> the key taken;
             compared with `verify=True` only.
         cast: tensor -> "dtype in the source -> dtype in the model".
+        renewed: tensors on meta that something else referred to, so that torch could not keep the
+            object: the model has new ones, and an optimizer built before holds the old.
         frozen: parts passed to `freeze()` -> where their values came from.
         format: of the source.
         strategy: "own", "stripe" or "scatter".
@@ -46,6 +48,7 @@ class LoadReport:
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     doubled: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
+    renewed: list[str] = field(default_factory=list[str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
     format: str = ""
     strategy: str = ""
@@ -89,6 +92,7 @@ class LoadReport:
             "kept": self.kept,
             "tied": tied,
             "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "new objects": self.renewed,
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
         }

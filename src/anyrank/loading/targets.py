@@ -107,11 +107,11 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         frozen = frozen or (module if hasattr(module, "anyrank_frozen") else None)
         hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         tables: tuple[tuple[Kind, dict[str, Any]], ...] = (
-            ("parameter", dict(module.named_parameters(recurse=False, remove_duplicate=False))),
-            ("buffer", dict(module.named_buffers(recurse=False, remove_duplicate=False))),
+            ("parameter", module.__dict__["_parameters"]),  # named_parameters() takes 15 us
+            ("buffer", module.__dict__["_buffers"]),
         )
         for kind, table in tables:
-            for name in table:
+            for name in [name for name, tensor in table.items() if tensor is not None]:
                 place = Place(_names(raw + name, clean + name, path), module, name, path)
                 yield place, "derived" if name in hidden else kind, frozen
         for name, child in module.__dict__["_modules"].items():

@@ -4,11 +4,16 @@ tiles has to be the same on all of them, or they wait for one another for ever.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from anyrank.errors import RankError
 
@@ -21,10 +26,48 @@ def agree_on_tiles(module: nn.Module, number: int, label: str) -> None:
     Raises:
         RankError: the numbers differ.
     """
-    meshes: dict[DeviceMesh, None] = {}
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            meshes[parameter.device_mesh] = None
+    _compare(_meshes(module.parameters()), number, label)
+
+
+class Agreed:
+    """A function that compares the number of tiles at its first call, as `agree_on_tiles` does.
+
+    What a function calls is not known before: it may find a module in a closure, a global or an
+    argument, and leave most of it alone. So the first tile, which every rank has, is watched for
+    modules that are sharded when they are called, and compared right after it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], number: int, label: str) -> None:
+        self.fn = fn
+        self.number = number
+        self.label = label
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.called = alone or torch.compiler.is_compiling()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.called:
+            return self.fn(*args, **kwargs)
+        self.called = True
+        meshes: dict[DeviceMesh, None] = {}
+
+        def look(module: nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling():  # a unit of FSDP2 gathers for all that is in it
+                meshes.update(_meshes(module.parameters(recurse=isinstance(module, FSDPModule))))
+
+        handle = register_module_forward_pre_hook(look)
+        try:
+            result = self.fn(*args, **kwargs)
+        finally:
+            handle.remove()
+        _compare(meshes, self.number, self.label)
+        return result
+
+
+def _meshes(parameters: Iterable[torch.Tensor]) -> dict[DeviceMesh, None]:
+    return {p.device_mesh: None for p in parameters if isinstance(p, DTensor)}
+
+
+def _compare(meshes: Iterable[DeviceMesh], number: int, label: str) -> None:
     for mesh in meshes:
         most_and_least = torch.tensor([number, -number], device=mesh.device_type)
         for axis in range(mesh.ndim):

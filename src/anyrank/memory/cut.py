@@ -195,7 +195,14 @@ class Joined:
             self.leaves.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
 
     def check_same(self, k: int, leaf: Any, first: Any) -> None:
-        if isinstance(leaf, torch.Tensor) or leaf != first:
+        try:
+            differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
+        except RuntimeError as error:  # it compares tensors that it holds
+            raise ValueError(
+                f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
+                "return a tensor, or a tuple, list or dict of them"
+            ) from error
+        if differs:
             raise ValueError(
                 f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: what "
                 "is no tensor has to be the same for all tiles"
@@ -205,6 +212,10 @@ class Joined:
         expected = list(whole.shape)
         expected[dim] = self.cut.length(k)
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
+            raise ValueError(
+                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its place"
+            )
         if shape != expected:
             raise ValueError(
                 f"{self.label}: tile {k} returns {shape}, and {expected} is expected: its "

@@ -148,7 +148,7 @@ def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Mo
     names children (`self.block(x)`), those.
     """
     found: dict[int, nn.Module] = {}
-    waiting: list[Any] = [fn, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
+    waiting: list[Any] = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
     seen = set[int]()
     while waiting and len(seen) < MOST_OBJECTS:
         each = waiting.pop()

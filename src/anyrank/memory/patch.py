@@ -202,12 +202,13 @@ def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             f"{pattern!r} names no module of {type(model).__name__}{near(pattern, list(known))}: "
             "* stands for one part of a name, ** for any number of parts"
         )
-    for name, module in found.items():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
-            )
-    return found
+    called = {n: m for n, m in found.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    if not called:
+        name, module = next(iter(found.items()))
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
+        )
+    return called
 
 
 def is_wrapped(name: str, found: Collection[str]) -> bool:

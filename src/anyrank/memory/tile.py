@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.agree import agree_on_tiles
+from anyrank.memory.agree import Agreed, agree_on_tiles
 from anyrank.memory.arguments import Call, Emptied, flatten, name_of
 from anyrank.memory.chain import Take
 from anyrank.memory.cut import Arguments, Cut, Joined
@@ -47,8 +47,9 @@ def tile(
 
     Calls of `chunk_size` rows or fewer, and empty ones, are plain calls. Without gradients the
     tiles are plain calls. Ranks may have different numbers of tiles, unless `fn` holds collectives:
-    then every rank must call with the same number (a module whose parameters are sharded when it is
-    called is checked for that). With FSDP2, put the tiles inside the unit: `tile_` does.
+    then every rank must call with the same number (modules whose parameters are sharded when they
+    are called are checked for that: `fn` before the call, those that a function calls after its
+    first tile). With FSDP2, put the tiles inside the unit: `tile_` does.
 
     Args:
         chunk_size: rows of a tile; the last may have fewer. Best a constant over ranks and steps.
@@ -59,7 +60,8 @@ def tile(
         out_dims: the dim along which results are joined; for several results one for all, or the
             same structure.
         grad_dtype: sum the weight gradients of the tiles in this dtype, and round once, at the
-            end; for modules. None sums in the dtype of the weights.
+            end: those of a module's parameters, and of modules that a function captures. None sums
+            in the dtype of the weights.
         check: at the first call with several tiles, compare one tile with the same rows of an
             untiled call, which needs the memory of that call without gradients once.
 
@@ -94,10 +96,10 @@ class Tiled:
         self.label = f"tile({label})"
         self.arguments = Arguments(fn, in_dims, self.label)
         self.module = module_of(self.arguments.fn)
-        if grad_dtype is not None and self.module is None:
+        if grad_dtype is not None and not modules_in(fn):
             raise TypeError(
-                f"grad_dtype needs a module, whose parameters it finds, and {label} is a function: "
-                "pass the module, or leave grad_dtype out"
+                f"grad_dtype needs a module, whose parameters it finds, and {label} shows none: "
+                "pass the module, or a function that captures it, or leave grad_dtype out"
             )
         self.chunk_size = chunk_size
         self.out_dims = out_dims
@@ -109,6 +111,8 @@ class Tiled:
         cut = Cut(call, dims, self.chunk_size, self.label)
         if self.module is not None:
             agree_on_tiles(self.module, len(cut.starts), self.label)
+        else:
+            call.fn = Agreed(call.fn, len(cut.starts), self.label)
         if len(cut.starts) == 1:
             return call()
         joined = Joined(self.out_dims, cut, self.label)
@@ -144,10 +148,10 @@ class Tiled:
         tensors = emptied.tensors
         emptied.forget()
         devices = {tensor.device for tensor in tensors}
-        weights = None
-        if self.grad_dtype is not None and self.module is not None:
-            weights = Weights(self.module, call.fn, self.grad_dtype)
         modules = modules_in(self.arguments.fn, call.leaves)
+        weights = None
+        if self.grad_dtype is not None:
+            weights = Weights(modules, call.fn, self.grad_dtype)
         side = SideResults(modules)
         state = None
         chains = list(call.leaves)

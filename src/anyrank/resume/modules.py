@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError
 from anyrank.files.formats import list_source
-from anyrank.loading.allocate import allocate, default_device, device_for, put_in_place
+from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.freeze import check_frozen, frozen_parts, remember
+from anyrank.loading.replace import put_in_place
 from anyrank.loading.targets import Target, find_targets
 from anyrank.resume.parts import Fill, Fitted, Saved, Stored, layout_digest, listed, misfits
 from anyrank.resume.trees import from_json, to_json

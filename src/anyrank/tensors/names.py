@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -154,9 +156,10 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
         first = result.keys.setdefault(index, key)
         if first != key:
             result.doubled[key] = first
+    direct = dict(result.keys)
     for index, want in enumerate(wanted):
-        if index not in result.keys:
-            key = _key_of_twin(index, want, places, found)
+        if index not in direct:
+            key = _key_of_twin(index, want, places, direct)
             if key is None:
                 result.missing.append(index)
             else:
@@ -168,16 +171,80 @@ def _key_of_twin(
     index: int,
     want: Wanted,
     places: dict[str, list[tuple[int, int]]],
-    found: dict[tuple[int, int], str],
+    direct: dict[int, str],
 ) -> str | None:
     """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy)."""
     twins = {hit[0] for names in want.names for name in names for hit in places[name]} - {index}
-    return next((key for (other, _), key in sorted(found.items()) if other in twins), None)
+    return next((direct[other] for other in sorted(twins) if other in direct), None)
+
+
+CLOSEST = 40  # names that are compared letter by letter for one hint
+
+
+class Near:
+    """Hints at the most similar of many names; built once for all that is asked."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self.by_tail: dict[tuple[str, ...], list[str]] = {}
+        for name in self.names:
+            self.by_tail.setdefault(_tail(name), []).append(name)
+
+    def hint(self, name: str) -> str:
+        """A hint at the most similar name, or nothing."""
+        likely = self.by_tail.get(_tail(name)) or self.names
+        if len(likely) > CLOSEST:
+            parts = name.split(".")
+            likely = heapq.nlargest(CLOSEST, likely, key=lambda other: _ends_alike(parts, other))
+        close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
+        return f" (near: {close[0]})" if close else ""
 
 
 def near(name: str, others: Sequence[str]) -> str:
-    """A hint at the most similar name, or nothing."""
-    tail = name.rsplit(".", 2)[-2:]
-    likely = [other for other in others if other.rsplit(".", 2)[-2:] == tail] or others
-    close = difflib.get_close_matches(name, likely[:2000], n=1, cutoff=0.75)
-    return f" (near: {close[0]})" if close else ""
+    """A hint at the most similar of a few names, or nothing."""
+    return Near(others).hint(name)
+
+
+def _ends_alike(parts: list[str], other: str) -> int:
+    """How many parts two names share at the start and at the end together."""
+    others = other.split(".")
+    common = 0
+    for ours, theirs in ((parts, others), (reversed(parts), reversed(others))):
+        for one, two in zip(ours, theirs, strict=False):
+            if one != two:
+                break
+            common += 1
+    return common
+
+
+def _tail(name: str) -> tuple[str, ...]:
+    return tuple(name.rsplit(".", 2)[-2:])
+
+
+def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:
+    """The prefix of most keys that fill nothing, the one that the names without a key have in its
+    place, and how many keys that would place; None where no prefix explains at least half of them.
+    """
+    at: dict[str, str | None] = {}  # the end of a name -> what stands before it, if only one has it
+    for name in names:
+        for before, end in _cuts(name):
+            at[end] = None if end in at else before
+    counts: Counter[tuple[str, str]] = Counter()
+    for key in keys:
+        found = ((before, at[end]) for before, end in _cuts(key) if end in at)
+        old, new = next(found, ("", None))  # the longest end
+        if new is not None and old != new:
+            counts[old, new] += 1
+    (pair, count), *_ = counts.most_common(1) or [(("", ""), 0)]
+    return (*pair, count) if count >= max(2, len(keys) // 2) else None
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """(before, end) at every dot, the longest end first; before keeps its last dot."""
+    start = 0
+    while True:
+        yield name[:start], name[start:]
+        dot = name.find(".", start)
+        if dot < 0:
+            return
+        start = dot + 1

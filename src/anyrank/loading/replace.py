@@ -1,0 +1,135 @@
+"""New memory in the place of meta tensors. The tensor objects stay the same ones where torch can.
+
+Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
+memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
+the owning module (`nn.RNNBase` keeps weak references, the legacy `weight_norm` a graph) are undone
+for the swap; with any other the module gets a new object, as from torch's `assign=True`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.loading.targets import Target
+
+# Properties, so that they stay with the object while the memory that they act on is swapped.
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Replacement:
+    """One meta tensor and what takes its place; building it changes nothing.
+
+    Attributes:
+        target: its `tensor` is the one in the model, before and after.
+        same: whether the tensor object is still the one that the model was built with.
+    """
+
+    def __init__(self, target: Target, local: torch.Tensor) -> None:
+        self.target = target
+        self.same = True
+        self.other = _like(target, local)
+
+    def toggle(self) -> None:
+        """Exchange the tensor with the other one; a second call takes it back."""
+        old, new = self.target.tensor, self.other
+        listed = _weak_entries(self.target)
+        for entries, n in listed:
+            entries[n] = None
+        _cut_graphs(self.target)
+        try:
+            torch.utils.swap_tensors(old, new)
+        except (RuntimeError, TypeError):
+            self._assign(new)
+        finally:
+            for entries, n in listed:
+                entries[n] = weakref.ref(self.target.tensor)
+        for name in HOOKS:
+            hooks = getattr(old, name)
+            if hooks:
+                setattr(self.target.tensor, name, hooks)  # attaches them to the memory, too
+
+    def _assign(self, new: Any) -> None:
+        self.same = not self.same
+        self.other, self.target.tensor = self.target.tensor, new
+        for place in self.target.places:
+            setattr(place.module, place.attribute, new)
+
+
+def replace(replacements: Sequence[Replacement]) -> list[str]:
+    """Put them all in place, or none.
+
+    Returns:
+        Names of the tensors that are new objects.
+    """
+    done: list[Replacement] = []
+    try:
+        for one in replacements:
+            done.append(one)
+            one.toggle()
+    except BaseException:
+        take_back(done[:-1])
+        raise
+    return [one.target.name for one in done if not one.same]
+
+
+def take_back(replacements: Iterable[Replacement]) -> None:
+    """Undo `replace`: what was on meta is there again."""
+    for one in replacements:
+        one.toggle()
+
+
+def put_in_place(target: Target, local: torch.Tensor) -> None:
+    """Make `local` the target's memory."""
+    Replacement(target, local).toggle()
+
+
+def _like(target: Target, local: torch.Tensor) -> Any:
+    """A tensor of the target's class, layout and attributes around new memory."""
+    old: Any = target.tensor
+    with torch.inference_mode(False):
+        new: Any = local.detach()
+        if target.layout is not None:
+            new = type(old).from_local(  # by its class, as an import statement here takes 0.1 ms
+                local,
+                old.device_mesh,
+                old.placements,
+                run_check=False,
+                shape=old.shape,
+                stride=old.stride(),
+            )
+            new = nn.Parameter(new) if target.kind == "parameter" else new
+        elif type(old) is not torch.Tensor:  # a Parameter, or a subclass of the user's
+            new = new.as_subclass(type(old))
+        new.requires_grad_(old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _weak_entries(target: Target) -> list[tuple[list[Any], int]]:
+    """Entries of the owning modules' lists that refer to the tensor weakly."""
+    if not weakref.getweakrefs(target.tensor):
+        return []
+    return [
+        (entries, n)
+        for place in target.places
+        for entries in vars(place.module).values()
+        if isinstance(entries, list)
+        for n, entry in enumerate(entries)
+        if isinstance(entry, weakref.ref) and entry() is target.tensor
+    ]
+
+
+def _cut_graphs(target: Target) -> None:
+    """Drop the graph of what an owning module computed from its parameters while on meta: a hook
+    computes it again before the module runs.
+    """
+    for place in target.places:
+        attributes = vars(place.module)
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:
+                attributes[name] = value.detach()
