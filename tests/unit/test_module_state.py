@@ -1,4 +1,4 @@
-"""Weights and buffers that a recomputed function reads twice are the same both times, or refused."""
+"""Weights and buffers that a recomputed function reads twice are the same, or refused."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def test_functional_call_recomputes_with_the_weights_it_was_given(kind: str, wei
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = nn.Sequential(
-                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
-            )
+            self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block(x)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
 from anyrank.memory.chain import Place, rows_of
@@ -29,6 +30,12 @@ class Cut:
         self.dims: Dims = []
         for n, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True)):
             tiled = dim is not None and isinstance(leaf, torch.Tensor)
+            if tiled and isinstance(leaf, DTensor):
+                raise ValueError(
+                    f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
+                    f"{leaf.device_mesh}, and tiles are cut of plain tensors: tile a "
+                    "module inside, which gets plain ones, or give to_local() or full_tensor()"
+                )
             self.dims.append(normal(dim, leaf, f"{label}: {call.name(n)}") if tiled else None)
             if tiled:
                 sizes[n] = leaf.shape[self.dims[n] or 0]
@@ -214,13 +221,15 @@ class Joined:
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
             raise ValueError(
-                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its place"
+                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its "
+                "place"
             )
         if shape != expected:
             raise ValueError(
                 f"{self.label}: tile {k} returns {shape}, and {expected} is expected: its "
                 f"{self.cut.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
-                "tile 0"
+                "tile 0 (a result that is sharded over the ranks, as sequence parallel layers "
+                "return it, cannot be joined)"
             )
 
     def cat(self, parts: list[Any]) -> Any:

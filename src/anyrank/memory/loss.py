@@ -42,9 +42,9 @@ def tiled_loss(
 
     Each rank by itself, inside the unit of FSDP2 that owns the head's weight. A head that is a unit
     of its own gathers its weight for each tile; the number of tiles has to be equal on all ranks
-    then, and is compared. A DTensor of hidden states (sequence parallel) is gathered first, and the
-    logits of a head that is sharded over the vocabulary tile by tile: all ranks of its mesh must call
-    with the same whole labels.
+    then, and is compared. A DTensor of hidden states (sequence parallel) is gathered first, and
+    the logits of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of
+    its mesh must call, with the same labels.
 
     Args:
         fn: a module from [t, H] to logits [t, V], or a function from a tile to losses.
@@ -93,7 +93,10 @@ def tiled_loss(
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
     head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
-        fn, target = functools.partial(head_loss, head, ignore_index, label_smoothing), target.long()
+        fn, target = (
+            functools.partial(head_loss, head, ignore_index, label_smoothing),
+            target.long(),
+        )
     more = [
         each if dim is None else each.flatten(0, labels.ndim - 1)
         for dim, each in zip(cut, rest, strict=True)
@@ -173,8 +176,8 @@ def check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tens
     """Raises ValueError: `in_dims` does not fit the arguments."""
     if len(cut) != len(rest) or any(dim not in (0, None) for dim in cut):
         raise ValueError(
-            f"in_dims={tuple(cut)!r}: one entry for each of the {len(rest)} arguments after labels, "
-            "0 to cut it along with the labels or None to pass it whole"
+            f"in_dims={tuple(cut)!r}: one entry for each of the {len(rest)} arguments after "
+            "labels, 0 to cut it along with the labels or None to pass it whole"
         )
     for n, (dim, each) in enumerate(zip(cut, rest, strict=True)):
         if dim == 0 and (
@@ -196,9 +199,7 @@ def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     """The mesh of hidden states that a sharded head takes as a DTensor."""
     if not isinstance(hidden, DTensor):
         return None
-    sharded = any(
-        isinstance(p, DTensor) for module in modules_in(fn) for p in module.parameters()
-    )
+    sharded = any(isinstance(p, DTensor) for module in modules_in(fn) for p in module.parameters())
     return hidden.device_mesh if sharded else None
 
 

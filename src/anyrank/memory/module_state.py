@@ -1,4 +1,4 @@
-"""The parameters and buffers that a function finds in its modules, found the same when it runs again.
+"""The parameters and buffers of a function's modules, the same when the function runs again.
 
 A recomputed function reads its weights a second time. What autograd saves is checked where it is
 saved; a bias, an embedding table or a buffer is not saved, and `torch.func.functional_call` has put
@@ -55,7 +55,9 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module], before: ModuleState | None = None) -> None:
         self.parameters: list[Found] = []
         self.buffers: list[Found] = []
-        known = {} if before is None else {(id(each.owner), each.key): each for each in before.buffers}
+        known = (
+            {} if before is None else {(id(each.owner), each.key): each for each in before.buffers}
+        )
         seen = set[nn.Module]()
         for top in modules:
             for name, module in walk(top, "", seen):

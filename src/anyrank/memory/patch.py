@@ -62,10 +62,11 @@ class Patched:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        owner = getattr(self.inner, "__self__", None)
-        if isinstance(owner, nn.Module):
-            return getattr, (owner, "forward")
-        return functools.partial, (self.inner,)
+        inner = self.inner
+        while isinstance(inner, Patched):
+            inner = inner.inner
+        owner = getattr(inner, "__self__", None)
+        return (getattr, (owner, "forward")) if owner is not None else (functools.partial, (inner,))
 
 
 class Handle:
