@@ -81,7 +81,7 @@ def tiled_loss(
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
     mesh = mesh_for(fn, hidden)
-    hidden, labels, *rest = (gathered(each) for each in (hidden, labels, *rest))
+    hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
     check_cut(cut, rest, labels)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     obstacle = why_not_fused(fn, hidden, reduction)
