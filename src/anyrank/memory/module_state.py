@@ -62,15 +62,15 @@ class ModuleState:
         for top in modules:
             for name, module in walk(top, "", seen):
                 prefix = f"{name}." if name else ""
-                for key, tensor in cast("dict[str, Any]", module._parameters).items():
+                parameters: dict[str, Any] = vars(module)["_parameters"]
+                for key, tensor in parameters.items():
                     if tensor is not None:
-                        self.parameters.append(
-                            Found(module.__dict__["_parameters"], key, prefix + key, tensor)
-                        )
-                for key, tensor in module._buffers.items():
+                        self.parameters.append(Found(parameters, key, prefix + key, tensor))
+                buffers: dict[str, Any] = vars(module)["_buffers"]
+                for key, tensor in buffers.items():
                     if tensor is not None:
-                        each = Found(module.__dict__["_buffers"], key, prefix + key, tensor)
-                        each.copy = copy_of(each, module.training, known.get((id(each.owner), key)))
+                        each = Found(buffers, key, prefix + key, tensor)
+                        each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
                         self.buffers.append(each)
 
     @uncompiled
@@ -194,6 +194,6 @@ def captured_by(fn: types.FunctionType) -> Generator[Any]:
             values.append(cell.cell_contents)
     values += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     for value in values:
-        children = [value._modules.get(n) for n in names] if isinstance(value, nn.Module) else []
-        children = [child for child in children if child is not None]
+        known = dict(value.named_children()) if isinstance(value, nn.Module) else {}
+        children = [known[name] for name in names if name in known]
         yield from children or [value]

@@ -53,10 +53,11 @@ def attributes_of(modules: Sequence[nn.Module]) -> Generator[tuple[str, torch.Te
     seen = set[nn.Module]()
     for top in modules:
         for name, module in walk(top, "", seen):
+            own = [name for name, _ in module.named_parameters(recurse=False)]
             for key, value in vars(module).items():
                 # torch's hooks for weight norm, spectral norm and pruning compute `weight` of the
                 # parameters `weight_g`, `weight_orig`: it does not depend on the tile.
-                if key in INTERNAL or any(p.startswith(f"{key}_") for p in module._parameters):
+                if key in INTERNAL or any(p.startswith(f"{key}_") for p in own):
                     continue
                 for part, tensor in tensors_in(value):
                     yield f"{name}.{key}{part}".removeprefix("."), tensor
