@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import gc
+import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -634,6 +635,109 @@ def test_names_of_wrappers_do_not_matter() -> None:
     inside = nn.Module()
     inside.module = Model(1)
     assert anyrank.recompute_(inside, "layers.*").names == ["module.layers.0"]
+
+
+@pytest.mark.parametrize("patch", [anyrank.recompute_, anyrank.tile_])
+def test_a_pickled_model_is_the_model_alone(patch: Any) -> None:
+    model = Model().double()
+    (x,) = leaves((4, WIDTH))
+    plain = model(x)
+    offload = {} if patch is anyrank.tile_ else {"offload": anyrank.Offload(1 << 20)}
+    patch(model, "layers.*", **offload)
+    if patch is anyrank.tile_:
+        anyrank.recompute_(model, "layers.0")
+    data = io.BytesIO()
+    torch.save(model, data)
+    assert b"anyrank" not in data.getvalue()
+    data.seek(0)
+    twin = torch.load(data, weights_only=False)
+    assert torch.equal(twin(x), plain)
+    handle = patch(twin, "layers.*")
+    twin(x).sum().backward()
+    handle.remove()
+    assert all("forward" not in layer.__dict__ for layer in twin.layers)
+    assert model.layers[0].up.weight.grad is None
+
+
+def test_removing_a_patch_undoes_it_in_copies() -> None:
+    model = Model().double()
+    (x,) = leaves((4, WIDTH))
+    handle = anyrank.recompute_(model, "layers.*")
+    twin = copy.deepcopy(copy.deepcopy(model))
+    handle.remove()
+    twin(x).sum().backward()
+    assert [layer.calls for layer in twin.layers] == [1, 1, 1]
+    anyrank.recompute_(twin, "layers.*")
+    twin(x).sum().backward()
+    assert [layer.calls for layer in twin.layers] == [3, 3, 3]
+
+
+class Wrapper(nn.Module):
+    """As torch.compile and FSDP wrap a module, under a name of theirs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(x)
+
+
+def test_a_module_and_its_wrapper_are_patched_once() -> None:
+    model = Model().double()
+    model.layers[1] = Wrapper(Wrapper(model.layers[1]))
+    assert anyrank.recompute_(model, "layers.*").names == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_broad_pattern_leaves_containers_out() -> None:
+    names = anyrank.recompute_(Model(), "**").names
+    assert "layers" not in names
+    assert "layers.0" in names
+
+
+class Cache:
+    """What a key-value cache of transformers looks like from outside."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, key: torch.Tensor) -> None:
+        self.length += len(key)
+
+
+def test_a_cache_is_refused_in_training_before_the_block_runs() -> None:
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor, past: Any = None) -> torch.Tensor:
+            past.update(x)
+            return super().forward(x)
+
+    block, x = Block(2, 2), torch.ones(3, 2)
+    cache = Cache()
+    with pytest.raises(anyrank.RecomputeError, match=r"kwargs\['past'\].*use_cache=False"):
+        anyrank.recompute(block, x, past=cache)
+    assert cache.length == 0
+    with torch.no_grad():
+        anyrank.recompute(block, x, past=cache)
+    anyrank.recompute(block.eval(), x, past=cache)
+    assert cache.length == 6
+
+
+def test_a_function_that_catches_everything_is_recomputed() -> None:
+    (x,) = leaves((4, WIDTH))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        try:
+            y = y.exp()
+        except:  # noqa: E722
+            return y.cos()
+        return y
+
+    plain = torch.autograd.grad(fn(x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(anyrank.recompute(fn, x).sum(), x)[0], plain)
 
 
 def test_a_patched_model_can_be_pickled_without_a_second_life() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -462,6 +466,47 @@ def test_check_passes_what_is_independent_once_and_leaves_random_numbers_alone()
     assert module.rows[6:] == [4, 4, 2]
 
 
+LOOKS_AT_OTHER_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda x: x.softmax(1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "cumsum": lambda x: 0.01 * x.cumsum(1),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "convolution": lambda x: x + 0.1 * x.roll(1, 1),
+    "first row": lambda x: x - 0.1 * x[:, :1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LOOKS_AT_OTHER_ROWS)
+def test_check_sees_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 1024, 64).to(dtype)
+    with pytest.raises(ValueError, match="is not independent along the tiled dim"):
+        anyrank.tile(LOOKS_AT_OTHER_ROWS[name], chunk_size=256, check=True)(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 200])
+def test_check_raises_no_false_alarm(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    gate, up, down = (nn.Linear(*s) for s in [(width, 600), (width, 600), (600, width)])
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([gate, up, down])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = down(F.silu(gate(x)) * up(x))
+            return torch.where(x[..., :1] > 2, -math.inf, y)  # as masked scores have it
+
+    module = Gated().to(dtype)
+    for scale in (1e-3, 1.0, 30.0):
+        x = (scale * torch.randn(2, 130, width)).to(dtype)
+        x[:, 40:50] = 0
+        anyrank.tile(module, chunk_size=33, check=True)(x)
+
+
 def test_check_cannot_compare_random_results() -> None:
     with pytest.raises(ValueError, match="turn dropout off for the check"):
         anyrank.tile(Mlp(dropout=0.5), chunk_size=4, check=True)(torch.randn(2, ROWS, WIDTH))
@@ -502,9 +547,18 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
         call(anyrank.tile(Mlp(), **{"chunk_size": 4, **options}))
 
 
+@dataclasses.dataclass
+class Output:
+    """A result of a kind that pytree does not know."""
+
+    value: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
+        (lambda x: x if x.shape[1] == 4 else x.float(), "tile 2 returns torch.float32, and tile 0"),
+        (lambda x: Output(x), "returns a Output, whose tensors cannot be joined"),
         (lambda x: x[:, :3], "tile 0 returns .2, 3, 6., and .2, 4, 6. is expected"),
         (lambda x: x.sum(), "no dim 1 in"),
         (lambda x: (x, x.shape[1]), "tile 2 returns 2, and tile 0 4 in its place"),
@@ -522,6 +576,75 @@ def test_a_function_that_changes_its_input_is_refused() -> None:
         x = double(2, ROWS, WIDTH, grad=grad)
         with pytest.raises((RuntimeError, anyrank.RecomputeError), match=r"in ?place"):
             anyrank.tile(lambda x: x.mul_(2).sin(), chunk_size=4)(x * 1 if grad else x)
+
+
+class Router(nn.Module):
+    """Leaves a loss of its router in an attribute."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.where = where
+        self.losses: list[torch.Tensor] = []
+        self.extra: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.router(x).logsumexp(-1).mean()
+        if self.where == "attribute":
+            self.aux = loss
+        elif self.where == "list":
+            self.losses.append(loss)
+        elif self.where == "dict":
+            self.extra["aux"] = loss
+        else:
+            self.aux = loss.detach()
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("attribute", "0.aux"), ("list", "0.losses"), ("dict", "0.extra['aux']")]
+)
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_a_loss_left_in_an_attribute_is_refused_by_name(where: str, name: str, kind: str) -> None:
+    module = nn.Sequential(Router(where))
+    tiled = anyrank.tile(module if kind == "module" else lambda x: module(x), chunk_size=4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"in the attribute {re.escape(name)}"):
+            tiled(torch.randn(2, ROWS, WIDTH))
+
+
+def test_attributes_that_do_not_depend_on_the_rows_are_none_of_it() -> None:
+    module = nn.Sequential(Router("detached"), nn.Linear(WIDTH, WIDTH))
+    torch.nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)
+    anyrank.tile(module, chunk_size=4)(torch.randn(2, ROWS, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_contiguous_input_has_contiguous_tiles(grad: bool) -> None:
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x.view(-1, WIDTH)).view(x.shape)
+        if y.requires_grad:
+            y.register_hook(lambda g: g.view(-1, WIDTH).view(g.shape))
+        return y
+
+    x = double(3, ROWS, WIDTH)
+    tiled = anyrank.tile(flat, chunk_size=4)
+    with torch.set_grad_enabled(grad):
+        plain, ours = flat(x), tiled(x)
+    assert torch.equal(ours, plain)
+    if grad:
+        assert_close(pass_of(tiled(x), [x]), pass_of(flat(x), [x]))
+
+
+def test_wide_sums_reach_the_modules_of_a_function() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64, bias=False).bfloat16()
+    x = torch.randn(1, 2048, 64, dtype=torch.bfloat16)
+    untiled = weight_error(module, module, x)
+    tiled = anyrank.tile(lambda x: module(x), chunk_size=32, grad_dtype=torch.float32)
+    assert weight_error(tiled, module, x) < 1.7 * untiled
+    narrow = anyrank.tile(lambda x: module(x), chunk_size=32)
+    assert weight_error(narrow, module, x) > 2.5 * untiled
 
 
 def test_wide_sums_need_a_module() -> None:
@@ -586,6 +709,19 @@ def test_a_module_may_be_tiled_and_recomputed_and_either_undone_first() -> None:
         assert_close(pass_of(module(x), wanted), plain)
         handles[1 - first].remove()
         assert "forward" not in module[0].__dict__
+
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, ROWS, WIDTH), (2, 2, ROWS, WIDTH)])
+def test_the_dim_before_the_features_is_tiled_whatever_the_rank(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)))
+    rows: list[int] = []
+    model[0][0].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
+    x = torch.randn(shape)
+    plain = model(x)
+    anyrank.tile_(model, "0", chunk_size=4)
+    rows.clear()
+    torch.testing.assert_close(model(x), plain)
+    assert rows == [4, 4, 2]
 
 
 def test_a_pattern_that_names_nothing() -> None:

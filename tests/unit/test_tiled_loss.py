@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,57 @@ def test_the_mean_may_be_over_more_than_this_ranks_tokens(impl: Any, kind: str) 
     assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
 
 
+@pytest.mark.parametrize("impl", ["recompute", "fused"])
+@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])
+def test_a_count_of_no_tokens_gives_zero_with_a_graph(impl: Any, count: Any) -> None:
+    module = head()
+    hidden, labels = data(4)
+    labels.fill_(-100)
+    loss = anyrank.tiled_loss(module, hidden, labels, count=count, impl=impl)
+    assert loss.item() == 0
+    for grad in torch.autograd.grad(loss, [hidden, *module.parameters()]):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_class_weights_as_documented() -> None:
+    module = head()
+    hidden, labels = data(9)
+    weights = torch.rand(VOCAB, dtype=torch.float64) + 0.1
+
+    def weighted(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(module(h), y, weights, reduction="none")
+
+    count = weights[labels.clamp(min=0)][labels != -100].sum()
+    ours = anyrank.tiled_loss(weighted, hidden, labels, chunk_size=4, count=count)
+    plain = full(module, hidden, labels, weight=weights)
+    assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
+
+
+@pytest.mark.parametrize("in_dims", [(None, 0), (0, None), None])
+def test_what_is_cut_along_with_the_labels_can_be_said(in_dims: Any) -> None:
+    hidden, labels = data(VOCAB, ignored=0)  # as many tokens as classes
+    prior, advantage = torch.rand(VOCAB), torch.rand(VOCAB)
+    seen: list[tuple[int, int]] = []
+
+    def fn(h: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append((len(a), len(b)))
+        return h.sum(-1)
+
+    anyrank.tiled_loss(fn, hidden, labels, prior, advantage, chunk_size=4, in_dims=in_dims)
+    cut = [4, 4, 3]
+    lengths = [[VOCAB] * 3 if dim is None else cut for dim in in_dims or (0, 0)]
+    assert seen == list(zip(*lengths, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["fused", "recompute"])
+def test_labels_of_32_bits(impl: Any) -> None:
+    module = head()
+    hidden, labels = data(9)
+    ours = anyrank.tiled_loss(module, hidden, labels.int(), chunk_size=4, impl=impl)
+    plain = full(module, hidden, labels)
+    assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
+
+
 class Lora(nn.Module):
     """A head with an adapter on a frozen base."""
 
@@ -201,6 +253,32 @@ def test_low_precision_is_as_exact_as_all_logits_at_once() -> None:
     assert error(fused) < 1.5 * plain
 
 
+@pytest.mark.parametrize("way", ["fused", "recompute", "function"])
+def test_wide_sums_make_many_tiles_as_exact_as_few(way: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 256).bfloat16()
+    hidden, labels = torch.randn(4096, 64).bfloat16(), torch.randint(256, (4096,))
+    exact = copy.deepcopy(module).double()
+    wanted = torch.autograd.grad(F.cross_entropy(exact(hidden.double()), labels), exact.weight)[0]
+
+    def error(loss: torch.Tensor) -> float:
+        grad = torch.autograd.grad(loss, module.weight)[0]
+        assert grad.dtype == torch.bfloat16
+        return ((grad.double() - wanted).norm() / wanted.norm()).item()
+
+    def capless(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(module(h).float(), y, reduction="none")
+
+    def ours(dtype: torch.dtype | None) -> torch.Tensor:
+        fn: Any = capless if way == "function" else module
+        impl: Any = "auto" if way == "function" else way
+        return anyrank.tiled_loss(fn, hidden, labels, chunk_size=32, impl=impl, grad_dtype=dtype)
+
+    plain = error(F.cross_entropy(module(hidden).float(), labels))
+    assert error(ours(None)) > 4 * plain
+    assert error(ours(torch.float32)) < 1.5 * plain
+
+
 def test_autocast_of_the_head() -> None:
     module = nn.Linear(WIDTH, VOCAB)
     hidden, labels = torch.randn(9, WIDTH, requires_grad=True), torch.randint(VOCAB, (9,))
@@ -272,6 +350,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "impl": (head(), {"impl": "fast"}, "impl='fast'"),
     "chunk_size": (head(), {"chunk_size": 0}, "at least one token"),
     "count": (head(), {"count": 3, "reduction": "sum"}, "count is what"),
+    "a negative count": (head(), {"count": -1}, "count=-1"),
+    "in_dims of a head": (head(), {"in_dims": (0,)}, "one entry for each of the 0 arguments"),
     "smoothing": (scalar, {"label_smoothing": 0.1}, "label_smoothing is for a head"),
     "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, and \[4\]"),
     "fused function": (scalar, {"impl": "fused"}, "for nn.Linear itself"),
@@ -288,6 +368,14 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
     options = {"labels": labels, "chunk_size": 4, **options}
     with pytest.raises(ValueError, match=message):
         anyrank.tiled_loss(fn, hidden, **options)
+
+
+def test_an_argument_that_cannot_be_cut_is_refused() -> None:
+    hidden, labels = data(10)
+    with pytest.raises(ValueError, match=r"argument 0 after labels is \[3\]"):
+        anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(3), in_dims=(0,))
+    with pytest.raises(ValueError, match="0 to cut it along"):
+        anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(10), in_dims=(1,))
 
 
 def test_a_head_takes_no_more_arguments() -> None:

@@ -25,7 +25,7 @@ class Take(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.cut = (dim, start, length)
         ctx.like = (x.shape, x.dtype, x.device)
-        return x.narrow(dim, start, length), x
+        return rows_of(x, dim, start, length), x
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
@@ -59,4 +59,10 @@ class Place(torch.autograd.Function):
     def backward(ctx: Any, *grads: Maybe) -> Any:
         (grad,) = grads
         # Passed on whole: what lies before reads its own rows only.
-        return grad, None if grad is None else grad.narrow(*ctx.cut), None, None
+        return grad, None if grad is None else rows_of(grad, *ctx.cut), None, None
+
+
+def rows_of(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """A tile of a tensor, contiguous if the tensor is: a function may ask for a `view` of it."""
+    rows = tensor.narrow(dim, start, length)
+    return rows.contiguous() if tensor.is_contiguous() else rows

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
-from anyrank.memory.chain import Place
+from anyrank.memory.chain import Place, rows_of
 from anyrank.memory.uncompiled import uncompiled
 
 Dims = list[int | None]  # one for each leaf
@@ -29,6 +30,12 @@ class Cut:
         self.dims: Dims = []
         for n, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True)):
             tiled = dim is not None and isinstance(leaf, torch.Tensor)
+            if tiled and isinstance(leaf, DTensor):
+                raise ValueError(
+                    f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
+                    f"{leaf.device_mesh}, and tiles are cut of plain tensors: tile a "
+                    "module inside, which gets plain ones, or give to_local() or full_tensor()"
+                )
             self.dims.append(normal(dim, leaf, f"{label}: {call.name(n)}") if tiled else None)
             if tiled:
                 sizes[n] = leaf.shape[self.dims[n] or 0]
@@ -49,9 +56,9 @@ class Cut:
         return min(self.chunk_size, self.size - self.starts[k])
 
     def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of tile `k`: views of the tiled ones."""
+        """The leaves of tile `k`."""
         return [
-            leaf if dim is None else leaf.narrow(dim, self.starts[k], self.length(k))
+            leaf if dim is None else rows_of(leaf, dim, self.starts[k], self.length(k))
             for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
 
@@ -195,7 +202,14 @@ class Joined:
             self.leaves.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
 
     def check_same(self, k: int, leaf: Any, first: Any) -> None:
-        if isinstance(leaf, torch.Tensor) or leaf != first:
+        try:
+            differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
+        except RuntimeError as error:  # it compares tensors that it holds
+            raise ValueError(
+                f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
+                "return a tensor, or a tuple, list or dict of them"
+            ) from error
+        if differs:
             raise ValueError(
                 f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: what "
                 "is no tensor has to be the same for all tiles"
@@ -205,11 +219,17 @@ class Joined:
         expected = list(whole.shape)
         expected[dim] = self.cut.length(k)
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
+            raise ValueError(
+                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its "
+                "place"
+            )
         if shape != expected:
             raise ValueError(
                 f"{self.label}: tile {k} returns {shape}, and {expected} is expected: its "
                 f"{self.cut.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
-                "tile 0"
+                "tile 0 (a result that is sharded over the ranks, as sequence parallel layers "
+                "return it, cannot be joined)"
             )
 
     def cat(self, parts: list[Any]) -> Any:

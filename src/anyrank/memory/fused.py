@@ -13,6 +13,8 @@ import torch
 
 from anyrank.errors import RecomputeError
 
+PRODUCT_ROWS = 8192  # of the vocabulary
+
 
 class FusedLoss(torch.autograd.Function):
     """(hidden [T, H], weight [V, H], bias [V] or None, labels [T], ...) -> sum of losses, 0-d.
@@ -31,12 +33,13 @@ class FusedLoss(torch.autograd.Function):
         chunk_size: int,
         ignore_index: int,
         label_smoothing: float,
+        grad_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad
         grads = [
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None,
-            torch.zeros_like(weight) if needed[1] else None,
-            torch.zeros_like(bias) if bias is not None and needed[2] else None,
+            torch.zeros_like(weight, dtype=grad_dtype) if needed[1] else None,
+            torch.zeros_like(bias, dtype=grad_dtype) if bias is not None and needed[2] else None,
         ]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -48,9 +51,9 @@ class FusedLoss(torch.autograd.Function):
             if grads[0] is not None:
                 torch.mm(logits, weight, out=grads[0][start : start + chunk_size])
             if grads[1] is not None:
-                grads[1].addmm_(logits.t(), rows)
+                add_product(grads[1], logits.t(), rows)
             if grads[2] is not None:
-                grads[2] += logits.sum(0)
+                grads[2] += logits.sum(0, dtype=grad_dtype)
         ctx.grads = grads
         return total
 
@@ -62,7 +65,18 @@ class FusedLoss(torch.autograd.Function):
                 'differentiated twice: use impl="recompute" for retain_graph or create_graph'
             )
         kept, ctx.grads = ctx.grads, None
-        return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 4
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 5
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where the total may be wider: then some rows at a time, as the product of
+    each is a tensor of its own.
+    """
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+        return
+    for start in range(0, len(total), PRODUCT_ROWS):
+        total[start : start + PRODUCT_ROWS] += a[start : start + PRODUCT_ROWS] @ b
 
 
 def loss_into_gradient(

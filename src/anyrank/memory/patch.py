@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from anyrank.memory.offload import Offload
 from anyrank.memory.recompute import Settings, record, resident_in
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
-from anyrank.tensors.names import candidates, near
+from anyrank.tensors.names import WRAPPERS, candidates, near
 from anyrank.tensors.walk import walk
 
 Forward = Callable[..., Any]
@@ -22,9 +23,20 @@ Forward = Callable[..., Any]
 Around = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Switch:
+    """Whether a patch is in force: one for all copies of the patched model."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return self
+
+
 class Patched:
     """Stands as an instance's `forward`. An object and not a function, so that a deep copy of the
-    module calls the copy's weights.
+    module calls the copy's weights. Pickled it is the `forward` that it wraps: a file has the model
+    alone, and whoever loads it patches it again.
     """
 
     def __init__(self, name: str, inner: Forward, around: Around, kind: str) -> None:
@@ -32,13 +44,29 @@ class Patched:
         self.inner = inner
         self.around = around
         self.kind = kind
-        self.active = True
+        self.switch = Switch()
         functools.update_wrapper(self, inner, updated=())
+
+    @property
+    def active(self) -> bool:
+        return self.switch.on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self.inner(*args, **kwargs)
         return self.around(self.name, self.inner, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patched:
+        twin = Patched(self.name, copy.deepcopy(self.inner, memo), self.around, self.kind)
+        twin.switch = self.switch
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = self.inner
+        while isinstance(inner, Patched):
+            inner = inner.inner
+        owner = getattr(inner, "__self__", None)
+        return (getattr, (owner, "forward")) if owner is not None else (functools.partial, (inner,))
 
 
 class Handle:
@@ -54,12 +82,13 @@ class Handle:
         self.patches = patches
 
     def remove(self) -> None:
-        """Give the modules their own `forward` back. Again does nothing.
+        """Give the modules their own `forward` back. Again does nothing. Deep copies that were made
+        of them while they were patched run their own `forward` again, too.
 
         Below a later patch of the same module it stays in place and passes calls on.
         """
         for module, patch in zip(self.modules, self.patches, strict=True):
-            patch.active = False
+            patch.switch.on = False
             while isinstance(top := module.__dict__.get("forward"), Patched) and not top.active:
                 restore(module, top)
 
@@ -111,7 +140,7 @@ def tile_(
     pattern: str,
     *,
     chunk_size: int = 8192,
-    dim: int = 1,
+    dim: int = -2,
     in_dims: Any = None,
     out_dims: Any = None,
     grad_dtype: torch.dtype | None = None,
@@ -124,7 +153,8 @@ def tile_(
 
     Args:
         pattern: as in `recompute_`.
-        dim: the dim of the first argument and of all results that is tiled.
+        dim: the dim of the first argument and of all results that is tiled: -2 is the one before
+            the features, whether the argument is [batch, tokens, width] or [tokens, width].
         in_dims, out_dims: instead, as in `tile`.
         chunk_size, grad_dtype, check: as in `tile`; the check is made in each module.
 
@@ -167,17 +197,25 @@ def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     known = dict(walk(model))
     matches = matcher(pattern)
     found = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}
+    found = {name: module for name, module in found.items() if not is_wrapped(name, found)}
     if not found:
         raise ValueError(
             f"{pattern!r} names no module of {type(model).__name__}{near(pattern, list(known))}: "
             "* stands for one part of a name, ** for any number of parts"
         )
-    for name, module in found.items():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
-            )
-    return found
+    called = {n: m for n, m in found.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    if not called:
+        name, module = next(iter(found.items()))
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
+        )
+    return called
+
+
+def is_wrapped(name: str, found: Collection[str]) -> bool:
+    """Whether a module stands in a wrapper of its own that was found as well: one patch will do."""
+    outer, _, part = name.rpartition(".")
+    return part in WRAPPERS and (outer in found or is_wrapped(outer, found))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.errors import RecomputeError
 from anyrank.memory.arguments import Call, Emptied, name_of
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.offload import Offload
 from anyrank.memory.region import Contexts, Region
 from anyrank.memory.surroundings import Surroundings
+from anyrank.memory.uncompiled import uncompiled
 
 T = TypeVar("T")
 
@@ -112,6 +115,8 @@ def record_eagerly(
         return fn(*args, **kwargs)
     offload, context_fn = settings.offload, settings.context_fn
     call = Call(fn, args, kwargs)
+    modules = modules_in(call.fn, call.leaves)
+    refuse_cache(call, modules, label)
     emptied = Emptied(call)
     tensors = emptied.tensors
     emptied.forget()
@@ -125,6 +130,7 @@ def record_eagerly(
         lambda values: emptied.run(emptied.filled(values)),
         inputs,
         Surroundings.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
+        ModuleState(modules),
         contexts=context_fn() if context_fn else None,
     )
     result = region.run(call)
@@ -132,3 +138,22 @@ def record_eagerly(
     if offload is not None:
         offload.settle()
     return result
+
+
+@uncompiled
+def refuse_cache(call: Call, modules: Iterable[torch.nn.Module], label: str) -> None:
+    """Refuse a key-value cache of transformers in training: each run of the block would fill it.
+
+    Raises:
+        RecomputeError: names the argument.
+    """
+    trained = [module for module in modules if module.training]
+    if not trained or any(getattr(each, "_can_checkpoint_with_cache", False) for each in trained):
+        return  # a block that says it only reads the cache
+    for n, leaf in enumerate(call.leaves):
+        if callable(getattr(leaf, "get_seq_length", None)) and hasattr(leaf, "update"):
+            raise RecomputeError(
+                f"{label} is given a cache, {call.name(n)}, which would be filled again when "
+                "backward recomputes it: call the model with use_cache=False (or set use_cache of "
+                "its config to False)"
+            )

@@ -20,10 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState
 from anyrank.memory.surroundings import Surroundings
 from anyrank.tensors.held import version_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+SAME_AGAIN = (
+    "it must do the same both times, so it may not depend on a counter, a key-value cache "
+    "(transformers: use_cache=False) or another state that changes in between"
+)
 
 
 class Enough(BaseException):
@@ -46,6 +53,7 @@ class Region:
         again: runs the function on the tensors of the inputs, cut off from the graph.
         inputs: what it starts from; `reader` is the region's number among those that share them.
         surroundings: those that the function sees, first and again.
+        state: tensors of its modules, likewise.
         contexts: one context for the first run and one for the others (selective policies).
     """
 
@@ -54,6 +62,7 @@ class Region:
         again: Callable[[Sequence[torch.Tensor]], Any],
         inputs: Inputs,
         surroundings: Surroundings,
+        state: ModuleState,
         *,
         reader: int = 0,
         contexts: Contexts | None = None,
@@ -61,6 +70,7 @@ class Region:
         self.again = again
         self.inputs = inputs
         self.surroundings = surroundings
+        self.state = state
         self.reader = reader
         self.contexts = contexts or (contextlib.nullcontext(), contextlib.nullcontext())
         self.holders: list[weakref.ref[Holder]] = []
@@ -75,7 +85,9 @@ class Region:
     def run(self, first: Callable[[], Any]) -> Any:
         """The first run, on the tensors that carry the graph."""
         with saved_tensors_hooks(self.pack, self.unpack), self.contexts[0]:
-            return first()
+            result = first()
+        self.state.settle()
+        return result
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(len(self.kinds))
@@ -101,6 +113,8 @@ class Region:
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
+            if count == len(self.holders):  # a bare `except:` of the function has caught it
+                raise Enough
             # Cut off, or the graph of this run would hold itself in a circle.
             value = tensor.detach()
             if self.holders[count]() is not None:
@@ -119,14 +133,14 @@ class Region:
             saved_tensors_hooks(fill, lambda value: value),
             torch.enable_grad(),
             self.surroundings.restored(),
+            self.state.restored(self.label),
             self.contexts[1],
         ):
             self.again(tensors)
         if count != len(self.holders):
             raise RecomputeError(
                 f"{self.label} saved {len(self.holders)} tensors for backward at first, and "
-                f"{count} when it was recomputed: it must do the same both times, so it may not "
-                "depend on a counter, a cache or another state that changes in between"
+                f"{count} when it was recomputed: {SAME_AGAIN}"
             )
 
     def forget(self) -> None:
@@ -154,9 +168,7 @@ class Kind:
         if (self.shape, self.dtype, self.device) != (now.shape, now.dtype, now.device):
             raise RecomputeError(
                 f"{label} saved a {self} on {self.device} for backward at first, and a {now} on "
-                f"{now.device} in its place when it was recomputed: it must do the same both "
-                "times, so it may not depend on a counter, a cache or another state that changes "
-                "in between"
+                f"{now.device} in its place when it was recomputed: {SAME_AGAIN}"
             )
         if None not in (self.parameter, now.parameter) and self.parameter != now.parameter:
             raise RecomputeError(

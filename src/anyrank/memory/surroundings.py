@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import sys
+from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +15,7 @@ import torch
 
 from anyrank.memory.uncompiled import uncompiled
 
-State = torch.Tensor
+State = Any  # what `read` of a stream returns and its `write` takes
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,26 @@ def is_started(device_type: str) -> bool:
     return started is None or bool(started())
 
 
+def python_state() -> tuple[int, array[int], float | None]:
+    """The state of `random`, in 2.5 KB: as the tuple of integers that it gives it takes 20."""
+    version, state, gauss = random.getstate()
+    return version, array("I", state), gauss
+
+
+def set_python_state(state: tuple[int, array[int], float | None]) -> None:
+    version, words, gauss = state
+    random.setstate((version, tuple(words), gauss))
+
+
 def random_states(
     devices: Iterable[torch.device], generators: Sequence[torch.Generator]
 ) -> Generator[RandomState]:
     yield RandomState(torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())
+    yield RandomState(python_state, set_python_state, python_state())
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"].random
+        read = functools.partial(numpy.get_state, legacy=False)
+        yield RandomState(read, numpy.set_state, read())
     for device in sorted(devices, key=str):
         if device.type in ("cpu", "meta"):
             continue

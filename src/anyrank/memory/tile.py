@@ -10,17 +10,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.errors import RecomputeError
 from anyrank.memory.agree import Agreed, agree_on_tiles
 from anyrank.memory.arguments import Call, Emptied, flatten, name_of
 from anyrank.memory.chain import Take
 from anyrank.memory.cut import Arguments, Cut, Joined
 from anyrank.memory.first_sum import own_first_sums
 from anyrank.memory.inputs import Inputs
+from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.probe import compare_probe
 from anyrank.memory.region import Region
+from anyrank.memory.side_results import SideResults
 from anyrank.memory.surroundings import Surroundings
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.memory.weights import Weights
+from anyrank.tensors.held import version_of
 
 
 def tile(
@@ -56,7 +60,8 @@ def tile(
         out_dims: the dim along which results are joined; for several results one for all, or the
             same structure.
         grad_dtype: sum the weight gradients of the tiles in this dtype, and round once, at the
-            end; for modules. None sums in the dtype of the weights.
+            end: those of a module's parameters, and of modules that a function captures. None sums
+            in the dtype of the weights.
         check: at the first call with several tiles, compare one tile with the same rows of an
             untiled call, which needs the memory of that call without gradients once.
 
@@ -91,10 +96,10 @@ class Tiled:
         self.label = f"tile({label})"
         self.arguments = Arguments(fn, in_dims, self.label)
         self.module = module_of(self.arguments.fn)
-        if grad_dtype is not None and self.module is None:
+        if grad_dtype is not None and not modules_in(fn):
             raise TypeError(
-                f"grad_dtype needs a module, whose parameters it finds, and {label} is a function: "
-                "pass the module, or leave grad_dtype out"
+                f"grad_dtype needs a module, whose parameters it finds, and {label} shows none: "
+                "pass the module, or a function that captures it, or leave grad_dtype out"
             )
         self.chunk_size = chunk_size
         self.out_dims = out_dims
@@ -115,8 +120,13 @@ class Tiled:
             compare_probe(call, cut, self.out_dims, self.label)
             self.check = False
         if not torch.is_grad_enabled():
+            side = SideResults(modules_in(self.arguments.fn, call.leaves))
             for k in range(len(cut.starts)):
-                joined.add(k, call.run(cut.tile(k, call.leaves)))
+                leaves = cut.tile(k, call.leaves)
+                versions = versions_of(leaves)
+                joined.add(k, call.run(leaves))
+                self.check_unchanged(call, leaves, versions)
+                side.check(self.label)
         elif not torch.compiler.is_compiling():
             self.record(call, cut, joined)
         elif self.grad_dtype is not None:  # the compiler sums by its own rules
@@ -138,25 +148,49 @@ class Tiled:
         tensors = emptied.tensors
         emptied.forget()
         devices = {tensor.device for tensor in tensors}
+        modules = modules_in(self.arguments.fn, call.leaves)
         weights = None
-        if self.grad_dtype is not None and self.module is not None:
-            weights = Weights(self.module, call.fn, self.grad_dtype)
+        if self.grad_dtype is not None:
+            weights = Weights(modules, call.fn, self.grad_dtype)
+        side = SideResults(modules)
+        state = None
         chains = list(call.leaves)
         for k in range(len(cut.starts)):
             again = functools.partial(run_again, emptied, cut, k)
-            region = Region(again, inputs, Surroundings.now(devices, ()), reader=k)
+            state = ModuleState(modules, state)
+            region = Region(again, inputs, Surroundings.now(devices, ()), state, reader=k)
             leaves = take(chains, cut, k)
+            versions = versions_of(leaves)
             args, kwargs = call.arguments(leaves)
             if weights is None:
                 first = functools.partial(call.fn, *args, **kwargs)
             else:
                 first = functools.partial(weights.call, k == 0, args, kwargs)
             result = region.run(first)
+            side.check(self.label)
+            self.check_unchanged(call, leaves, versions)
             if weights is None and k == len(cut.starts) - 1:
                 own_first_sums(flatten(result)[0], leaves)
             joined.add(k, result)
             inputs.check(tensors)
             del args, kwargs, first, leaves, result
+
+    @uncompiled
+    def check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
+        """Raises RecomputeError: the function has changed a tile, of which the caller sees nothing
+        where it is a copy.
+        """
+        for n, (now, before) in enumerate(zip(versions_of(leaves), versions, strict=True)):
+            if now != before:
+                raise RecomputeError(
+                    f"{self.label} changes {call.name(n)} in place: clone the argument inside, or "
+                    "use the operation that returns a new tensor"
+                )
+
+
+@uncompiled
+def versions_of(leaves: list[Any]) -> list[int]:
+    return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
 @uncompiled

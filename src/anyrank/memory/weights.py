@@ -8,7 +8,7 @@ hands the sum to the parameter. Nothing runs twice, and hooks of the parameter s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,16 +66,19 @@ class Share(torch.autograd.Function):
 
 
 class Weights:
-    """The stand-ins of a module's trainable parameters, tile by tile.
+    """The stand-ins of some modules' trainable parameters, tile by tile.
 
     Args:
-        module: whose parameters.
-        forward: the module's own forward, which `tile_` may have wrapped.
+        modules: whose parameters.
+        forward: what runs them: a module's own forward, which `tile_` may have wrapped, or a
+            function.
         dtype: of the sums.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> None:
-        self.body = Body(module, forward)
+    def __init__(
+        self, modules: Iterable[nn.Module], forward: Callable[..., Any], dtype: torch.dtype
+    ) -> None:
+        self.body = Body(modules, forward)
         self.current = {
             name: parameter
             for name, parameter in self.body.named_parameters()
@@ -86,7 +89,7 @@ class Weights:
         self.sums = {name: WideSum(dtype) for name in self.current}
 
     def call(self, first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module on the next tile, with stand-ins in place of its parameters."""
+        """Run the function on the next tile, with stand-ins in place of its parameters."""
         return functional_call(self.body, self.next(first), args, kwargs)
 
     @uncompiled
@@ -102,11 +105,11 @@ class Weights:
 
 
 class Body(nn.Module):
-    """A module under its own forward."""
+    """Modules, and the function that runs them."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
         super().__init__()
-        self.module = module
+        self.modules_of = nn.ModuleList(modules)
         self.body = (forward,)  # in a tuple: as a module it would be a second child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -95,8 +95,9 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         fitted.fills.append(Fill(held, saved, held.local(), stored.listing))
         return tensor
 
-    tree = from_json(record["tree"], take)
-    if not isinstance(tree, Mapping) and isinstance(thing.state_dict(), Mapping):
+    tree: Any = from_json(record["tree"], take)
+    own: object = thing.state_dict()
+    if not isinstance(tree, Mapping) and isinstance(own, Mapping):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
     check = getattr(thing, "check_state_dict", None)
     if check is not None:
