@@ -13,7 +13,8 @@ says otherwise:
     <!-- check: CODE -->      behind a block or its output: what the example must have led to
 
 A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
-numbers with a decimal point (seconds, MiB) and checksums may differ.
+numbers with a decimal point (seconds, MiB) and checksums may differ. A block between the lines <!--
+and --> runs as well: it is what a command of the page does, and readers do not see it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -52,6 +54,7 @@ SRC = ROOT / "src/anyrank"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MARK = re.compile(r"<!-- (file|run|skip|setup|check): (.*) -->")
 SHELL = ("sh", "console")
+HIDDEN = ("<!--", "-->")
 
 
 def name_of(page: Path) -> str:
@@ -119,7 +122,7 @@ def find_blocks(page: Path) -> list[Block]:
                 made[-1].output = block.text
             made.append(block)
             marks, is_next, number = {}, True, end + 1
-        elif line:
+        elif line and line not in HIDDEN:
             is_next = False
     return made
 
@@ -389,7 +392,7 @@ def test_a_broken_link_is_found() -> None:
 
 TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
 ENVIRONMENT = r"(?:[A-Z_]+=\S+ )*"
-PROGRAMS = "make|anyrank|python|torchrun"
+PROGRAMS = "make|anyrank|pip|python|torchrun"
 OTHERS = ("cd ", "git clone ", "#")
 
 
@@ -406,6 +409,8 @@ def is_known(line: str) -> bool:
         return all(word in TARGETS or "=" in word for word in words)
     if program == "anyrank":
         return knows_command(words)
+    if program == "pip":
+        return knows_package(words)
     if program in ("python", "torchrun"):
         if words[:1] == ["-c"]:
             return True  # it runs with its page
@@ -433,6 +438,14 @@ def knows_command(words: list[str]) -> bool:
     return given <= known | {"--help", "-h"}
 
 
+def knows_package(words: list[str]) -> bool:
+    """Whether `pip install` gets this project, with extras that it has."""
+    asked = re.fullmatch(r"install '?(?:\.|anyrank)(?:\[([a-z0-9,]+)\])?'?", " ".join(words))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = (asked[1] or "").split(",") if asked else []
+    return asked is not None and set(extras) - {""} <= set(project["optional-dependencies"])
+
+
 def find_unknown_commands(text: str) -> list[str]:
     """Lines of shell, and commands in the running text, that name nothing that is there."""
     lines = re.findall(r"`((?:make|anyrank) [^`\n]+)`", text)
@@ -453,13 +466,15 @@ def test_commands_exist(page: Path) -> None:
 def test_a_command_that_is_not_there_is_found() -> None:
     good = ["make test", "make gpu VENV_PYTHON=python3", "anyrank plan x --ranks 8", "anyrank -h"]
     good += [".venv/bin/anyrank demo", "python examples/finetune.py", "A=1 make docs"]
-    good += ["anyrank run --ranks 2 train.py --of-the-script 3"]
+    good += ["anyrank run --ranks 2 train.py --of-the-script 3", "pip install '.[s3]'"]
     bad = [
         "make tset",
         "anyrank laod x",
         "anyrank plan x --rank 8",
         "anyrank run --rank 2 train.py",
         "python examples/no.py",
+        "pip install 'anyrank[no]'",
+        "pip install another",
         "rm x",
     ]
     text = "\n".join(["```sh", *good, *bad, "```", "`make nothing`"])
