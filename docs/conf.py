@@ -23,7 +23,11 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+python_maximum_signature_line_length = 88
+default_role = "code"  # docstrings put names between single backticks
 
 html_theme = "furo"
 html_title = f"anyrank {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
