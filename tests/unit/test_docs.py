@@ -570,17 +570,99 @@ def test_versions_are_those_of_the_constraints() -> None:
     assert cells[1:-1] == [pins[package] for package in packages]
 
 
-def test_memory_in_the_readme_is_what_was_measured() -> None:
+def measured_loads() -> tuple[dict[str, Any], dict[tuple[str, str], float]]:
+    """The results of loading, and peak memory over the model's bytes by group and contender."""
     results = json.loads((ROOT / "benchmarks/results/load.json").read_text(encoding="utf-8"))
     measured = [row for row in results["rows"] if "peak_x" in row]  # others were too large
-    peaks = {(row["group"], row["contender"]): row["peak_x"] for row in measured}
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    peaks = {(row["group"], row["contender"]): row["peak_x"]["most"] for row in measured}
+    return results, peaks
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_memory_in_the_tables_is_what_was_measured(page: str) -> None:
+    _, peaks = measured_loads()
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     line = next(line for line in lines if line.startswith("| memory of 4 ranks"))
     ways = ("load_file", "dcp", "transformers", "accelerate", "anyrank")
     assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
-        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]['most']:.1f}" for dtype in ("bf16", "fp32"))
+        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]:.1f}" for dtype in ("bf16", "fp32"))
         for way in ways
     ]
+
+
+def test_the_figures_at_the_head_of_the_readme_are_what_was_measured() -> None:
+    results, peaks = measured_loads()
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[3].split())
+    ways = ("anyrank", "load_file", "accelerate", "rank0")
+    size = results["model"]["bf16_bytes"] / 2**30
+    ratio = next(
+        goal["value"]
+        for goal in results["goals"]
+        if goal["group"] == "fsdp bf16 4" and "rank 0 + broadcast" in goal["what"]
+    )
+    assert re.findall(r"\d\.\d+", words) == [
+        f"{size:.1f}",
+        *(f"{peaks['fsdp bf16 4', way]:.2f}" for way in ways),
+    ]
+    assert "nine times" in words
+    assert round(1 / ratio) == 9
+    assert f"(`{results['command']}`" in words
+    assert results["machine"].startswith("2 cores of AMD EPYC")
+    assert "2 cores of AMD EPYC" in words
+
+
+# -- pictures and the reference -------------------------------------------------------------------
+
+
+def load_pictures() -> Any:
+    """The module that draws."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pictures"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_those_that_the_planner_draws() -> None:
+    drawn = load_pictures().drawn()
+    there = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/pictures/*")}
+    assert there == drawn, "run `python docs/pictures.py`"
+
+
+def test_rooms_in_the_pictures_exist() -> None:
+    streets = load_pictures().STREETS
+    rooms = {room for street in streets.values() for _, _, room in street}
+    assert [room for room in rooms if not (SRC / room).is_dir()] == []
+
+
+def find_lost_pictures(page: Path, text: str) -> list[str]:
+    """Pictures of a page that are not there."""
+    names = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    names += re.findall(r"^```\{image\} (\S+)", text, flags=re.M)
+    return [name for name in names if not (page.parent / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pictures_of_pages_exist(page: Path) -> None:
+    assert find_lost_pictures(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_lost_picture_is_found() -> None:
+    text = '<img src="docs/pictures/share-light.svg"><img src="docs/no.svg">\n```{image} no.png'
+    assert find_lost_pictures(ROOT / "README.md", text) == ["docs/no.svg", "no.png"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^\.\. auto\w+:: anyrank\.(\w+)$", read("api.md"), flags=re.M)
+    assert sorted(listed) == [name for name in anyrank.__all__ if name != "__version__"]
+
+
+def test_every_page_is_on_the_front_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", read("index.md")))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - linked == set()
 
 
 # -- private names of other packages --------------------------------------------------------------

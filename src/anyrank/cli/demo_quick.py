@@ -134,7 +134,7 @@ def run(environ: Mapping[str, str]) -> dict[str, Any]:
         "loss_difference": _difference(losses, reference["losses"]),
         "seconds": time.perf_counter() - start,
     }
-    return results | {"findings": _findings(results)}
+    return results | {"findings": findings_of(results)}
 
 
 def _results(folder: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
-def _findings(results: Mapping[str, Any]) -> list[str]:
+def findings_of(results: Mapping[str, Any]) -> list[str]:
     """What is wrong, in words."""
     found: list[str] = []
     if not results["load"]["equal"]:
