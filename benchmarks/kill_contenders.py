@@ -185,9 +185,9 @@ def ours(background: bool) -> Run:
 
     def run(state: State, folder: str, versions: Iterable[int]) -> None:
         train = anyrank.TrainState(*state)
-        with anyrank.Checkpoints(folder, every=1, background=background) as ckpts:
+        with anyrank.Checkpoints(folder, train, every=1, background=background) as ckpts:
             for _ in versions:
-                ckpts.step_done(train)
+                ckpts.step_done()
                 ckpts.wait()
 
     return run
@@ -281,8 +281,8 @@ def resume(verify: Literal["size", "full"]) -> Load:
     """anyrank finds the newest sound step by itself; whether it says that steps are lost."""
 
     def load(state: State, folder: str, pattern: str) -> bool:
-        with anyrank.Checkpoints(folder, verify=verify) as ckpts:
-            report = ckpts.resume(anyrank.TrainState(*state), "auto")
+        with anyrank.Checkpoints(folder, anyrank.TrainState(*state), verify=verify) as ckpts:
+            report = ckpts.resume("auto")
         return report is not None and report.lost_steps > 0 and "LOST" in str(report)
 
     return load

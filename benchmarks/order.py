@@ -46,16 +46,12 @@ def train(path: str, steps: int | None) -> tuple[list[int], float]:
     loader = anyrank.ElasticLoader(range(SAMPLES), global_batch=12, microbatch=1)
     state = anyrank.TrainState(model, data=loader)
     seen: list[int] = []
-    with anyrank.Checkpoints(path) as ckpts:
-        ckpts.resume(state)
-        for step in loader:
+    with anyrank.Checkpoints(path, state) as ckpts:
+        ckpts.resume()
+        for step in ckpts.steps(epochs=1) if steps is None else ckpts.steps(until=steps):
             for batch in step.microbatches(model):
                 if not step.turn.is_copy:
                     seen += batch.tolist()
-            ckpts.step_done(state)
-            if state.step == steps:
-                ckpts.save(state)
-                break
     return seen, torch.rand(()).item()
 
 

@@ -151,17 +151,17 @@ def make_replicas(layers: int) -> State:
 
 def ours(state: State, folder: str) -> float:
     """Committed, durable, with checksums."""
-    with anyrank.Checkpoints(folder) as ckpts:
-        ckpts.save(anyrank.TrainState(*state))
+    with anyrank.Checkpoints(folder, anyrank.TrainState(*state)) as ckpts:
+        ckpts.save()
     return 0.0
 
 
 def ours_background(state: State, folder: str) -> float:
     """The same behind the training, whose next optimizer step comes after STEP_SEC."""
-    with anyrank.Checkpoints(folder, background=True) as ckpts:
-        whole = anyrank.TrainState(*state)
-        ckpts.resume(whole)  # as every program begins; finds nothing
-        ckpts.save(whole)
+    whole = anyrank.TrainState(*state)
+    with anyrank.Checkpoints(folder, whole, background=True) as ckpts:
+        ckpts.resume()  # as every program begins; finds nothing
+        ckpts.save()
         train(state)
         ckpts.wait()
         return ckpts.stats()[0].stall_seconds
@@ -215,8 +215,9 @@ def run_load(rank: int, size: int, kind: str, folder: str, layers: int) -> Itera
         dcp.load(table, checkpoint_id=folder)
         set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
     else:
-        with anyrank.Checkpoints(folder, verify="full" if kind == "full" else "size") as ckpts:
-            ckpts.resume(anyrank.TrainState(*state), "must")
+        whole, verify = anyrank.TrainState(*state), "full" if kind == "full" else "size"
+        with anyrank.Checkpoints(folder, whole, verify=verify) as ckpts:
+            ckpts.resume("must")
     seconds = time.perf_counter() - start
     total = sum(float(tensor.double().sum()) for tensor in local_tensors(state))
     yield {"seconds": seconds, "sum": total}

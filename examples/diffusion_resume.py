@@ -62,12 +62,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     start.add_argument("--resume", action="store_true", help="go on with the run in --folder")
     parser.add_argument("--folder", default="runs/diffusion", help="of the run's checkpoints")
     parser.add_argument("--seed", type=int, help="of the run; default 0")
-    parser.add_argument("--stop", type=int, default=STEPS, help="save and stop behind this step")
+    parser.add_argument("--stop", type=int, default=STEPS, help="save and stop after this step")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
     if args.load_from and args.seed is None:
         parser.error("--load-from starts a new run: give it a --seed of its own")
-    if not args.resume and anyrank.Checkpoints(args.folder).latest() is not None:
+    ckpts = anyrank.Checkpoints(args.folder, anyrank.TrainState())  # only to look
+    if not args.resume and ckpts.latest() is not None:
         parser.error(f"{args.folder} holds a run: give --resume, or another --folder")
     return args
 
@@ -90,24 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     loader = anyrank.ElasticLoader(Images(), global_batch=24, microbatch=1, seed=seed)
     state = anyrank.TrainState(model, optimizer, scheduler=cosine, data=loader, seed=seed, ema=ema)
     losses: dict[int, float] = {}
-    with anyrank.Checkpoints(args.folder, every=7) as ckpts:
-        report = ckpts.resume(state, "must") if args.resume else None
-        while state.step < args.stop:
-            for step in loader:
-                for images in step.microbatches(model):
-                    clean = images.to(device, dtype)
-                    noise, times = torch.randn_like(clean), torch.rand_like(clean[:, :1, 0, 0])
-                    found = model(torch.lerp(clean, noise, times[:, :, None, None]), times)
-                    step.backward(nn.functional.mse_loss(found, noise))
-                losses[state.step] = step.loss()
-                optimizer.step()
-                optimizer.zero_grad()
-                cosine.step()
-                ema.update_parameters(net)
-                ckpts.step_done(state)
-                if state.step >= args.stop:
-                    break
-        ckpts.save(state)
+    with anyrank.Checkpoints(args.folder, state, every=7) as ckpts:
+        report = ckpts.resume("must") if args.resume else None
+        for step in ckpts.steps(until=args.stop):
+            for images in step.microbatches(model):
+                clean = images.to(device, dtype)
+                noise, times = torch.randn_like(clean), torch.rand_like(clean[:, :1, 0, 0])
+                found = model(torch.lerp(clean, noise, times[:, :, None, None]), times)
+                step.backward(nn.functional.mse_loss(found, noise))
+            losses[step.number] = step.loss()
+            optimizer.step()
+            optimizer.zero_grad()
+            cosine.step()
+            ema.update_parameters(net)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report or f"a new run with {args.load_from or 'first'} weights")
         print("loss", *(f"{loss:.3f}" for loss in losses.values()))

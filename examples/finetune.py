@@ -126,22 +126,19 @@ def main() -> None:
         model, optimizer, scheduler=schedule, data=loader, seed=0, history=history
     )
     device = next(model.parameters()).device
-    with anyrank.Checkpoints(args.folder, every=args.every, keep=2, background=True) as ckpts:
-        report = ckpts.resume(state)
+    with anyrank.Checkpoints(
+        args.folder, state, every=args.every, keep=2, background=True
+    ) as ckpts:
+        report = ckpts.resume()
         model.train()
-        while state.step < args.steps:
-            for step in loader:
-                for batch in step.microbatches(model):
-                    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-                    step.backward(model(**inputs).loss)
-                history.losses.append(step.loss())
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                ckpts.step_done(state)
-                if state.step >= args.steps:
-                    break
-        ckpts.save(state)
+        for step in ckpts.steps(until=args.steps):
+            for batch in step.microbatches(model):
+                inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+                step.backward(model(**inputs).loss)
+            history.losses.append(step.loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report or "started anew")
         print("loss", " ".join(f"{loss:.3f}" for loss in history.losses))

@@ -22,6 +22,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         terminalreporter.write_line("no CUDA device here: tests/gpu did not run (make gpu)")
+    skipped = [
+        one for one in terminalreporter.getreports("skipped") if "tests/machines" in one.nodeid
+    ]
+    if skipped:
+        terminalreporter.write_line(f"tests/machines did not run: {skipped[0].longrepr[2]}")
 
 
 def pytest_unconfigure() -> None:

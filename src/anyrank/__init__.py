@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from anyrank.resume.checkpoints import Checkpoints
     from anyrank.resume.data.elastic import ElasticLoader
     from anyrank.resume.data.sampler import ElasticSampler
-    from anyrank.resume.data.shards import ElasticShards
     from anyrank.resume.report import ResumeReport
     from anyrank.resume.state import TrainState
+    from anyrank.world.group import ALONE
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALONE",
     "AnyrankError",
     "CheckpointError",
     "Checkpoints",
     "CorruptCheckpoint",
     "ElasticLoader",
     "ElasticSampler",
-    "ElasticShards",
     "LoadError",
     "LoadPlan",
     "LoadReport",
@@ -77,13 +77,13 @@ __all__ = [
 # Public name -> the module that defines it. No module beside this one may bear a public name:
 # importing it would set it as an attribute here, in place of the function.
 HOMES = {
+    "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
     "ElasticLoader": "anyrank.resume.data.elastic",
     "ElasticSampler": "anyrank.resume.data.sampler",
-    "ElasticShards": "anyrank.resume.data.shards",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",

@@ -22,7 +22,9 @@ INTERFACE = {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),
     },
-    "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"},
+    "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"}
+    | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
+    | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
     "demo": {"--ranks", "--steps", "--out", "--json", "-h", "--help"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from click.testing import Result
 
 from anyrank.cli.run import environ
+from anyrank.cli.torchrun import descendants
 
 SCRIPT = """
 import os, sys, pathlib, time
@@ -40,14 +42,49 @@ def test_a_script_that_fails_goes_on_on_fewer_ranks(anyrank: Callable[[str], Res
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_for_good_is_exit_1(anyrank: Callable[[str], Result]) -> None:
-    Path("train.py").write_text("raise SystemExit(3)")
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)],
+)
+def test_the_exit_code_is_the_scripts(
+    anyrank: Callable[[str], Result], end: str, code: int
+) -> None:
+    Path("train.py").write_text(end)
     result = anyrank("run train.py")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (code, "")
 
 
 @pytest.mark.slow
 def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
+    process = start_and_wait(tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=40)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert len(json.loads(said)["attempts"]) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    process = start_and_wait(tmp_path)
+    below = list(descendants(process.pid))
+    assert len(below) >= 3  # torchrun and two ranks
+    process.kill()
+    process.communicate(timeout=40)
+    deadline = time.monotonic() + 40
+    while any(map(is_running, below)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, below))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start_and_wait(tmp_path: Path) -> subprocess.Popen[str]:
+    """`anyrank run` with two ranks of a script that waits, once both have begun."""
     (tmp_path / "train.py").write_text(SCRIPT)
     line = ["-m", "anyrank.cli", "run", "--ranks=2", "--then=1", "--json", "train.py", "--wait"]
     code = "import sys; from anyrank.cli import main; main(sys.argv[3:])"
@@ -57,10 +94,33 @@ def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
     deadline = time.monotonic() + 40
     while not (tmp_path / "seen-2-1").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=40)
-    assert process.returncode == 1
-    assert len(json.loads(said)["attempts"]) == 1
+    return process
+
+
+@pytest.mark.slow
+def test_several_machines_take_the_flags_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, sys, torch.distributed as dist\n"
+        'dist.init_process_group("gloo")\n'
+        'seen = f"seen-{dist.get_rank()}-{dist.get_world_size()}"\n'
+        'pathlib.Path(seen).write_text(os.environ["GROUP_RANK"] + sys.argv[1])\n'
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import sys; from anyrank.cli import main; main(sys.argv[1:])"
+    common = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "run", *common, f"--node-rank={n}", "train.py", "--x"],
+            cwd=tmp_path,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for n in range(2)
+    ]
+    assert [one.wait(50) for one in machines] == [0, 0]
+    assert (tmp_path / "seen-0-2").read_text() == "0--x"
+    assert (tmp_path / "seen-1-2").read_text() == "1--x"
 
 
 @pytest.mark.parametrize(

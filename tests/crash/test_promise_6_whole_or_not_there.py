@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import resume
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -42,7 +43,7 @@ def values(net: nn.Module) -> list[list[float]]:
 
 def be_quick() -> None:
     """Survivors need not wait long for a rank that the test has killed."""
-    import anyrank.world.ranks as world
+    import anyrank.world.lines as world
 
     world.ROLL_CALL_SEC = 0.2  # type: ignore[misc]
 
@@ -52,17 +53,17 @@ def train(path: str, background: bool, on_last: Any) -> list[Any]:
     be_quick()
     net, optimizer = build()
     seen: list[Any] = []
-    with anyrank.Checkpoints(path, keep=2, every=1, background=background) as ckpts:
-        state = anyrank.TrainState(net, optimizer)
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(path, state, keep=2, every=1, background=background) as ckpts:
         for step in range(LAST):
             net(torch.ones(1, 3) * (step + 1)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            seen.append(values(net))  # before the save: a kill in it ends the ranks' collectives
             if step == LAST - 1:
                 ckpts.wait()
                 on_last()
-            ckpts.step_done(state)
-            seen.append(values(net))
+            ckpts.step_done()
     return seen
 
 
@@ -94,8 +95,8 @@ def job_train(path: str, background: bool) -> str:
 def job_resume(path: str) -> tuple[int, Any, list[str]]:
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path, verify="full") as ckpts:
-        report = ckpts.resume(state, "must")
+    with anyrank.Checkpoints(path, state, verify="full") as ckpts:
+        report = ckpts.resume("must")
         assert report is not None
         return report.step, values(net), report.set_aside
 
@@ -145,16 +146,16 @@ def job_full_disk(path: str, background: bool) -> tuple[list[str], list[int], in
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
     errors: list[str] = []
-    with anyrank.Checkpoints(path, every=1, background=background) as ckpts:
+    with anyrank.Checkpoints(path, state, every=1, background=background) as ckpts:
         for _ in range(5):
             net(torch.ones(1, 3)).sum().backward()
             optimizer.step()
             try:
-                ckpts.step_done(state)
+                ckpts.step_done()
                 ckpts.wait()
             except anyrank.CheckpointError as error:
                 errors.append(str(error))
-        return errors, [one["step"] for one in ckpts.list()], len(ckpts.stats())
+        return errors, [one.step for one in ckpts.saved()], len(ckpts.stats())
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -183,9 +184,9 @@ def test_a_slow_rank_changes_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     net, optimizer = build()
-    ckpts = anyrank.Checkpoints(tmp_path / "file" / "run")
+    ckpts = anyrank.Checkpoints(tmp_path / "file" / "run", anyrank.TrainState(net, optimizer))
     with pytest.raises(anyrank.CheckpointError, match="cannot be written: Not a directory"):
-        ckpts.save(anyrank.TrainState(net, optimizer))
+        ckpts.save()
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -193,11 +194,11 @@ def saved_run(path: Path) -> tuple[nn.Module, torch.optim.Optimizer, anyrank.Tra
     """A run of one process with steps 1 and 2."""
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path, every=1) as ckpts:
+    with anyrank.Checkpoints(path, state, every=1) as ckpts:
         for _ in range(2):
             net(torch.ones(1, 3)).sum().backward()
             optimizer.step()
-            ckpts.step_done(state)
+            ckpts.step_done()
     return net, optimizer, state
 
 
@@ -216,8 +217,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             for verify in ("size", "full", "off") if small else ("full",):
                 net, optimizer = build()
                 state = anyrank.TrainState(net, optimizer)
-                with anyrank.Checkpoints(tmp_path, verify=verify) as ckpts:  # type: ignore[arg-type]
-                    report = ckpts.resume(state)
+                report = resume(tmp_path, state, verify=verify)
                 assert report is not None
                 assert (report.step, report.lost_steps) == (1, 1), (name, bit, verify)
                 (aside,) = report.set_aside
@@ -225,8 +225,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
                 (tmp_path / aside).rename(newest)
         (newest / name).write_bytes(data)
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path, verify="full") as ckpts:
-        report = ckpts.resume(state)
+    report = resume(tmp_path, state, verify="full")
     assert report is not None
     assert report.step == 2
 
@@ -245,8 +244,7 @@ def test_damage_is_set_aside_and_the_step_before_is_taken(tmp_path: Path, harm: 
     else:
         (newest / "anyrank.json").write_text("{" if harm == "not JSON" else "")
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(state)
+    report = resume(tmp_path, state)
     assert report is not None
     assert (report.step, report.lost_steps) == (1, 1)
     assert "LOST" in str(report)
@@ -259,24 +257,21 @@ def test_when_all_are_damaged_nothing_starts_anew(tmp_path: Path) -> None:
         (tmp_path / name / "tensors.json").unlink()
     for match in ("all 2 checkpoints are damaged", "damaged ones set aside"):
         state = anyrank.TrainState(*build())
-        with (
-            anyrank.Checkpoints(tmp_path) as ckpts,
-            pytest.raises(anyrank.CheckpointError, match=match),
-        ):
-            ckpts.resume(state, "auto")
+        with pytest.raises(anyrank.CheckpointError, match=match):
+            resume(tmp_path, state, "auto")
 
 
 def test_a_copy_that_fails_in_the_middle_poisons_the_state(tmp_path: Path) -> None:
     _, _, state = saved_run(tmp_path)
     faults.armed["resume.commit"] = lambda: (_ for _ in ()).throw(OSError("gone"))
     try:
-        with anyrank.Checkpoints(tmp_path) as ckpts:
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
             with pytest.raises(anyrank.CheckpointError, match="half restored"):
-                ckpts.resume(state)
+                ckpts.resume()
             with pytest.raises(anyrank.CheckpointError, match="half restored"):
-                ckpts.step_done(state)
+                ckpts.step_done()
             faults.armed.clear()
-            assert ckpts.resume(state) is not None
-            ckpts.step_done(state)
+            assert ckpts.resume() is not None
+            ckpts.step_done()
     finally:
         faults.armed.clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import resume, save
 from torch import nn
 
 import anyrank
@@ -46,13 +47,12 @@ def train(state: anyrank.TrainState, steps: int) -> list[float]:
 def test_a_run_on_the_gpu_goes_on_bit_by_bit(tmp_path: Path, name: str, background: bool) -> None:
     state = build(OPTIONS[name])
     train(state, 3)
-    with anyrank.Checkpoints(tmp_path, background=background) as ckpts:
-        ckpts.step_done(state)
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, state, background=background) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
         expected = train(state, 3)  # while it is copied, in the background
-        ckpts.wait()
-        fresh = build(OPTIONS[name])
-        report = ckpts.resume(fresh, "must")
+    fresh = build(OPTIONS[name])
+    report = resume(tmp_path, fresh, "must")
     assert report is not None
     assert set(report.components.values()) == {"exact"}
     for mine, other in zip(
@@ -67,10 +67,9 @@ def test_a_run_on_the_gpu_goes_on_bit_by_bit(tmp_path: Path, name: str, backgrou
 def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
     state = build({})
     train(state, 2)
-    with anyrank.Checkpoints(tmp_path / "gpu") as ckpts:
-        ckpts.save(state)
-        moved = build({}, "cpu")
-        report = ckpts.resume(moved, "must")
+    save(tmp_path / "gpu", state)
+    moved = build({}, "cpu")
+    report = resume(tmp_path / "gpu", moved, "must")
     assert report is not None
     assert report.components["streams"] in ("exact", "derived")
     for parameter, other in zip(
@@ -78,10 +77,9 @@ def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
     ):
         assert parameter.device.type == "cpu"
         assert torch.equal(parameter, other.cpu())
-    with anyrank.Checkpoints(tmp_path / "cpu") as ckpts:
-        ckpts.save(moved)
-        back = build({"fused": True})
-        ckpts.resume(back, "must")
+    save(tmp_path / "cpu", moved)
+    back = build({"fused": True})
+    resume(tmp_path / "cpu", back, "must")
     steps = [one["step"] for one in back.parts["optimizer"].state.values()]
     assert all(step.is_cuda and step.item() == 2 for step in steps)  # a fused step reads it there
 
@@ -89,12 +87,13 @@ def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
 def test_staging_is_pinned_and_reused(tmp_path: Path) -> None:
     state = build({})
     train(state, 1)
-    with anyrank.Checkpoints(tmp_path, every=1, background=True) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state, every=1, background=True) as ckpts:
         addresses: set[int] = set()
         for _ in range(3):
-            ckpts.step_done(state)
+            ckpts.step_done()
             ckpts.wait()
-            assert ckpts.background is not None
-            assert ckpts.background.later.memory.is_pinned()
-            addresses.add(ckpts.background.later.memory.data_ptr())
+            background = ckpts._writer._background
+            assert background is not None
+            assert background.later.memory.is_pinned()
+            addresses.add(background.later.memory.data_ptr())
     assert len(addresses) == 1

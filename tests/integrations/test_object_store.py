@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -88,22 +89,21 @@ def values(net: nn.Module) -> list[list[float]]:
 
 def job_train(url: str, last: int, background: bool = False, verify: Any = "size") -> Any:
     """Resume if there is something, and train until step `last`, each step saved."""
-    import anyrank.world.ranks as world
+    import anyrank.world.lines as world
 
     world.ROLL_CALL_SEC = 0.2  # type: ignore[misc] - survivors of a kill need not wait long
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
     options = {"every": 1, "background": background, "verify": verify}
-    with anyrank.Checkpoints(url, keep=2, **options) as ckpts:
-        try:
-            report = ckpts.resume(state)
+    try:
+        with anyrank.Checkpoints(url, state, keep=2, **options) as ckpts:
+            report = ckpts.resume()
             for step in range(state.step, last):
                 train(net, optimizer, step)
-                ckpts.step_done(state)
-            ckpts.wait()
-        except anyrank.RankError as error:
-            return type(error).__name__  # another rank was killed
-        return values(net), report, [one["step"] for one in ckpts.list()]
+                ckpts.step_done()
+    except anyrank.RankError as error:
+        return type(error).__name__  # another rank was killed
+    return values(net), report, [one.step for one in ckpts.saved()]
 
 
 def uninterrupted(last: int) -> list[list[float]]:
@@ -187,12 +187,12 @@ def test_damage_is_set_aside_and_the_step_before_is_taken(url: str, harm: str) -
 def test_a_second_run_is_refused(url: str) -> None:
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(url) as ckpts:
-        ckpts.save(state)
+    with anyrank.Checkpoints(url, state) as ckpts:
+        ckpts.save()
         lock = json.loads(files(url).cat(f"{url}/.lock"))
         files(url).pipe(f"{url}/.lock", json.dumps(lock | {"host": "elsewhere"}).encode())
         with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
-            anyrank.Checkpoints(url).save(state)
+            anyrank.Checkpoints(url, state).save()
         files(url).pipe(f"{url}/.lock", json.dumps(lock).encode())
     assert ".lock" not in objects(url)
 
@@ -208,9 +208,9 @@ def test_what_fails_behind_the_commit_is_a_warning(
         return create(self, path)
 
     monkeypatch.setattr(RemoteStore, "create", refuse)
-    with anyrank.Checkpoints(url) as ckpts:
-        ckpts.save(anyrank.TrainState(*build()))
-        assert [one["step"] for one in ckpts.list()] == [0]
+    with anyrank.Checkpoints(url, anyrank.TrainState(*build())) as ckpts:
+        ckpts.save()
+        assert [one.step for one in ckpts.saved()] == [0]
         assert len(ckpts.stats()) == 1
     assert "old steps were not removed" in caplog.text
 
@@ -236,11 +236,10 @@ def test_data_is_sent_in_parts_and_never_held_whole(url: str) -> None:
 def job_peak(url: str, total: int, part: int) -> int:
     """How much memory a save takes, after one that loads what it needs."""
     store_module.PART_BYTES = part  # type: ignore[misc]
-    with anyrank.Checkpoints(f"{url}-small") as ckpts:
-        ckpts.save(anyrank.TrainState(nn.Linear(2, 2)))
+    save(f"{url}-small", anyrank.TrainState(nn.Linear(2, 2)))
     state = anyrank.TrainState(nn.Linear(1024, total // 4096, bias=False))
-    with anyrank.Checkpoints(url) as ckpts, PeakMemory() as memory:
-        ckpts.save(state)
+    with PeakMemory() as memory:
+        save(url, state)
     return memory.peak_bytes
 
 
@@ -273,15 +272,15 @@ def test_a_storage_that_does_not_answer_is_no_empty_folder(
         raise EndpointConnectionError(endpoint_url="http://nowhere")
 
     for method in ("info", "ls"):
-        ckpts = anyrank.Checkpoints(url)
-        store = ckpts.folder.store
+        ckpts = anyrank.Checkpoints(url, anyrank.TrainState(*build()))
+        store = ckpts._folder.store
         assert isinstance(store, RemoteStore)
         with monkeypatch.context() as patch:
             patch.setattr(store.filesystem, method, refuse)
             with pytest.raises(anyrank.CheckpointError, match=r"cannot be read: .*Could not conn"):
-                ckpts.resume(anyrank.TrainState(*build()))
+                ckpts.resume()
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give a local path"):
-        anyrank.Checkpoints(f"file://{tmp_path}")
+        anyrank.Checkpoints(f"file://{tmp_path}", anyrank.TrainState(*build()))

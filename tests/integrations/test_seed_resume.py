@@ -139,8 +139,8 @@ def test_weights_alone_start_a_new_run(
     assert result["report"] is None
     assert result["samples"] == 24
     assert result["ids"] != saved[1][0]["ids"][: len(result["ids"])]
-    listed = anyrank.Checkpoints(tmp_path).list()
-    assert [one["step"] for one in listed] == [1]
+    steps = anyrank.Checkpoints(tmp_path, anyrank.TrainState()).saved()
+    assert [one.step for one in steps] == [1]
     weights = diffusion_resume.Denoiser().double()
     anyrank.load(weights, saved[0])
     assert result["losses"][0] < saved[1][0]["losses"][0]

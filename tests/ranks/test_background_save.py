@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import resume
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -37,21 +38,20 @@ def job_train(path: str) -> list[list[float]]:
     net, optimizer = build(0)
     state = anyrank.TrainState(net, optimizer)
     seen: list[list[float]] = []
-    with anyrank.Checkpoints(path, every=1, keep=9, background=True) as ckpts:
+    with anyrank.Checkpoints(path, state, every=1, keep=9, background=True) as ckpts:
         for step in range(6):
             net(torch.ones(4, 64) * step + torch.eye(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             seen.append(values(net, optimizer))
-            ckpts.step_done(state)
+            ckpts.step_done()
     assert [record.step for record in ckpts.stats()] == [1, 2, 3, 4, 5, 6]
     return seen
 
 
 def job_resume(path: str, step: int) -> list[float]:
     net, optimizer = build(1)
-    with anyrank.Checkpoints(path) as ckpts:
-        ckpts.resume(anyrank.TrainState(net, optimizer), step)
+    resume(path, anyrank.TrainState(net, optimizer), step)
     return values(net, optimizer)
 
 
@@ -67,14 +67,14 @@ def job_touch(path: str) -> str:
     """A parameter is changed behind step_done, while it is copied."""
     net, optimizer = build(0)
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path, every=1, background=True) as ckpts:
-        ckpts.step_done(state)
-        with torch.no_grad():
-            next(net.parameters()).mul_(2)
-        try:
+    try:
+        with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
+            ckpts.step_done()
+            with torch.no_grad():
+                next(net.parameters()).mul_(2)
             ckpts.wait()
-        except anyrank.CheckpointError as error:
-            return str(error)
+    except anyrank.CheckpointError as error:
+        return str(error)
     return "nothing"
 
 
@@ -91,17 +91,17 @@ def job_failure(path: str) -> tuple[int, str, list[int]]:
     net, optimizer = build(0)
     state = anyrank.TrainState(net, optimizer)
     told = (0, "")
-    with anyrank.Checkpoints(path, every=2, background=True) as ckpts:
+    with anyrank.Checkpoints(path, state, every=2, background=True) as ckpts:
         for step in range(1, 7):
             net(torch.eye(4, 64) * step).sum().backward()
             optimizer.step()
             try:
-                ckpts.step_done(state)
+                ckpts.step_done()
             except anyrank.CheckpointError as error:
                 told = (step, str(error))
             time.sleep(0.1)
         ckpts.wait()
-        return *told, [one["step"] for one in ckpts.list()]
+        return *told, [one.step for one in ckpts.saved()]
 
 
 def test_a_failure_reaches_all_ranks_at_the_next_step(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -195,7 +197,7 @@ def job_exchanges(kind: str) -> list[list[int]]:
         def hook(_, bucket):  # torch refuses annotations that are strings
             counts[0] += 1
             future = torch.futures.Future[torch.Tensor]()
-            future.set_result(bucket.buffer())
+            future.set_result(bucket.buffer().zero_())  # equal on all ranks, as if exchanged
             return future
 
         net.register_comm_hook(None, hook)
@@ -368,8 +370,7 @@ def job_rarely_used() -> list[torch.Tensor | None]:
     loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, shuffle=False)
     for step in loader:
         for number, (x, *_) in enumerate(step.microbatches(net)):
-            assert step.turn is not None
-            used = net[1] if step.turn.k == 3 else net[0]
+            used = net[1] if step.k == 3 else net[0]
             step.backward(used(x).mean())
             assert number < 2
         break
@@ -383,3 +384,134 @@ def test_gradients_that_only_some_ranks_have_are_averaged() -> None:
         torch.testing.assert_close(often[0], rows[:6].sum(0) / 8)
         torch.testing.assert_close(once[0], rows[6:].sum(0) / 8)
         assert never is None
+
+
+class BadRow(Rows):
+    """A dataset of which one sample cannot be read."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            raise KeyError("bad 7")
+        return super().__getitem__(i)
+
+
+def job_bad_row(kind: str, workers: int) -> tuple[str, str, float, list[int]]:
+    """What is raised, when, and by whom."""
+    net = build(kind)
+    loader = anyrank.ElasticLoader(
+        BadRow(), global_batch=SIZE, microbatch=MICRO, shuffle=False, num_workers=workers
+    )
+    start = time.monotonic()
+    ks: list[int] = []
+    try:
+        for step in loader:
+            for x, *_ in step.microbatches(net):
+                ks.append(step.k)
+                step.backward(net(x).mean())
+            net.zero_grad()
+    except anyrank.AnyrankError as error:
+        return type(error).__name__, str(error), time.monotonic() - start, ks
+    raise AssertionError("a sample that cannot be read went unnoticed")
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("ddp", 0), ("fsdp", 0), ("ddp", 1)])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_what_a_dataset_raises_on_one_rank_all_ranks_raise(kind: str, workers: int) -> None:
+    # Samples 0 to 7 are of the first step: rank 1 of 2 has the microbatches 4, 5 and 6, 7.
+    rows = run_ranks(2, job_bad_row, kind, workers)
+    assert {row[0] for row in rows} == {"RankError"}
+    assert [row[3] for row in rows] == [[0], [2]]
+    for _, text, seconds, _ in rows:
+        assert "[rank 1]" in text
+        assert "[rank 0]" not in text
+        assert "KeyError" in text
+        assert "raised by dataset[7], epoch 0, microbatch [6, 7]" in text
+        assert seconds < 20
+
+
+def job_bypass(how: str) -> tuple[int, str]:
+    """In which step a model is refused whose forward or backward goes around the wrapper."""
+    net = build("contained" if how == "contained" else "ddp")
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, seed=3)
+    step: Any = None
+    try:
+        for step in loader:
+            for x, y, _ in step.microbatches(net):
+                if how == "module":
+                    out = net.module(x)
+                elif how == "contained":
+                    out = net["wrapped"].module(x)  # type: ignore[index]
+                else:
+                    out = net(x)
+                loss = (out - y).square().mean()
+                if how == "own":
+                    loss.backward()
+                else:
+                    step.backward(loss)
+            net.zero_grad()
+    except ValueError as error:
+        return step.number, str(error)
+    return -1, ""
+
+
+BYPASSED = {
+    "module": "has not exchanged them: call the wrapped model itself",
+    "contained": "has not exchanged them: call the wrapped model itself",
+    "own": "a backward of your own ran in step.microbatches",
+}
+
+
+@pytest.mark.parametrize("how", BYPASSED)
+def test_what_bypasses_the_wrapper_or_the_step_is_refused_in_the_first_step(how: str) -> None:
+    for number, text in run_ranks(2, job_bypass, how):
+        assert number == 0
+        assert re.search(BYPASSED[how], text)
+    assert run_ranks(2, job_bypass, "right") == [(-1, ""), (-1, "")]
+
+
+def job_own_weights(kind: str, own: bool) -> list[torch.Tensor]:
+    """Gradients of the first step, by a backward of one's own with its own weights."""
+    net = build(kind)
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, seed=3)
+    for step in loader:
+        for x, y, _ in step.microbatches(net, own_backward=own):
+            loss = (net(x) - y).square().mean()
+            if own:
+                (loss * dist.get_world_size() / 4).backward()
+            else:
+                step.scale(loss).backward()
+        break
+    return gradients(net)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_backward_of_ones_own_that_was_asked_for(kind: str, own: bool) -> None:
+    (_, expected), *_ = by_hand("samples")
+    for found in run_ranks(2, job_own_weights, kind, own):
+        for grad, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, other)
+
+
+def job_two_phases(kind: str) -> list[Any]:
+    """A discriminator's pass and a generator's over the microbatches of each step."""
+    critic, maker = build(kind), build(kind, dropout=0.5)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, maker)]
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, seed=3)
+    losses: list[float] = []
+    for step in loader:
+        for net, optimizer in zip((critic, maker), optimizers, strict=True):
+            for x, y, _ in step.microbatches(net):
+                step.backward((net(x + torch.randn_like(x)) - y).square().mean())
+            losses.append(step.loss())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loader.receipts == [(0, N, "exactly once")]
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_phases_of_a_step_are_the_same_on_any_number_of_ranks(kind: str) -> None:
+    expected = run_ranks(1, job_two_phases, "plain")[0]
+    for losses in run_ranks(3, job_two_phases, kind):
+        assert losses == pytest.approx(expected, rel=1e-10)

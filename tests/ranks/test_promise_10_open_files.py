@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tests.ranks.models import LAYOUTS, Net, assert_same, reference
+from tests.runs import save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -124,8 +125,7 @@ def run_folder(folder: Path) -> Any:
     """An anyrank run: newer steps that were never committed do not count."""
     train_state = anyrank.TrainState(reference())
     train_state.step = 10
-    with anyrank.Checkpoints(folder) as ckpts:
-        ckpts.save(train_state)
+    save(folder, train_state)
     for step in ("step-00000020", "step-00000030.tmp-1"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -168,8 +168,7 @@ def job_save_run(folder: str, layout: str) -> None:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     net.load_state_dict(LAYOUTS[layout](reference()).state_dict())
-    with anyrank.Checkpoints(folder) as ckpts:
-        ckpts.save(anyrank.TrainState(net, optimizer))
+    save(folder, anyrank.TrainState(net, optimizer))
 
 
 def job_stock(folder: str, layout: str) -> None:

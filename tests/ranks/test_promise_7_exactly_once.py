@@ -59,7 +59,7 @@ class Together(Ranks):
     def __init__(self, ranks: list[At]) -> None:
         alone = one_process()
         self.rows: list[Any] = []  # none while the ranks meet
-        super().__init__(alone.ranks, alone.rank, None, None)
+        super().__init__(alone.ranks, alone.rank)
         self.rows = [
             (
                 rank.at[0],
@@ -70,7 +70,7 @@ class Together(Ranks):
             for rank in ranks
         ]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return self.rows if self.rows and isinstance(value, tuple) else [value]
 
 
@@ -285,7 +285,7 @@ def read_shard(shard: int) -> Iterator[Any]:
 
 def job_shards(state: Any, steps: int) -> tuple[Any, Any, Any]:
     """As `job_run`, of samples that are read in sequence."""
-    loader = anyrank.ElasticShards(
+    loader = anyrank.ElasticLoader.from_shards(
         range(5), read_shard, lengths=LENGTHS, global_batch=8, microbatch=2, collate_fn=list
     )
     return run_to(steps, loader, state, nn.Linear(1, 1), lambda _: torch.rand(()).item())

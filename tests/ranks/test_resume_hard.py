@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ def job_own(path: str, rows: int, blocks: int, save: bool, dim: int) -> Any:
     net = sharded(rows, 0 if save else 1, dim)
     optimizer = Quantised(net.parameters(), blocks)
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         if save:
             optimizer.step()
-            ckpts.save(state)
+            ckpts.save()
             return states(optimizer)
         try:
-            report = ckpts.resume(state, "must")
+            report = ckpts.resume("must")
         except anyrank.CheckpointError as error:
             return str(error)
         assert report is not None
@@ -101,12 +102,12 @@ def job_statistics(path: str, save: bool, dim: int) -> Any:
     net = fully_shard(net, shard_placement_fn=lambda parameter: Shard(dim))
     optimizer = Statistics(net.parameters(), {"lr": 0.1})
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         if save:
             optimizer.step()
-            ckpts.save(state)
+            ckpts.save()
         else:
-            ckpts.resume(state, "must")
+            ckpts.resume("must")
     (kept,) = optimizer.state.values()
     return {k: (v.full_tensor().tolist(), type(v).__name__) for k, v in kept.items()}
 
@@ -132,11 +133,11 @@ def job_buffers(path: str, wrap: str, save: bool) -> Any:
         for number, buffer in enumerate(net.buffers()):
             buffer.fill_(10 * number + dist.get_rank())
     state = anyrank.TrainState(net)
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         if save:
-            ckpts.save(state)
+            ckpts.save()
             return None
-        report = ckpts.resume(state, "must")
+        report = ckpts.resume("must")
     assert report is not None
     return [float(buffer.max()) for buffer in net.buffers()], report.notes
 
@@ -154,7 +155,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
     loader = anyrank.ElasticLoader(list(range(8)), global_batch=4, microbatch=1)
     state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
     alone = dist.get_rank() == 1
-    with anyrank.Checkpoints(path, on_commit=lambda record: None) as ckpts:
+    with closing(anyrank.Checkpoints(path, state, on_commit=lambda record: None)) as ckpts:
         for step in loader:
             for _ in step.microbatches(nn.Linear(1, 1)):
                 if what == "step_done" and alone:
@@ -163,9 +164,9 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
                 if what == "save" and alone:
                     loader.commit()
                 if what == "save":
-                    ckpts.save(state)
+                    ckpts.save()
                 else:
-                    ckpts.step_done(state)
+                    ckpts.step_done()
             except anyrank.AnyrankError as error:
                 return type(error).__name__, str(error)
             break
@@ -198,12 +199,12 @@ class Counting:
 def job_counting(path: str, save: bool) -> tuple[int, str, str]:
     loader = Counting()
     state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         if save:
             loader.had = 5
-            ckpts.save(state)
+            ckpts.save()
             return 5, "", ""
-        report = ckpts.resume(state, "must")
+        report = ckpts.resume("must")
     assert report is not None
     return loader.had, report.components["data"], report.components["data"].reason
 

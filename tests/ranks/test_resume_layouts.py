@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.models import LAYOUTS, Net
+from tests.runs import resume
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,11 +69,11 @@ def summary(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 def job_save(path: str, layout: str) -> dict[str, torch.Tensor]:
     net, optimizer = build(layout, seed=1)
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         for step in range(3):
             train(net, optimizer, step, step + 1)
-            ckpts.step_done(state)
-        ckpts.save(state)
+            ckpts.step_done()
+        ckpts.save()
     train(net, optimizer, 3, 5)
     return summary(net, optimizer)
 
@@ -81,8 +82,7 @@ def job_resume(path: str, layout: str, meta: bool) -> tuple[dict[str, torch.Tens
     net, optimizer = build(layout, seed=2, meta=meta)
     parameters = list(net.parameters())
     state = anyrank.TrainState(net, optimizer)
-    with anyrank.Checkpoints(path, verify="full") as ckpts:
-        report = ckpts.resume(state, "must")
+    report = resume(path, state, "must", verify="full")
     assert state.step == 3
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
     train(net, optimizer, 3, 5)

@@ -47,8 +47,8 @@ def job(
     loader = anyrank.ElasticLoader(Noisy(), global_batch=8, microbatch=2)
     state = anyrank.TrainState(net, optimizer, scheduler=schedule, data=loader)
     losses: list[float] = []
-    with anyrank.Checkpoints(path, every=2, background=background) as ckpts:
-        report = ckpts.resume(state)
+    with anyrank.Checkpoints(path, state, every=2, background=background) as ckpts:
+        report = ckpts.resume()
         while state.step < until:
             for step in loader:
                 for batch in step.microbatches(net):
@@ -58,10 +58,10 @@ def job(
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-                ckpts.step_done(state)
+                ckpts.step_done()
                 if state.step >= until:
                     break
-        ckpts.save(state)
+        ckpts.save()
     return losses, [tuple(one) for one in loader.receipts], report and report.components
 
 

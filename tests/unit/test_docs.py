@@ -509,7 +509,7 @@ def test_every_public_name_is_told_of() -> None:
         ("resume.md", anyrank.Checkpoints.resume),
         ("data.md", anyrank.ElasticLoader),
         ("data.md", anyrank.ElasticSampler),
-        ("data.md", anyrank.ElasticShards),
+        ("data.md", anyrank.ElasticLoader.from_shards),
         ("testing.md", run_ranks),
         ("testing.md", anyrank.testing.RankPool.run),
     ],
@@ -681,7 +681,8 @@ def private_names(sources: dict[Path, str]) -> set[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined.add(node.id)
             elif isinstance(node, ast.Attribute):
-                used.add(node.attr)
+                is_own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+                (defined if is_own else used).add(node.attr)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 used |= {part for alias in node.names for part in alias.name.split(".")}
                 used |= set((getattr(node, "module", None) or "").split("."))
@@ -697,4 +698,5 @@ def test_every_private_name_of_torch_is_told_of() -> None:
 
 def test_a_private_name_is_found() -> None:
     text = "import torch._a\nx = y._b\ngetattr(y, '_c')\ndef _d(): ...\n_d(); y.e; y.__f__"
-    assert private_names({Path("x.py"): text}) == {"_a", "_b", "_c"}
+    text += "\nself._g = 1; self._g; y._h = self._i"
+    assert private_names({Path("x.py"): text}) == {"_a", "_b", "_c", "_h", "_i"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -251,9 +254,34 @@ def test_a_step_that_is_not_taken_to_its_end_is_an_error() -> None:
         with pytest.raises(anyrank.CheckpointError, match="step 0 is not complete"):
             leave_steps_unfinished(loader, commits)
     _steps, step = first_step(loader)
-    list(step.microbatches(NET))
+    batches = step.microbatches(NET)
+    next(batches)
     with pytest.raises(ValueError, match="taken already"):
         list(step.microbatches(NET))
+
+
+def test_a_second_pass_has_the_same_batches_and_other_random_numbers() -> None:
+    loader = make(collate_fn=masking)
+    for step in loader:
+        passes: list[list[Any]] = []
+        for _ in range(3):
+            passes.append([(batch, draws()) for batch in step.microbatches(NET)])
+        first, *others = passes
+        for other in others:
+            assert same([batch for batch, _ in first], [batch for batch, _ in other])
+        numbers = [row for one in passes for _, row in one]
+        assert len(set(numbers)) == len(numbers)
+        loader.commit()
+    assert loader.receipts == [(0, 22, "exactly once")]
+
+
+def test_each_pass_has_its_own_loss() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    _steps, step = first_step(make(TensorDataset(torch.ones(22, 1))))
+    for factor in (1.0, 3.0):
+        for (x,) in step.microbatches(net):
+            step.backward(factor * x.mean() + 0 * net(x).mean())
+        assert step.loss() == factor
 
 
 @pytest.mark.parametrize("what", ["iterate", "load"])
@@ -539,30 +567,231 @@ def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) 
         assert [turn.is_copy for turn in turns] == sorted(turn.is_copy for turn in turns)
 
 
-def test_workers_leave_the_first_signal_to_the_rank() -> None:
-    loader = anyrank.ElasticLoader(list(range(8)), global_batch=2, microbatch=1, num_workers=1)
-    for number, step in enumerate(loader):
+def signalled(numbers: Iterable[signal.Signals], loader: anyrank.ElasticLoader) -> None:
+    """Run an epoch, and send signals to the workers in its first step."""
+    for step_number, step in enumerate(loader):
         batches = list(step.microbatches(NET))
         assert len(batches) == 2
-        if number == 0:
-            (worker,) = multiprocessing.active_children()
-            for name in ("SIGUSR1", "SIGTERM"):
-                os.kill(worker.pid or 0, getattr(signal, name))
+        if step_number == 0:
+            workers = multiprocessing.active_children()
+            assert workers
+            for worker in workers:
+                for number in numbers:
+                    os.kill(worker.pid or 0, number)
             time.sleep(0.1)
-            assert worker.is_alive()
+            assert all(worker.is_alive() for worker in workers)
         loader.commit()
+
+
+def test_workers_leave_signals_to_the_rank() -> None:
+    loader = anyrank.ElasticLoader(list(range(8)), global_batch=2, microbatch=1, num_workers=1)
+    signalled([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], loader)
     assert loader.receipts == [(0, 8, "exactly once")]
 
 
-def signal_workers_all_along() -> None:
-    loader = anyrank.ElasticLoader(list(range(64)), global_batch=1, microbatch=1, num_workers=1)
+ENDS = """
+import multiprocessing, os, signal, sys, time
+import torch
+import anyrank
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        if i == 17 and case == "dataset":
+            raise ValueError("bad 17")
+        return torch.ones(2)
+
+def train():
     for step in loader:
-        for _ in step.microbatches(NET):
-            for worker in multiprocessing.active_children():
-                os.kill(worker.pid or 0, signal.SIGTERM)
-                time.sleep(0.05)
+        for x in step.microbatches(net):
+            step.backward(net(x).mean())
+            if case == "killed":
+                print(*(one.pid for one in multiprocessing.active_children()), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        loader.commit()
+        if case in ("break", "child"):
+            break
+        if case == "exit":
+            sys.exit(3)
+        if case == "ctrl-c":
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(30)
+
+case = sys.argv[1]
+net = torch.nn.Linear(2, 1)
+loader = anyrank.ElasticLoader(
+    Data(), global_batch=8, microbatch=2, num_workers=2, persistent_workers=case != "dataset"
+)
+if case == "child":
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+train()
+"""
 
 
-def test_a_worker_is_ended_by_the_second() -> None:
-    with pytest.raises(RuntimeError, match="killed by signal: Terminated"):
-        signal_workers_all_along()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("dataset", 1), ("break", 0), ("exit", 3), ("ctrl-c", -2), ("killed", -9), ("child", 0)],
+)
+def test_workers_end_with_their_process(case: str, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS, case],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        # A worker that is left holds the pipe open.
+        _, errors = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, errors.decode()
+    if case == "dataset":
+        assert b"raised by dataset[17], epoch 0, microbatch [" in errors
+
+
+def test_an_error_in_this_process_names_its_sample() -> None:
+    def bad(samples: list[Any]) -> Any:
+        raise ValueError("ragged")
+
+    with pytest.raises(KeyError) as caught:
+        run(make({i: i for i in range(23) if i != 5}, collate_fn=list))
+    assert caught.value.__notes__[0].startswith("raised by dataset[5], epoch 0, microbatch [")
+    with pytest.raises(ValueError, match="ragged") as other:
+        run(make(collate_fn=bad))
+    assert other.value.__notes__[0].startswith("raised by collate_fn, epoch 0, microbatch [")
+
+
+# -- backward of the user's own -------------------------------------------------------------------
+
+
+def own_backward(step: Any, net: nn.Module, **options: Any) -> None:
+    for (x,) in step.microbatches(net, **options):
+        net(x[:, None]).mean().backward()
+
+
+def test_a_backward_of_ones_own_is_refused_unless_asked_for() -> None:
+    net = nn.Linear(1, 1)
+    data = TensorDataset(torch.arange(22.0))
+    _steps, step = first_step(make(data))
+    with pytest.raises(ValueError, match=r"step 0: a backward of your own .* step.scale\(loss\)"):
+        own_backward(step, net)
+    net.zero_grad()
+    _steps, step = first_step(make(data))
+    own_backward(step, net, own_backward=True)
+    assert net.bias.grad == 4  # the sum over 4 microbatches
+
+
+def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
+    data, grads = TensorDataset(torch.arange(22.0)), list[Any]()
+    for own in (False, True):
+        net = nn.Linear(1, 1)
+        nn.init.ones_(net.weight)
+        nn.init.zeros_(net.bias)
+        _steps, step = first_step(make(data))
+        for number, (x,) in enumerate(step.microbatches(net)):
+            assert step.k == number
+            loss = net(x[:, None]).square().mean()
+            step.scale(loss).backward() if own else step.backward(loss)
+        grads.append(net.weight.grad)
+        with pytest.raises(ValueError, match="within"):
+            _ = step.k
+    assert torch.equal(*grads)
+
+
+# -- samples at once, and by weight ---------------------------------------------------------------
+
+
+class AtOnce(Noisy):
+    """A dataset with `__getitems__`, which draws in every sample or in none."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.calls = draws, 0
+
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) if self.draws else (i, torch.tensor([float(i)]))
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        self.calls += 1
+        return [self[i] for i in ids]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
+    data = AtOnce(draws)
+    seen = run(make(data, collate_fn=masking))
+    assert data.calls == (1 if draws else 11)  # not again once it was seen to draw
+    if draws:
+        assert same(seen, run(make(collate_fn=masking)))
+    assert flat(batch[0] for _, batch, _ in seen) == Order(22, 3, True).ids(0, 0, 22).tolist()
+
+
+class TooFew(AtOnce):
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return super().__getitems__(ids)[1:]
+
+
+def test_too_few_samples_at_once_are_an_error() -> None:
+    with pytest.raises(ValueError, match="gave 1 samples for 2 ids"):
+        run(make(TooFew(False), collate_fn=masking))
+
+
+def test_weights_draw_samples_as_often_as_they_say() -> None:
+    n = 4000
+    weights = torch.arange(n) % 4
+    loader = make(Noisy(n), weights=weights, global_batch=400, microbatch=100, collate_fn=masking)
+    seen = run(loader)
+    ids = torch.tensor(flat(batch[0] for _, batch, _ in seen))
+    counts = torch.bincount(ids % 4, minlength=4) / n
+    torch.testing.assert_close(counts, torch.arange(4) / 6, atol=0.03, rtol=0)
+    assert loader.receipts == [(0, n, "exactly as drawn")]
+    # A sample that comes again is augmented in another way.
+    noise = torch.cat([batch[1] for _, batch, _ in seen])
+    assert len(ids.unique()) < n
+    assert len(noise.unique(dim=0)) == n
+    other = run(loader)
+    assert flat(batch[0] for _, batch, _ in other) != ids.tolist()
+
+
+def test_a_weighted_run_goes_on_where_it_was_saved() -> None:
+    weights = [float(i) for i in range(22)]
+    whole = run(make(weights=weights, collate_fn=masking))
+    loader = make(weights=weights, collate_fn=masking)
+    first = run(loader, stop=2)
+    again = make(weights=torch.tensor(weights) * 3, collate_fn=masking)  # the same shares
+    again.load_state_dict(loader.state_dict())
+    assert same(first + run(again), whole)
+    assert again.receipts == [(0, 22, "exactly as drawn")]
+    for others in (None, weights[::-1]):
+        with pytest.raises(anyrank.CheckpointError, match="give the shuffle, weights and shards"):
+            make(weights=others).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0] * 21, r"shape \[21\]: give each of 22"),
+        ([-1.0] + [1.0] * 21, "at least 0"),
+        ([float("nan")] * 22, "finite"),
+        ([0.0] * 22, "not all 0"),
+    ],
+)
+def test_what_weights_cannot_be(weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(weights=weights)
+    with pytest.raises(ValueError, match="shuffle=False"):
+        make(weights=[1.0] * 22, shuffle=False)
+
+
+def test_the_length_is_the_steps_of_an_epoch() -> None:
+    for tail, steps in (("short", 3), ("drop", 2), ("pad", 3)):
+        loader = make(tail=tail)
+        run(loader, stop=1)
+        assert len(loader) == steps
+    assert len(make(Noisy(16))) == 2

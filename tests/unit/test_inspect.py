@@ -113,6 +113,22 @@ def test_a_dcp_tensor_names_its_files(tmp_path: Path) -> None:
     assert tensor.files[0].startswith(str(tmp_path))
 
 
+def test_a_run_lists_its_committed_steps(tmp_path: Path) -> None:
+    state = anyrank.TrainState(torch.nn.Linear(2, 3))
+    with anyrank.Checkpoints(tmp_path / "run", state, every=1) as ckpts:
+        ckpts.step_done()
+        ckpts.step_done()
+        saved = ckpts.saved()
+    (tmp_path / "run" / "step-00000009").mkdir()  # no manifest: never committed
+    inspection = anyrank.inspect(tmp_path / "run")
+    assert inspection.steps == saved
+    assert [one.step for one in inspection.steps] == [2, 1]
+    assert {t.name for t in inspection.tensors} == {"weight", "bias"}
+    assert "step 2 " in str(inspection)
+    assert json.loads(inspection.to_json())["steps"][0]["path"] == saved[0].path
+    assert anyrank.inspect(saved[0].path).steps == []
+
+
 def test_lists_and_tables_are_sources_too(tmp_path: Path) -> None:
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for path in paths:

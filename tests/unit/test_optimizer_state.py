@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.runs import resume, save
 from torch import nn
 from torch.optim import Optimizer
 
@@ -106,8 +106,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(
     for number in range(steps):
         step(model, optimizer, number)
     before = optimizer.state_dict()
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(state)
+    save(tmp_path, state)
     same(optimizer.state_dict(), before)  # saving moves nothing
 
     torch.manual_seed(9)
@@ -115,8 +114,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(
     other = OPTIMIZERS[name](list(fresh.parameters()))
     if steps == 1:
         step(fresh, other, 5)  # state that the resume has to replace, or remove
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(anyrank.TrainState(fresh, other))
+    report = resume(tmp_path, anyrank.TrainState(fresh, other))
     assert report is not None
     assert report.components["optimizer"] == "exact"
     same(other.state_dict(), optimizer.state_dict())
@@ -131,11 +129,10 @@ def test_partly_initialised_state_stays_partly_initialised(tmp_path: Path) -> No
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     assert len(optimizer.state) == 7
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(model, optimizer))
-        fresh = net(frozen=True)
-        other = torch.optim.AdamW(fresh.parameters())
-        ckpts.resume(anyrank.TrainState(fresh, other))
+    save(tmp_path, anyrank.TrainState(model, optimizer))
+    fresh = net(frozen=True)
+    other = torch.optim.AdamW(fresh.parameters())
+    resume(tmp_path, anyrank.TrainState(fresh, other))
     assert len(other.state) == 7
     same(other.state_dict(), optimizer.state_dict())
 
@@ -144,8 +141,7 @@ def save_adam(path: Path, groups: Callable[[list[nn.Parameter]], Any]) -> None:
     model = net()
     optimizer = torch.optim.AdamW(groups(list(model.parameters())), lr=0.1)
     step(model, optimizer, 0)
-    with anyrank.Checkpoints(path) as ckpts:
-        ckpts.save(anyrank.TrainState(model, optimizer))
+    save(path, anyrank.TrainState(model, optimizer))
 
 
 def test_regrouped_parameters_keep_their_state_and_hyperparameters(tmp_path: Path) -> None:
@@ -153,17 +149,9 @@ def test_regrouped_parameters_keep_their_state_and_hyperparameters(tmp_path: Pat
     model = net()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": parameters[5:]}, {"params": parameters[:5]}], lr=9.0)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.resume(anyrank.TrainState(model, optimizer))
+    resume(tmp_path, anyrank.TrainState(model, optimizer))
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
     assert set(optimizer.state) == set(parameters)
-
-
-@contextmanager
-def refusing(path: Path, match: str) -> Iterator[anyrank.Checkpoints]:
-    """Checkpoints whose call in the block is refused in these words."""
-    with anyrank.Checkpoints(path) as ckpts, pytest.raises(anyrank.CheckpointError, match=match):
-        yield ckpts
 
 
 MISFITS = {
@@ -179,8 +167,8 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path, case: str) -> None:
     model = net()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     state = anyrank.TrainState(model, torch.optim.AdamW(groups(list(model.parameters())), lr=0.1))
-    with refusing(tmp_path, match) as ckpts:
-        ckpts.resume(state)
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        resume(tmp_path, state)
     same(dict(model.state_dict()), before)
 
 
@@ -188,22 +176,24 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_adam(tmp_path, lambda p: [{"params": p}])
     model = net()
     state = anyrank.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with refusing(tmp_path, r"is a SGD, the checkpoint's a AdamW") as ckpts:
-        ckpts.resume(state)
+    with pytest.raises(anyrank.CheckpointError, match=r"is a SGD, the checkpoint's a AdamW"):
+        resume(tmp_path, state)
 
 
 def test_a_parameter_of_no_module_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     model = net()
     stray = nn.Parameter(torch.zeros(2))
     state = anyrank.TrainState(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
-    with refusing(tmp_path, r"parameter 8 of group 0.*no module") as ckpts:
-        ckpts.save(state)
+    with pytest.raises(anyrank.CheckpointError, match=r"parameter 8 of group 0.*no module"):
+        save(tmp_path, state)
 
 
 def test_a_value_that_json_cannot_carry_is_refused_at_the_save(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["rule"] = net
-    with refusing(tmp_path, r"optimizer.param_groups.0.rule: a .*function") as ckpts:
-        ckpts.save(anyrank.TrainState(model, optimizer))
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"optimizer.param_groups.0.rule: a .*function"
+    ):
+        save(tmp_path, anyrank.TrainState(model, optimizer))
     assert not list(tmp_path.glob("step-*"))

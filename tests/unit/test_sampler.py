@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
 from anyrank.resume.data.sampler import Share
@@ -127,7 +128,7 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="no batch 0"):
         sampler.share(0)
     count = len(list(sampler))
-    assert sampler.share(count - 1) == Share(2 / 6, True)
+    assert sampler.share(count - 1) == Share(2 / 6, True, step=2, k=2, seed=3)
     for number in (-1, count):
         with pytest.raises(ValueError, match=f"no batch {number}"):
             sampler.share(number)
@@ -139,3 +140,92 @@ def test_what_it_refuses() -> None:
         make(iter([1]))
     with pytest.raises(ValueError, match="is empty"):
         make(0)
+
+
+# -- what was handed out --------------------------------------------------------------------------
+
+
+class Sharded:
+    """Every second batch of a sampler, as a second sharding over two processes gives them."""
+
+    def __init__(self, sampler: anyrank.ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return itertools.islice(self.sampler, 0, None, 2)
+
+
+class Later(Sharded):
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(self.sampler):
+            if number % 2:
+                yield batch
+
+
+@pytest.mark.parametrize("wrapper", [Sharded, Later])
+def test_a_second_sharding_is_refused(wrapper: type[Sharded]) -> None:
+    sampler = make()
+    batches = DataLoader(TensorDataset(torch.arange(22)), batch_sampler=wrapper(sampler))
+    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} stands between"):
+        list(batches)
+
+
+def test_accelerates_sharding_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    sampler = make()
+    data = TensorDataset(torch.arange(22))
+    batches = accelerate.prepare_data_loader(
+        DataLoader(data, batch_sampler=sampler), num_processes=2, process_index=0
+    )
+    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard stands"):
+        list(batches)
+
+
+class FromIds(IterableDataset[Any]):
+    """A dataset that asks the sampler itself, inside of a DataLoader."""
+
+    def __init__(self, sampler: anyrank.ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return iter(torch.tensor(ids) for ids in self.sampler)
+
+
+def test_a_dataset_may_ask_the_sampler() -> None:
+    found = list(DataLoader(FromIds(make()), batch_size=None))
+    assert [ids.tolist() for ids in found] == list(make())
+
+
+def test_a_commit_needs_all_batches_of_its_step() -> None:
+    sampler = make()
+    batches = iter(sampler)
+    next(batches)
+    with pytest.raises(ValueError, match="batch 1 was not taken"):
+        sampler.share(1)
+    with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 1 were"):
+        sampler.commit()
+    list(batches)
+    batches = iter(sampler)
+    list(itertools.islice(batches, 4))
+    sampler.commit()
+    sampler.check_receipt(one_process())
+    with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 0 were"):
+        sampler.commit()
+    assert (sampler.step, sampler.samples) == (1, 8)
+
+
+def test_a_share_seeds_and_scales_as_the_loader_does() -> None:
+    net = nn.Linear(1, 1)
+    loader = anyrank.ElasticLoader(list(range(22)), global_batch=8, microbatch=2, seed=3)
+    expected = [torch.rand(()) for step in loader for _ in step.microbatches(net)]
+    sampler = make()
+    for number, _ in enumerate(DataLoader(list(range(22)), batch_sampler=sampler)):  # type: ignore[arg-type]
+        share = sampler.share(number)
+        before = torch.get_rng_state()
+        with share.seeded(net):
+            assert torch.rand(()) == expected[number]
+        assert torch.equal(before, torch.get_rng_state())
+        assert (share.step, share.k) == divmod(number, 4)
+        assert share.scale(torch.tensor(3.0)) == pytest.approx(3 * share.weight)
+        if share.is_last:
+            sampler.commit()

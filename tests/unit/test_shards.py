@@ -1,4 +1,4 @@
-"""`ElasticShards`: shards that are read in sequence, with the loader's steps and accounts."""
+"""`ElasticLoader.from_shards`: shards that are read in sequence, with the steps of any loader."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def read(shard: str) -> Iterator[Any]:
         yield shard, number, random.random()
 
 
-def make(**options: Any) -> anyrank.ElasticShards:
+def make(**options: Any) -> anyrank.ElasticLoader:
     given: dict[str, Any] = {"global_batch": 6, "microbatch": 2, "seed": 3, "collate_fn": list}
     given |= {"lengths": list(LENGTHS.values()), **options}
-    return anyrank.ElasticShards(given.pop("shards", list(LENGTHS)), read, **given)
+    return anyrank.ElasticLoader.from_shards(given.pop("shards", list(LENGTHS)), read, **given)
 
 
-def run(loader: anyrank.ElasticShards, stop: int = 10**9) -> list[tuple[int, Any, float]]:
+def run(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[tuple[int, Any, float]]:
     """(step, batch, number drawn) of each microbatch of a pass, the first `stop` steps of it."""
     seen: list[tuple[int, Any, float]] = []
     for step in loader:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
+from tests.runs import resume, save
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -55,9 +56,9 @@ def save_one(path: Path, **parts: Any) -> anyrank.TrainState:
     model, optimizer = build()
     step(model, optimizer)
     state = anyrank.TrainState(model, optimizer, **parts)
-    with anyrank.Checkpoints(path) as ckpts:
-        ckpts.step_done(state)
-        ckpts.save(state)
+    with anyrank.Checkpoints(path, state) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
     return state
 
 
@@ -81,17 +82,17 @@ def test_a_schedule_goes_on(tmp_path: Path, name: str) -> None:
         model, optimizer = build()
         schedule = SCHEDULERS[name](optimizer)
         state = anyrank.TrainState(model, optimizer, scheduler=schedule)
-        with anyrank.Checkpoints(tmp_path) as ckpts:
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
             if is_resumed:
-                ckpts.resume(state, "must")
+                ckpts.resume(3)  # the newest is the last step, saved on leaving
             rates: list[float] = []
             for number in range(3 if is_resumed else 0, 8):
                 step(model, optimizer)
                 schedule.step(1.0) if name == "plateau" else schedule.step()
                 rates.append(optimizer.param_groups[0]["lr"])
-                ckpts.step_done(state)
+                ckpts.step_done()
                 if number == 2 and not is_resumed:
-                    ckpts.save(state)
+                    ckpts.save()
         runs.append(rates)
     assert runs[0][3:] == runs[1]
 
@@ -109,9 +110,9 @@ def test_every_kind_of_part_is_saved_and_resumed(tmp_path: Path) -> None:
     step(model, optimizer)
     ema.update_parameters(model)
     torch.rand(3, generator=noise)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.step_done(state)
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
     expected = copy.deepcopy(ema.state_dict()), torch.rand(3), torch.rand(3, generator=noise)
 
     torch.manual_seed(77)
@@ -123,8 +124,7 @@ def test_every_kind_of_part_is_saved_and_resumed(tmp_path: Path) -> None:
     tracker, scaler = Tracker(), torch.amp.GradScaler("cpu")
     parts = {"scaler": scaler, "ema": ema, "second": other, "tracker": tracker}
     fresh = anyrank.TrainState(model, optimizer, generators={"noise": noise}, **parts)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(fresh, "must")
+    report = resume(tmp_path, fresh, "must")
     assert report is not None
     assert set(report.components.values()) == {"exact"}
     found = ema.state_dict(), torch.rand(3), torch.rand(3, generator=noise)
@@ -144,8 +144,7 @@ def test_every_kind_of_part_is_saved_and_resumed(tmp_path: Path) -> None:
 def test_a_scaler_that_was_off_stays_as_it_is(tmp_path: Path) -> None:
     save_one(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(anyrank.TrainState(*build(), scaler=scaler))
+    report = resume(tmp_path, anyrank.TrainState(*build(), scaler=scaler))
     assert report is not None
     assert report.components["scaler"] == "fresh"
     assert report.components["scaler"].reason == "it had no state when it was saved"
@@ -163,32 +162,31 @@ def test_frozen_parts_are_stored_by_source_and_hash(tmp_path: Path) -> None:
             {"vae": anyrank.freeze(frozen, source=source), "head": nn.Linear(4, 4)}
         )
 
-    state = anyrank.TrainState(whole(part, source))
-    with anyrank.Checkpoints(tmp_path / "run") as ckpts:
-        ckpts.save(state)
-        listed = json.loads((Path(ckpts.latest() or "") / "tensors.json").read_text())["tensors"]
-        assert sorted(name for name in listed if name.startswith("model.")) == [
-            "model.head.bias",
-            "model.head.weight",
-        ]
-        with anyrank.meta():
-            hollow = nn.Linear(4, 4)
-        model = whole(hollow, source)
-        ckpts.resume(anyrank.TrainState(model))
-        assert torch.equal(model["vae"].weight, part.weight)
-        other = whole(nn.Linear(4, 4), source)
-        with pytest.raises(anyrank.CheckpointError, match=r"model.vae: is frozen, and was"):
-            ckpts.resume(anyrank.TrainState(other))
-        thawed = nn.ModuleDict({"vae": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
-        with pytest.raises(anyrank.CheckpointError, match="was frozen with source"):
-            ckpts.resume(anyrank.TrainState(thawed))
+    run = tmp_path / "run"
+    save(run, anyrank.TrainState(whole(part, source)))
+    listed = json.loads((run / "step-00000000" / "tensors.json").read_text())["tensors"]
+    assert sorted(name for name in listed if name.startswith("model.")) == [
+        "model.head.bias",
+        "model.head.weight",
+    ]
+    with anyrank.meta():
+        without_values = nn.Linear(4, 4)
+    model = whole(without_values, source)
+    resume(run, anyrank.TrainState(model))
+    assert torch.equal(model["vae"].weight, part.weight)
+    other = whole(nn.Linear(4, 4), source)
+    with pytest.raises(anyrank.CheckpointError, match=r"model.vae: is frozen, and was"):
+        resume(run, anyrank.TrainState(other))
+    thawed = nn.ModuleDict({"vae": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    with pytest.raises(anyrank.CheckpointError, match="was frozen with source"):
+        resume(run, anyrank.TrainState(thawed))
 
 
 def test_tied_weights_are_stored_once_and_other_tools_find_both_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(model))
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
         folder = Path(ckpts.latest() or "")
     assert "model.b.weight" not in json.loads((folder / "tensors.json").read_text())["tensors"]
     untied = {"model": nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).state_dict()}
@@ -228,9 +226,9 @@ def test_a_state_that_does_not_fit_is_left_as_it_was(tmp_path: Path, case: str) 
     before = copy.deepcopy(parts[0].state_dict())
     files = sorted(tmp_path.rglob("*"))
     state = anyrank.TrainState(*parts)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         with pytest.raises(anyrank.CheckpointError, match=match):
-            ckpts.resume(state)
+            ckpts.resume()
         state.check_usable()
     assert all(torch.equal(tensor, before[name]) for name, tensor in parts[0].state_dict().items())
     assert sorted(tmp_path.rglob("*")) == files
@@ -240,8 +238,7 @@ def test_a_part_can_be_left_out(tmp_path: Path) -> None:
     save_one(tmp_path)
     model, _ = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(anyrank.TrainState(model, optimizer), skip=["optimizer"])
+    report = resume(tmp_path, anyrank.TrainState(model, optimizer), skip=["optimizer"])
     assert report is not None
     assert report.components["optimizer"] == "skipped"
     assert report.components["model"] == "exact"
@@ -254,11 +251,8 @@ def test_another_dataset_is_refused_before_anything_changes(tmp_path: Path) -> N
     model, optimizer = build()
     before = copy.deepcopy(model.state_dict())
     other = anyrank.ElasticLoader(list(range(11)), global_batch=2, microbatch=1)
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match="a dataset of length 10, here it is 11"),
-    ):
-        ckpts.resume(anyrank.TrainState(model, optimizer, data=other))
+    with pytest.raises(anyrank.CheckpointError, match="a dataset of length 10, here it is 11"):
+        resume(tmp_path, anyrank.TrainState(model, optimizer, data=other))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -268,17 +262,18 @@ def test_the_proof_of_finished_epochs_is_kept(tmp_path: Path) -> None:
         return loader, anyrank.TrainState(*build(), data=loader)
 
     loader, state = make()
-    with anyrank.Checkpoints(tmp_path) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         for epoch in range(3):
             for number, one in enumerate(loader):
                 for _ in one.microbatches(nn.Linear(1, 1)):
                     pass
-                ckpts.step_done(state)
+                ckpts.step_done()
                 if epoch == 2 and number == 1:
-                    ckpts.save(state)
+                    ckpts.save()
                     break
-        loader, state = make()
-        report = ckpts.resume(state)
+    loader, state = make()
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        report = ckpts.resume()
         assert report is not None
         assert (report.epoch, report.samples) == (2, 28)
         told = [f"epoch {epoch}: 10 samples exactly once" for epoch in range(2)]
@@ -286,17 +281,17 @@ def test_the_proof_of_finished_epochs_is_kept(tmp_path: Path) -> None:
         for one in loader:
             for _ in one.microbatches(nn.Linear(1, 1)):
                 pass
-            ckpts.step_done(state)
+            ckpts.step_done()
     assert [tuple(one) for one in loader.receipts] == [(n, 10, "exactly once") for n in range(3)]
 
 
 def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
     model, _ = build()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        assert ckpts.resume(anyrank.TrainState(model)) is None
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        assert ckpts.resume() is None
         with pytest.raises(anyrank.CheckpointError, match="holds no checkpoint"):
-            ckpts.resume(anyrank.TrainState(model), "must")
+            ckpts.resume("must")
 
 
 def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:
@@ -307,11 +302,8 @@ def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     table["self"] = xxhash.xxh3_128(text.encode()).hexdigest()
     manifest.write_text(json.dumps(table))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match="format version 9, this anyrank reads 1"),
-    ):
-        ckpts.resume(anyrank.TrainState(*build()))
+    with pytest.raises(anyrank.CheckpointError, match="format version 9, this anyrank reads 1"):
+        resume(tmp_path, anyrank.TrainState(*build()))
     assert manifest.exists()
 
 
@@ -319,54 +311,58 @@ def test_verify_says_what_is_compared(tmp_path: Path) -> None:
     save_one(tmp_path)
     with open(tmp_path / "step-00000001" / "__0_0.distcp", "ab") as file:
         file.write(b"more")
-    with anyrank.Checkpoints(tmp_path, verify="off") as ckpts:
-        assert ckpts.resume(anyrank.TrainState(*build())) is not None
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CorruptCheckpoint, match=r"bytes, anyrank\.json says"),
-    ):
-        ckpts.resume(anyrank.TrainState(*build()))
+    assert resume(tmp_path, anyrank.TrainState(*build()), verify="off") is not None
+    with pytest.raises(anyrank.CorruptCheckpoint, match=r"bytes, anyrank\.json says"):
+        resume(tmp_path, anyrank.TrainState(*build()))
 
 
 def test_a_save_within_a_step_is_refused(tmp_path: Path) -> None:
     loader = anyrank.ElasticLoader(torch.arange(8.0), global_batch=4, microbatch=2)
     model, optimizer = build()
     state = anyrank.TrainState(model, optimizer, data=loader)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         for number, one in enumerate(loader):
             for _ in one.microbatches(model):
                 with pytest.raises(anyrank.CheckpointError, match="within a step"):
-                    ckpts.save(state)
-            ckpts.step_done(state)
-            ckpts.save(state)
+                    ckpts.save()
+            ckpts.step_done()
+            ckpts.save()
             assert state.samples == 4 * (number + 1)
-    assert [one["samples"] for one in ckpts.list()] == [8, 4]
+    assert [one.samples for one in ckpts.saved()] == [8, 4]
 
 
 def test_nan_is_the_users_business(tmp_path: Path) -> None:
     model, optimizer = build()
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(model, optimizer, tracker=Tracker(float("nan"))))
-        ckpts.resume(anyrank.TrainState(*build(), tracker=Tracker()), "must")
+    save(tmp_path, anyrank.TrainState(model, optimizer, tracker=Tracker(float("nan"))))
+    resume(tmp_path, anyrank.TrainState(*build(), tracker=Tracker()), "must")
+
+
+STATE = anyrank.TrainState()
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: anyrank.Checkpoints("x", keep=1), "at least 2"),
-        (lambda: anyrank.Checkpoints("x", every="soon"), "number of steps"),
-        (lambda: anyrank.Checkpoints("x", every=0), "number of steps"),
-        (lambda: anyrank.Checkpoints("x", verify="most"), "size, full, off"),  # type: ignore[arg-type]
-        (lambda: anyrank.Checkpoints("x", keep_every=0), "positive number"),
+        (lambda: anyrank.Checkpoints("x", STATE, keep=1), "at least 2"),
+        (lambda: anyrank.Checkpoints("x", STATE, every="soon"), "number of steps"),
+        (lambda: anyrank.Checkpoints("x", STATE, every=0), "number of steps"),
+        (lambda: anyrank.Checkpoints("x", STATE, verify="most"), "size, full, off"),  # type: ignore[arg-type]
+        (lambda: anyrank.Checkpoints("x", STATE, keep_every=0), "positive number"),
         (lambda: anyrank.TrainState(nn.Linear(1, 1), streams=Tracker()), "cannot be the name"),
-        (lambda: anyrank.Checkpoints("x").resume(anyrank.TrainState(), "last"), "'must' or a step"),
+        (lambda: anyrank.Checkpoints("x", STATE).resume("last"), "'must' or a step"),
     ],
 )
 def test_wrong_arguments_are_told(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@pytest.mark.parametrize("state", [None, {}, nn.Linear(1, 1)], ids=["None", "dict", "module"])
+def test_checkpoints_without_a_state_are_an_error(state: Any) -> None:
+    with pytest.raises(TypeError, match=r"state is a \w+: give Checkpoints\(path, anyrank.Train"):
+        anyrank.Checkpoints("x", state)
 
 
 def test_a_part_without_state_is_told() -> None:
@@ -390,14 +386,19 @@ def test_saves_come_when_due_and_old_ones_go(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
     seen: list[int] = []
     with anyrank.Checkpoints(
-        tmp_path, every=2, keep_every=4, keep=2, on_commit=lambda record: seen.append(record.step)
+        tmp_path,
+        state,
+        every=2,
+        keep_every=4,
+        keep=2,
+        on_commit=lambda record: seen.append(record.step),
     ) as ckpts:
         for _ in range(12):
-            ckpts.step_done(state)
-        assert [one["step"] for one in ckpts.list()] == [12, 10, 8, 4]
+            ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [12, 10, 8, 4]
         assert ckpts.latest() == str(tmp_path / "step-00000012")
         assert seen == [2, 4, 6, 8, 10, 12]
-        ckpts.save(state)  # it is there already
+        ckpts.save()  # it is there already
         assert len(ckpts.stats()) == 6
     assert (tmp_path / "latest").read_text() == "step-00000012\n"
     assert not (tmp_path / ".lock").exists()
@@ -405,9 +406,9 @@ def test_saves_come_when_due_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_retention_never_goes_under_two_good_ones(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path, every=1, keep=2) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state, every=1, keep=2) as ckpts:
         for number in range(4):
-            ckpts.step_done(state)
+            ckpts.step_done()
             if number == 2:
                 (tmp_path / "step-00000003" / "tensors.json").unlink()
         assert sorted(path.name for path in tmp_path.glob("step-*")) == [
@@ -419,37 +420,37 @@ def test_retention_never_goes_under_two_good_ones(tmp_path: Path) -> None:
 
 def test_a_run_can_branch_off_an_older_step(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path, every=1, keep=9) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state, every=1, keep=9) as ckpts:
         for _ in range(5):
-            ckpts.step_done(state)
-    with anyrank.Checkpoints(tmp_path, every=2, keep=9) as ckpts:
-        ckpts.resume(state, 2)
-        assert len(ckpts.list()) == 5  # to look is not to leave
-        ckpts.step_done(state)
-        ckpts.step_done(state)
-        assert [one["step"] for one in ckpts.list()] == [4, 2, 1]
+            ckpts.step_done()
+    with anyrank.Checkpoints(tmp_path, state, every=2, keep=9) as ckpts:
+        ckpts.resume(2)
+        assert len(ckpts.saved()) == 5  # to look is not to leave
+        ckpts.step_done()
+        ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [4, 2, 1]
     aside = sorted(path.name for path in tmp_path.glob(".superseded-*"))
     assert aside == [f".superseded-step-0000000{number}" for number in (3, 4, 5)]
 
 
 def test_time_is_a_cadence(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path, every="1h") as ckpts:
-        ckpts.step_done(state)
-        assert ckpts.list() == []
-        ckpts.last_save -= 3601
-        ckpts.step_done(state)
-        assert [one["step"] for one in ckpts.list()] == [2]
+    with anyrank.Checkpoints(tmp_path, state, every="1h") as ckpts:
+        ckpts.step_done()
+        assert ckpts.saved() == []
+        ckpts._last_save -= 3601
+        ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [2]
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.save()
         code = (
             "import sys, torch, anyrank\n"
             "state = anyrank.TrainState(torch.nn.Linear(2, 2))\n"
-            "anyrank.Checkpoints(sys.argv[1]).save(state)\n"
+            "anyrank.Checkpoints(sys.argv[1], state).save()\n"
         )
         run = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
@@ -460,46 +461,47 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
     save_one(tmp_path)
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         with pytest.raises(anyrank.CheckpointError, match="holds step 1 of another run"):
-            ckpts.save(state)
+            ckpts.save()
         assert not (tmp_path / ".lock").exists()
-        ckpts.resume(state)
-        ckpts.step_done(state)
-        ckpts.save(state)
-        assert [one["step"] for one in ckpts.list()] == [2, 1]
+        ckpts.resume()
+        ckpts.step_done()
+        ckpts.save()
+        assert [one.step for one in ckpts.saved()] == [2, 1]
 
 
 def test_the_lock_of_a_dead_process_is_stale(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch, anyrank\n"
-        "anyrank.Checkpoints(sys.argv[1]).save(anyrank.TrainState(torch.nn.Linear(2, 2)))\n"
+        "state = anyrank.TrainState(torch.nn.Linear(2, 2))\n"
+        "anyrank.Checkpoints(sys.argv[1], state).save()\n"
         "os._exit(1)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert (tmp_path / ".lock").exists()
     state = anyrank.TrainState(nn.Linear(2, 2))
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.resume(state)
-        ckpts.step_done(state)
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.resume()
+        ckpts.step_done()
+        ckpts.save()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     state = anyrank.TrainState(*build())
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.step_done(state)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.step_done()
         signal.raise_signal(number)
         if number == signal.SIGTERM:
             with pytest.raises(SystemExit) as ended:
-                ckpts.step_done(state)
+                ckpts.step_done()
             assert ended.value.code == 128 + signal.SIGTERM
         else:
-            ckpts.step_done(state)
-            ckpts.step_done(state)
-        assert [one["step"] for one in ckpts.list()] == [2]
+            ckpts.step_done()
+            ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [2]
     assert signal.getsignal(number) is before
 
 
@@ -507,10 +509,10 @@ def test_what_differs_is_logged_as_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_one(tmp_path)
-    with anyrank.Checkpoints(tmp_path) as ckpts, caplog.at_level(logging.WARNING, "anyrank"):
-        ckpts.resume(anyrank.TrainState(*build()))
+    with caplog.at_level(logging.WARNING, "anyrank"):
+        resume(tmp_path, anyrank.TrainState(*build()))
         assert caplog.messages == []
-        ckpts.resume(anyrank.TrainState(build()[0]), skip=["optimizer"])
+        resume(tmp_path, anyrank.TrainState(build()[0]), skip=["optimizer"])
     assert caplog.messages == ["optimizer is skipped: asked for with skip="]
 
 
@@ -570,18 +572,17 @@ class Extra(nn.Module):
 def test_extra_state_of_modules_is_kept(tmp_path: Path, value: Any) -> None:
     model = nn.ModuleDict({"a": Extra(), "b": nn.Linear(2, 2)})
     model["a"].count = value
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(model))
-        fresh = nn.ModuleDict({"a": Extra(), "b": nn.Linear(2, 2)})
-        ckpts.resume(anyrank.TrainState(fresh))
-        found = fresh["a"].count
-        if isinstance(value, dict):
-            assert torch.equal(found["amax"], value["amax"])
-        else:
-            assert getattr(found, "getvalue", lambda: found)() in (7, b"bytes")
-        plain = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
-        with pytest.raises(anyrank.CheckpointError, match="extra state of modules that are not"):
-            ckpts.resume(anyrank.TrainState(plain))
+    save(tmp_path, anyrank.TrainState(model))
+    fresh = nn.ModuleDict({"a": Extra(), "b": nn.Linear(2, 2)})
+    resume(tmp_path, anyrank.TrainState(fresh))
+    found = fresh["a"].count
+    if isinstance(value, dict):
+        assert torch.equal(found["amax"], value["amax"])
+    else:
+        assert getattr(found, "getvalue", lambda: found)() in (7, b"bytes")
+    plain = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
+    with pytest.raises(anyrank.CheckpointError, match="extra state of modules that are not"):
+        resume(tmp_path, anyrank.TrainState(plain))
 
 
 def with_frozen(source: str | None, count: Any) -> nn.Module:
@@ -602,22 +603,21 @@ def counts(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("value", [7, torch.arange(3.0)], ids=["number", "tensor"])
 def test_extra_state_of_frozen_parts_is_kept_with_their_weights(tmp_path: Path, value: Any) -> None:
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(with_frozen(None, value)))
-        state = anyrank.TrainState(with_frozen(None, value * 0))
-        ckpts.resume(state)
+    save(tmp_path, anyrank.TrainState(with_frozen(None, value)))
+    state = anyrank.TrainState(with_frozen(None, value * 0))
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.resume()
         found = torch.stack([torch.as_tensor(one) for one in counts(state.parts["model"])])
         assert bool((found == value).all())
         state.step += 1
-        ckpts.save(state)  # the parts are what they were when they were resumed
+        ckpts.save()  # the parts are what they were when they were resumed
 
 
 def test_extra_state_of_frozen_parts_with_a_source_stays_there(tmp_path: Path) -> None:
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(with_frozen("elsewhere.safetensors", 7)))
-        fresh = with_frozen("elsewhere.safetensors", 1)
-        ckpts.resume(anyrank.TrainState(fresh))
-        assert counts(fresh) == [1, 1, 7]
+    save(tmp_path, anyrank.TrainState(with_frozen("elsewhere.safetensors", 7)))
+    fresh = with_frozen("elsewhere.safetensors", 1)
+    resume(tmp_path, anyrank.TrainState(fresh))
+    assert counts(fresh) == [1, 1, 7]
 
 
 @pytest.mark.parametrize(
@@ -626,11 +626,8 @@ def test_extra_state_of_frozen_parts_with_a_source_stays_there(tmp_path: Path) -
 )
 def test_two_tensors_of_one_name_are_refused_at_the_save(tmp_path: Path, value: Any) -> None:
     state = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker(value))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.CheckpointError, match=r"two tensors have the name tracker\.value"),
-    ):
-        ckpts.save(state)
+    with pytest.raises(anyrank.CheckpointError, match=r"two tensors have the name tracker\.value"):
+        save(tmp_path, state)
 
 
 def test_modules_with_alike_names_do_not_meet(tmp_path: Path) -> None:
@@ -645,9 +642,8 @@ def test_modules_with_alike_names_do_not_meet(tmp_path: Path) -> None:
         parameter.grad = torch.full_like(parameter, number + 1.0)
     optimizer.step()
     fresh, other = make()
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(state)
-        ckpts.resume(fresh)
+    save(tmp_path, state)
+    resume(tmp_path, fresh)
     for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
 
@@ -655,9 +651,8 @@ def test_modules_with_alike_names_do_not_meet(tmp_path: Path) -> None:
 def test_tensors_without_elements_come_back(tmp_path: Path) -> None:
     state = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker(torch.empty(0, 3)))
     fresh = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker())
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(state)
-        ckpts.resume(fresh)
+    save(tmp_path, state)
+    resume(tmp_path, fresh)
     assert fresh.parts["tracker"].value.shape == (0, 3)
 
 
@@ -665,21 +660,17 @@ def test_weights_that_were_apart_are_not_tied(tmp_path: Path) -> None:
     apart = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     tied["b"].weight = tied["a"].weight
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(apart))
-        with pytest.raises(anyrank.CheckpointError, match="was several in the checkpoint"):
-            ckpts.resume(anyrank.TrainState(tied))
+    save(tmp_path, anyrank.TrainState(apart))
+    with pytest.raises(anyrank.CheckpointError, match="was several in the checkpoint"):
+        resume(tmp_path, anyrank.TrainState(tied))
 
 
 def test_wrapped_tensors_are_refused_by_name(tmp_path: Path) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     tracker = Tracker(TwoTensor(torch.ones(2), torch.ones(2)))
-    with (
-        anyrank.Checkpoints(tmp_path) as ckpts,
-        pytest.raises(anyrank.AnyrankError, match=r"tracker\.value: is a TwoTensor"),
-    ):
-        ckpts.save(anyrank.TrainState(nn.Linear(1, 1), tracker=tracker))
+    with pytest.raises(anyrank.AnyrankError, match=r"tracker\.value: is a TwoTensor"):
+        save(tmp_path, anyrank.TrainState(nn.Linear(1, 1), tracker=tracker))
 
 
 def test_how_an_optimizer_steps_stays_as_it_is_made(tmp_path: Path) -> None:
@@ -687,9 +678,8 @@ def test_how_an_optimizer_steps_stays_as_it_is_made(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     step(model, optimizer)
     fused = torch.optim.AdamW(model.parameters(), lr=0.9, fused=True)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        ckpts.save(anyrank.TrainState(model, optimizer))
-        ckpts.resume(anyrank.TrainState(model, fused))
+    save(tmp_path, anyrank.TrainState(model, optimizer))
+    resume(tmp_path, anyrank.TrainState(model, fused))
     group = fused.param_groups[0]
     assert (group["lr"], group["fused"], group["foreach"]) == (0.1, True, None)
     step(model, fused)
@@ -702,30 +692,28 @@ def test_an_average_that_moves_under_a_background_copy_is_saved_as_it_was(tmp_pa
     ema.update_parameters(model)
     before = copy.deepcopy(ema.state_dict())
     state = anyrank.TrainState(model, optimizer, ema=ema)
-    with anyrank.Checkpoints(tmp_path, background=True) as ckpts:
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, state, background=True) as ckpts:
+        ckpts.save()
         for parameter in ema.parameters():
             parameter.data.mul_(2)
         ckpts.wait()
-        ckpts.resume(state)
+        ckpts.resume()
     assert all(torch.equal(tensor, before[name]) for name, tensor in ema.state_dict().items())
 
 
 def test_damaged_streams_are_damage(tmp_path: Path) -> None:
     save_one(tmp_path)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        state = anyrank.TrainState(*build())
-        ckpts.resume(state)
-        ckpts.step_done(state)
-        ckpts.save(state)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(*build())) as ckpts:
+        ckpts.resume()
+        ckpts.step_done()
+        ckpts.save()
     newest = tmp_path / "step-00000002"
     places = json.loads((newest / "tensors.json").read_text())["tensors"]["streams@00000"]
     with open(newest / "__0_0.distcp", "r+b") as file:
         file.seek(places["chunks"][0][3] + 100)
         file.write(b"\x00\x01")
     model, optimizer = build()
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(anyrank.TrainState(model, optimizer))
+    report = resume(tmp_path, anyrank.TrainState(model, optimizer))
     assert report is not None
     assert (report.step, report.lost_steps) == (1, 1)
 
@@ -740,8 +728,8 @@ def full():
 
 if sys.argv[2] == "full":
     faults.armed["save.write"] = full
-ckpts = anyrank.Checkpoints(sys.argv[1], background=True)
-ckpts.save(anyrank.TrainState(torch.nn.Linear(300, 300)))
+state = anyrank.TrainState(torch.nn.Linear(300, 300))
+anyrank.Checkpoints(sys.argv[1], state, background=True).save()
 """
 
 
@@ -761,3 +749,39 @@ def test_a_process_that_ends_finishes_its_background_save(tmp_path: Path, disk: 
     else:
         assert "step 0 was not saved" in run.stderr
         assert "No space left on device" in run.stderr
+
+
+# -- Accelerate's wrappers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("split_batches", "step_with_optimizer"), [(True, True), (False, False)])
+def test_what_accelerate_wraps_is_what_is_saved(
+    split_batches: bool, step_with_optimizer: bool
+) -> None:
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    prepared = AcceleratedOptimizer(optimizer)
+    wrapped = AcceleratedScheduler(
+        scheduler, prepared, step_with_optimizer, split_batches=split_batches
+    )
+    state = anyrank.TrainState(net, prepared, scheduler=wrapped)
+    assert state.parts["optimizer"] is optimizer
+    assert state.parts["scheduler"] is scheduler
+
+
+def test_a_scheduler_that_counts_processes_is_refused() -> None:
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    from accelerate.scheduler import AcceleratedScheduler
+
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    derived = type("Derived", (AcceleratedScheduler,), {})
+    for given in (AcceleratedScheduler(scheduler, optimizer), derived(scheduler, optimizer)):
+        with pytest.raises(ValueError, match="steps once for each process"):
+            anyrank.TrainState(net, optimizer, scheduler=given)

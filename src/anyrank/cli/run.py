@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import click
 
 from anyrank.cli import torchrun
+from anyrank.cli.launcher import SIGNALLED
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Attempt:
 
     Attributes:
         ranks: processes.
-        exit_code: of torchrun.
+        exit_code: of the script: that of its first rank that failed.
         seconds: until it ended.
     """
 
@@ -44,15 +46,25 @@ class Attempt:
     help="Ranks to go on with when the script has failed; may be given several times.",
 )
 @click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
+@torchrun.machine_options
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
-    ranks: int | None, then: tuple[int, ...], as_json: bool, script: str, arguments: tuple[str, ...]
+    ranks: int | None,
+    then: tuple[int, ...],
+    as_json: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **machines: str | None,
 ) -> None:
     """Run SCRIPT with its ARGUMENTS on this machine, one process a rank, as torchrun does.
 
+    On several machines, start it on each of them, with torchrun's own flags; --ranks and --then
+    count the processes of one machine.
+
     When it fails it is started again on the next number of ranks given with --then: a script that
-    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts.
+    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
+    exit code is the script's, and 128 and the number of the signal where a signal ended it.
     """
     from anyrank.cli.console import err
 
@@ -65,18 +77,20 @@ def command(
                 f"{last.seconds:.0f} s; going on on {number}",
                 markup=False,
             )
-        attempt, is_stopped = run_once(number, script, arguments)
+        attempt, is_stopped = run_once(number, script, arguments, machines)
         attempts.append(attempt)
         if attempt.exit_code == 0 or is_stopped:
             break
     if as_json:
         click.echo(json.dumps({"script": script, "attempts": [asdict(one) for one in attempts]}))
-    sys.exit(1 if attempts[-1].exit_code else 0)
+    sys.exit(attempts[-1].exit_code)
 
 
-def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attempt, bool]:
+def run_once(
+    ranks: int, script: str, arguments: tuple[str, ...], machines: Mapping[str, str | None]
+) -> tuple[Attempt, bool]:
     """Start the script once; what came of it, and whether SIGTERM or Ctrl-C asked for the end."""
-    full = torchrun.line(ranks, script, *arguments)
+    full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
     process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script
@@ -93,6 +107,7 @@ def run_once(ranks: int, script: str, arguments: tuple[str, ...]) -> tuple[Attem
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    code = code if code >= 0 else SIGNALLED - code  # the launcher itself was killed
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
 
 

@@ -8,19 +8,56 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import click
 
 from anyrank.errors import AnyrankError
 
+# torchrun's own, which it explains at length.
+MACHINE_FLAGS = {
+    "nnodes": "Machines, or MIN:MAX; for the flags of several machines see torchrun.",
+    "node-rank": "This machine's number, from 0.",
+    "master-addr": "Address of machine 0.",
+    "master-port": "A free port of machine 0.",
+    "rdzv-backend": "How machines find each other: static, c10d.",
+    "rdzv-endpoint": "HOST:PORT where they meet.",
+    "rdzv-id": "The job's name there.",
+    "rdzv-conf": "KEY=VALUE,...",
+}
 LIMIT_SEC = 900
 TAIL_LINES = 50  # torchrun ends with some twenty of its own
 
 
 def line(ranks: int, *program: str) -> list[str]:
-    """The command that runs a program, a script or `-m` and a module, on ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """The command that runs a program, a script or `-m` and a module, on ranks of this machine.
+
+    Its exit code is the program's, and it ends when this process does.
+    """
+    launcher = [sys.executable, "-m", "anyrank.cli.launcher", str(os.getpid()), "--standalone"]
     return [*launcher, f"--nproc-per-node={ranks}", *program]
+
+
+def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add torchrun's flags for several machines to a command."""
+    for name, text in reversed(MACHINE_FLAGS.items()):
+        command = click.option(f"--{name}", default=None, help=text)(command)
+    return command
+
+
+def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[str]:
+    """The command of `line` as it runs on one of several machines, where any flag says so.
+
+    Args:
+        command: as `line` makes it.
+        machines: values of MACHINE_FLAGS by parameter name; None for a flag that was not given.
+    """
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in machines.items() if value]
+    if not flags:
+        return list(command)
+    place = command.index("--standalone")
+    return [*command[:place], *flags, *command[place + 1 :]]
 
 
 def run(command: Sequence[str], log: str, environ: Mapping[str, str]) -> None:

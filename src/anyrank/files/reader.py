@@ -145,7 +145,7 @@ class Reader:
         Raises:
             LoadError: as `open` and `run`.
         """
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.open({chunk.file for chunk in stored.chunks})
         reads = plan_reads(stored, local_pieces(stored.shape, None, None))
         self.run([Job(read, whole[read.local_slices()]) for read in reads])
@@ -216,7 +216,7 @@ class _Worker:
         if self.buffers is None:
             pinned = self.device is not None
             made = [
-                torch.empty(self.slot, dtype=torch.uint8, pin_memory=pinned)
+                torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
             events = [torch.Event(self.device) if pinned else None for _ in made]
@@ -229,7 +229,7 @@ class _Worker:
         return buffer
 
 
-_NOTHING = (torch.empty(0, dtype=torch.uint8), memoryview(bytearray()), None)
+_NOTHING = (torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(bytearray()), None)
 
 
 def _spread(workers: list[_Worker], batches: Iterator[tuple[int, list[Segment]]]) -> None:

@@ -19,7 +19,7 @@ import torch
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
-from anyrank.files.storage import Storage, inside, join_path
+from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -82,8 +82,11 @@ def describe(manifest: Manifest, path: str) -> SavedStep:
     )
 
 
-def saved_steps(storage: Storage, folder: str) -> list[SavedStep]:
-    """The steps of a run that have a readable manifest, the newest first."""
+def steps_in(folder: str) -> list[SavedStep]:
+    """The steps with a readable manifest, the newest first; none where there is no run."""
+    storage = storage_for(folder)
+    if not storage.is_dir(folder):
+        return []
     found: list[SavedStep] = []
     for _, name in steps_of(storage.names(folder)):
         path = join_path(folder, name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from anyrank.files.formats import Source, list_source
 from anyrank.files.listing import Listing
+from anyrank.files.run_folder import SavedStep, steps_in
 from anyrank.inspection.groups import group, in_units, printable, short_dtype
 from anyrank.tensors.spec import StoredTensor
 
@@ -71,7 +72,8 @@ class Inspection:
         parameters: elements of all tensors: a file does not tell parameters from buffers.
         nbytes: of all tensors.
         metadata: free text that the format carries.
-        skipped: files and keys that `load` passes over, each with the reason.
+        skipped: files and keys that `load` ignores, each with the reason.
+        steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
     """
 
     path: str
@@ -83,6 +85,7 @@ class Inspection:
     nbytes: int
     metadata: dict[str, str]
     skipped: list[str]
+    steps: list[SavedStep] = field(default_factory=list[SavedStep])
 
     def to_json(self) -> str:
         """All fields, as a JSON object."""
@@ -101,7 +104,11 @@ class Inspection:
     def notes(self) -> list[str]:
         """Metadata and what was passed over, shortened: the lines below the tensors."""
         texts = [f"{key}: {value}" for key, value in self.metadata.items()]
-        lines: list[str] = []
+        lines = [
+            f"  step {one.step:<8} epoch {one.epoch}, {one.samples:,} samples, {one.ranks} ranks, "
+            f"{in_units(one.nbytes)}, {printable(one.written)}"
+            for one in self.steps
+        ]
         for title, items in (("metadata", texts), ("skipped", self.skipped)):
             lines += [f"  {title:<8} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
             if len(items) > SHOWN_NOTES:
@@ -119,6 +126,8 @@ class Inspection:
 
 def inspect(source: Source) -> Inspection:
     """Read the headers of a source, and no payload: no process group, no GPU, milliseconds.
+
+    Of a run folder, it lists the committed steps, and the tensors of the newest.
 
     Called by one process; ranks need not agree.
 
@@ -141,6 +150,7 @@ def inspect(source: Source) -> Inspection:
         nbytes=listing.nbytes,
         metadata=listing.metadata,
         skipped=list(listing.skipped),
+        steps=steps_in(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else [],
     )
 
 

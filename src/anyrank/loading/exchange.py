@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from anyrank import faults
 from anyrank.files.reader import Job, Reader, copy_into
@@ -185,38 +183,29 @@ class Exchange:
                     copy_into(local[transfer.read.local_slices()], staged[number])
 
     def _pass_on(self, window: Sequence[Transfer], staged: dict[int, torch.Tensor]) -> None:
-        rank, works = self.ranks.rank, list[Any]()
-        try:
-            for number, transfer in enumerate(window):
-                if transfer.reader == rank:
-                    payload = staged[number].view(-1).view(torch.uint8)
-                    for member in transfer.members:
-                        if member != rank:
-                            works.append(dist.isend(payload, member, group=self.ranks.group))
-                            self.bytes_sent += payload.numel()
-                elif rank in transfer.members:
-                    staged[number] = _staging(transfer)
-                    payload = staged[number].view(-1).view(torch.uint8)
-                    works.append(dist.irecv(payload, transfer.reader, group=self.ranks.group))
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self.ranks.roll_call() from error
+        rank = self.ranks.rank
+        sent, received = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
+        for number, transfer in enumerate(window):
+            if transfer.reader == rank:
+                payload = staged[number].view(-1).view(torch.uint8)
+                sent += [(payload, member) for member in transfer.members if member != rank]
+            elif rank in transfer.members:
+                staged[number] = _staging(transfer)
+                received.append((staged[number].view(-1).view(torch.uint8), transfer.reader))
+        self.ranks.exchange(sent, received, "passing on the weights")
+        self.bytes_sent += sum(payload.numel() for payload, _ in sent)
 
     def _agree(self, problem: Exception | None) -> None:
-        status = torch.tensor([0 if problem is None else 1])
-        try:
-            dist.all_reduce(status, group=self.ranks.group)
-        except RuntimeError as error:
-            raise self.ranks.roll_call() from error
+        failed = self.ranks.any(problem is not None, "passing on the weights")
         if problem is not None:
             raise problem
-        if status.item():
+        if failed:
             raise Interrupted
 
 
 def _staging(transfer: Transfer) -> torch.Tensor:
-    return torch.empty(transfer.read.box.sizes, dtype=transfer.read.stored.dtype)
+    read = transfer.read
+    return torch.empty(read.box.sizes, dtype=read.stored.dtype, device="cpu")
 
 
 def _parts(read: Read, block_bytes: int) -> Iterator[Read]:

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 
 from anyrank.files.formats import Source
 from anyrank.loading.filling import Filling
 from anyrank.loading.fit import Options, Prepared
 from anyrank.loading.measure import Meter
-from anyrank.loading.prepare import prepare
+from anyrank.loading.prepare import agree_on_options, prepare
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
@@ -22,6 +21,7 @@ from anyrank.loading.verify import (
     count_nonfinite,
 )
 from anyrank.tensors.names import Rename
+from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.load")
@@ -37,7 +37,7 @@ def load(
     rename: Rename = None,
     strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
     buffer_bytes: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group = None,
     progress: bool | Callable[[int, int], None] | None = None,
     verify: bool = False,
 ) -> LoadReport:
@@ -64,7 +64,8 @@ def load(
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
             exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
-        process_group: the ranks that take part. Default: all, or this process alone.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
         progress: True, False, or called with (bytes done, bytes in all) on the first rank.
             Default: a bar on the first rank when a terminal is there.
         verify: compare the files with the checksums that came with them before anything is loaded,
@@ -74,13 +75,25 @@ def load(
         The report, equal on all ranks. `missing, unexpected = load(...)` works as well.
 
     Raises:
-        LoadError: the source does not fit, cannot be read, or is corrupt; on all ranks.
+        LoadError: the source does not fit, cannot be read, or is corrupt, or ranks were called with
+            different arguments; on all ranks.
         UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
-        RankError: a rank died, or failed in an unforeseen way; on all ranks.
+        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
+            on all ranks.
     """
     meter = Meter()
-    with open_ranks(process_group) as ranks:
-        options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
+    with open_ranks(process_group, "load()") as ranks:
+        options = agree_on_options(
+            ranks,
+            "load",
+            lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
+            missing=missing,
+            unexpected=unexpected,
+            cast=cast,
+            rename=rename,
+            strategy=strategy,
+            verify=bool(verify),
+        )
         prepared = prepare(model, source, ranks, options)
         memory = source if isinstance(source, Mapping) else None
         filling = Filling(model, prepared, ranks, memory, meter, progress)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from anyrank.errors import LoadError
@@ -16,6 +15,7 @@ from anyrank.loading.initialise import Initialiser
 from anyrank.loading.measure import Meter
 from anyrank.loading.report import LoadReport
 from anyrank.loading.targets import Target, find_targets
+from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 
 
@@ -24,7 +24,7 @@ def materialize(
     *,
     device: torch.device | str | None = None,
     init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group = None,
 ) -> LoadReport:
     """Give every tensor on meta its first values; what is real already stays as it is.
 
@@ -39,17 +39,20 @@ def materialize(
             own device. Sharded tensors go where their mesh and offload policy say.
         init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
             `init_weights`); a callable is called with each module that owns a tensor to fill.
-        process_group: the ranks that take part. Default: all, or this process alone.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
 
     Returns:
         A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all
         ranks.
 
     Raises:
-        LoadError: tensors that no rule writes, named; on all ranks, and nothing is changed.
+        LoadError: tensors that no rule writes, named, or arguments that differ between ranks; on
+            all ranks, and nothing is changed.
     """
     meter = Meter()
-    with open_ranks(process_group) as ranks:
+    with open_ranks(process_group, "materialize()") as ranks:
+        ranks.same_arguments("materialize", {"init": init}, LoadError)
         seed = ranks.gather(torch.initial_seed())[0]
         mine: list[Target] = []
         ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
 from anyrank.loading.fit import Options, Prepared
-from anyrank.loading.prepare import prepare
+from anyrank.loading.prepare import agree_on_options, prepare
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.held import replicas
 from anyrank.tensors.names import Rename
+from anyrank.world.group import Group
 from anyrank.world.ranks import one_process, open_ranks
 
 # What a node is assumed to do when nothing is measured; only the prediction depends on them.
@@ -56,7 +56,7 @@ def plan(
     rename: Rename = None,
     strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
     buffer_bytes: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group = None,
     progress: object = None,
     verify: bool = False,
 ) -> LoadPlan:
@@ -80,12 +80,23 @@ def plan(
     Raises:
         LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
     """
-    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
     if world_size is None and mesh is None:
-        with open_ranks(process_group) as ranks:
+        with open_ranks(process_group, "plan()") as ranks:
+            options = agree_on_options(
+                ranks,
+                "plan",
+                lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
+                missing=missing,
+                unexpected=unexpected,
+                cast=cast,
+                rename=rename,
+                strategy=strategy,
+                verify=bool(verify),
+            )
             prepared = prepare(model, source, ranks, options)
             made = _plan_of(prepared, ranks.ranks, ranks.nodes)
         return _with_check(made, prepared) if verify else made
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
     prepared = prepare(model, source, one_process(), options)
     tensors = [
         Tensor(

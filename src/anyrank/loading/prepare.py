@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,21 @@ class Sight:
     there: bool
     in_memory: bool
     seed: int
+
+
+def agree_on_options(
+    ranks: Ranks, call: str, make: Callable[[], Options], **arguments: object
+) -> Options:
+    """This rank's options, checked; the arguments by which they are made are equal on all ranks.
+
+    `buffer_bytes` may differ: the smallest counts.
+
+    Raises:
+        LoadError: an unknown option, or arguments that differ; on all ranks.
+    """
+    made: list[Options] = []
+    ranks.same_arguments(call, arguments, LoadError, lambda: made.append(make()))
+    return made[0]
 
 
 def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:
@@ -198,8 +213,8 @@ def _explain_difference(prepared: Prepared, ranks: Ranks) -> None:
                 f"rank {rank} has {len(table)}"
             )
     raise LoadError(
-        "the ranks were called with different options (missing=, rename=, ...), or with tables of "
-        "other keys or dtypes"
+        "the ranks' renaming functions give different names, or their tables have other keys or "
+        "dtypes"
     )
 
 

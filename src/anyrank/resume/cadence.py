@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 
 EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
@@ -15,6 +16,12 @@ class Cadence:
 
     steps: int | None = None
     seconds: float | None = None
+
+    def is_due(self, step: int, last_save: float) -> bool:
+        """Whether to save after this step, the last save having been at that monotonic time."""
+        if self.steps is not None:
+            return step % self.steps == 0
+        return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
 def cadence(every: int | str | None) -> Cadence:

@@ -7,11 +7,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
-
-import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.run_folder import SavedStep
@@ -22,13 +20,14 @@ from anyrank.resume.data.position import Position
 from anyrank.resume.data.step import Step
 from anyrank.resume.finding import VERIFY, Found, find, narrow
 from anyrank.resume.folder import RunFolder
-from anyrank.resume.loop import StepHooks, left_by_break, loader_of, stop_condition
+from anyrank.resume.loop import Loop, StepHooks, left_by_break, loader_of, stop_condition
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.resuming import Resuming, differed_in_words
+from anyrank.resume.resuming import Resuming, log_report
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import Wishes
 from anyrank.resume.state import TrainState
+from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -52,7 +51,7 @@ class Checkpoints:
             sizes and the small ones' checksums; "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
-        process_group: the ranks that take part. Default: all, or this process alone.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
         TypeError: `state` is no TrainState.
@@ -70,7 +69,7 @@ class Checkpoints:
         verify: Literal["size", "full", "off"] = "full",
         keep_every: int | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group = None,
     ) -> None:
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             given = type(state).__name__
@@ -95,13 +94,23 @@ class Checkpoints:
             background=background,
             on_commit=on_commit,
         )
-        self._needs_writers = background
+        self._arguments = {
+            "path": self.path,
+            "keep": keep,
+            "every": every,
+            "background": background,
+            "verify": verify,
+            "keep_every": keep_every,
+        }
         self._signals = Wishes()
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
         self._counted = 0  # steps that this object has completed
+        self._body: tuple[Step, StepHooks] | None = None  # what the loop is in
+        self._was_broken_off = False  # whether an exception left the body of the last loop
+        self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -120,15 +129,18 @@ class Checkpoints:
             The report, equal on all ranks; None when there is nothing to resume.
 
         Raises:
-            CheckpointError: the step does not fit the state, which is unchanged then; or reading
-                failed in the middle, and the state may not be used before it is resumed again.
+            CheckpointError: the step does not fit the state, which is unchanged then; ranks give
+                other arguments; or reading failed in the middle, and the state may not be used
+                before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
             RankError: a rank died or failed in an unforeseen way.
         """
         self._signals.watch()
+        ranks = self._open()
+        arguments = {"which": which, "skip": sorted(skip)}
+        ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
         which = narrow(which)
         self.wait()
-        ranks = self._open()
         fitted: list[Resuming] = []
 
         def fit(found: Found) -> str | None:
@@ -155,18 +167,17 @@ class Checkpoints:
         report = resuming.report(self._folder, self._verify)
         self._writer.on_disk = (self._state.step, self._state.run)
         if ranks.index == 0:
-            _log_resume(report, found.manifest.differed)
+            log_report(report, found.manifest.differed)
         return report
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def steps(
-        self, *, until: int | None = None, epochs: int | None = None
-    ) -> Generator[Step, None, None]:
+    def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterable[Step]:
         """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
 
         A step counts when the loop's body ends. A body that is left by `break` or `return` counts
-        if the optimizer has stepped in it; an exception counts nothing and saves nothing. Goes
+        if the optimizer has stepped in it; an exception counts nothing and saves nothing, and one
+        that comes after the optimizer's step leaves a state that has to be resumed. Goes
         from epoch to epoch; a run that has reached its end already gets no step. All ranks.
 
         Args:
@@ -179,29 +190,54 @@ class Checkpoints:
         Raises:
             ValueError: both limits, none, or a negative one.
             TypeError: the state's data is no ElasticLoader; a limit that is no int.
-            CheckpointError: a save failed; the last committed step is still there.
+            CheckpointError: ranks give other limits; or a save failed, and the last committed step
+                is still there.
         """
-        return self._loop(loader_of(self._state), stop_condition(self._state, until, epochs))
+        loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
+        limits = {"until": until, "epochs": epochs}
+        return Loop(lambda: self._loop(loader, is_finished, limits))
 
     def _loop(
-        self, loader: ElasticLoader, is_finished: Callable[[], bool]
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
+        check = self._state.check_usable
+        self._open().same_arguments("steps", limits, CheckpointError, check)
+        self._is_training, self._was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
                     hooks.stepped = False
+                    self._body = step, hooks
                     try:
                         yield step
                     except GeneratorExit:
-                        if left_by_break():
-                            self._count() if hooks.stepped else loader.abandon_step()
+                        self._leave_body(left_by_break())
                         raise
+                    self._body = None
                     self.step_done()
                     if is_finished():
                         break
         if self._counted:
             self.save()
+
+    def _leave_body(self, on_purpose: bool) -> None:
+        """Account for a body that did not run to its end. Each rank by itself; raises nothing."""
+        if self._body is None:
+            return
+        (step, hooks), self._body = self._body, None
+        self._was_broken_off = not on_purpose
+        if not hooks.stepped:
+            loader_of(self._state).abandon_step()  # the weights are those of the step before
+        elif on_purpose and step.is_complete:
+            self._count()
+        else:
+            why = (
+                "the optimizer stepped before all of its microbatches were run"
+                if on_purpose
+                else "an exception left it after the optimizer's step"
+            )
+            self._state.poison = f"step {step.number} does not count, and moved the weights: {why}"
 
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
@@ -210,18 +246,22 @@ class Checkpoints:
         last save, then SystemExit) and SIGUSR1 (a save) that any rank got.
 
         Raises:
-            CheckpointError: a save failed; the last committed step is still there.
+            CheckpointError: the step is not complete, and counts on no rank; or a save failed, and
+                the last committed step is still there.
         """
         self._signals.watch()
         ranks = self._open()
+        self._is_training = True
 
         def here() -> tuple[bool, int | None, bool]:
             self._state.check_usable()
-            self._count()
-            due = self._is_first and self._is_due(self._state.step)
+            if isinstance(self._state.data, Position):
+                self._state.data.check_complete()
+            due = self._is_first and self._cadence.is_due(self._state.step + 1, self._last_save)
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)
+        self._count()
         mine, wishes = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
         try:
             if any(flag[0] for flag in flags):
@@ -247,13 +287,6 @@ class Checkpoints:
             state.samples = state.data.samples
         state.step += 1
         self._counted += 1
-
-    def _is_due(self, step: int) -> bool:
-        if self._cadence.steps is not None:
-            return step % self._cadence.steps == 0
-        if self._cadence.seconds is not None:
-            return time.monotonic() - self._last_save >= self._cadence.seconds
-        return False
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -299,10 +332,13 @@ class Checkpoints:
     def _open(self) -> Ranks:
         """The ranks; on the first call, opened together."""
         if self._ranks is None:
-            self._ranks = self._groups.enter_context(open_ranks(self._process_group))
-            if self._needs_writers:
+            ranks = self._groups.enter_context(open_ranks(self._process_group, "Checkpoints()"))
+            ranks.same_arguments("Checkpoints", self._arguments, CheckpointError)
+            if self._arguments["background"]:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
+            self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
+            self._ranks = ranks
         return self._ranks
 
     @property
@@ -342,35 +378,27 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
-            if self._counted:
-                self._save_last()
+            self._leave_body(on_purpose=False)  # still open: somebody holds the loop's iterator
+            if self._is_training and self._ranks is not None:
+                self._save_last(self._ranks)
             self.wait()
         finally:
             self._release()
 
-    def _save_last(self) -> None:
-        """Save the last completed step, where nothing has moved the state since."""
-        if self._writer.is_within_step:
+    def _save_last(self, ranks: Ranks) -> None:
+        """Save the last completed step, where no rank has moved the state since."""
+
+        def here() -> tuple[bool, bool]:
+            if not self._was_broken_off:
+                self._state.check_usable()
+            return self._counted > 0, self._was_broken_off or self._writer.is_within_step
+
+        flags = ranks.together("leaving the loop", here)
+        if any(was_broken_off for _, was_broken_off in flags):
             log.warning(
                 "step %d was begun and not completed, so nothing is saved on leaving: the newest "
-                "checkpoint is the one before",
+                "checkpoint stays the one before",
                 self._state.step,
             )
-            return
-        self.save()
-
-
-def _log_resume(report: ResumeReport, differed: Sequence[str]) -> None:
-    log.info("%s", report)
-    if report.set_aside:
-        log.warning(
-            "%d steps and %d samples are lost: damaged, set aside as %s",
-            report.lost_steps,
-            report.lost_samples,
-            ", ".join(report.set_aside),
-        )
-    for name, outcome in report.components.items():
-        if outcome not in ("exact", "resharded"):
-            log.warning("%s is %s: %s", name, outcome, outcome.reason)
-    for note in differed_in_words(differed):
-        log.warning("%s", note)
+        elif any(has_counted for has_counted, _ in flags):
+            self.save()

@@ -89,7 +89,7 @@ class RunLock:
             if seen is not None and _parse(seen) is None:
                 time.sleep(TORN_SEC)  # its owner may be about to write it
                 seen = self._read(self.path)
-            holder = None if seen is None else _parse(seen)
+            holder = None if seen is None else self._by_the_clock_here(_parse(seen))
             if holder is not None and not _is_stale(holder):
                 raise CheckpointError(
                     f"{self.folder}: another run writes here: {_told(holder)}: stop it, or use "
@@ -98,6 +98,23 @@ class RunLock:
             if (seen is None or self._clear(seen)) and self._create():
                 return
         raise CheckpointError(f"{self.folder}: other runs start here at the same time: stop them")
+
+    def _by_the_clock_here(self, holder: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The holder, its time as this machine counts: the clocks of two machines may differ.
+
+        Both files have their times from the storage's one clock.
+        """
+        if holder is None or not self.store.renames or holder.get("host") == socket.gethostname():
+            return holder
+        probe = f"{self.path}.probe-{self.token[:8]}"
+        write_file(self.store, probe, b"")
+        try:
+            silent_sec = os.stat(probe).st_mtime - os.stat(self.path).st_mtime
+        except FileNotFoundError:
+            return holder  # the lock is gone: whoever clears it first has it
+        finally:
+            self.store.remove(probe)
+        return {**holder, "time": time.time() - silent_sec}
 
     def _clear(self, seen: bytes) -> bool:
         """Take a stale lock away; False when it was another's turn."""
@@ -152,7 +169,12 @@ class RunLock:
     def _write(self, path: str) -> None:
         pid = os.getpid()
         table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
-        table |= {"boot": boot_id(), "token": self.token, "time": time.time()}
+        table |= {
+            "boot": boot_id(),
+            "pid_namespace": _pid_namespace(),
+            "token": self.token,
+            "time": time.time(),
+        }
         write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 
@@ -191,11 +213,14 @@ def _parse(seen: bytes) -> dict[str, Any] | None:
 
 
 def _is_stale(holder: dict[str, Any]) -> bool:
-    """Whether the owner is surely dead, on this machine, or long silent, on another."""
+    """Whether the owner is surely dead, or long silent where nothing else can be known of it."""
     if holder.get("host") != socket.gethostname():
         return _silent_sec(holder) > LOCK_SEC.get()
     if holder.get("boot") != boot_id():
         return True
+    # Containers of one machine number their processes each for themselves.
+    if holder.get("pid_namespace") != _pid_namespace():
+        return _silent_sec(holder) > LOCK_SEC.get()
     try:
         pid = int(holder["pid"])
     except (KeyError, ValueError, TypeError):
@@ -207,6 +232,7 @@ def _is_stale(holder: dict[str, Any]) -> bool:
     except PermissionError:
         pass  # it is another user's
     then, now = holder.get("started"), _started(pid)
+    # This process's own number: an earlier lock of its own, or of a process before it.
     return pid == os.getpid() or bool(then and now and then != now)
 
 
@@ -217,6 +243,14 @@ def _silent_sec(holder: dict[str, Any]) -> float:
 def _told(holder: dict[str, Any]) -> str:
     seen = f"last seen {_silent_sec(holder):.0f} s ago"
     return f"process {holder.get('pid')} on {holder.get('host')}, {seen}"
+
+
+def _pid_namespace() -> str:
+    """Within which process ids mean something; "" where the system has no such thing."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from anyrank.resume.background import innermost
 from anyrank.resume.data.elastic import ElasticLoader
+from anyrank.resume.data.step import Step
 from anyrank.resume.state import TrainState
 
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
+YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
+
+
+class Loop:
+    """What a `for` goes over: each `for` begins where the run is.
+
+    Only the `for` holds the iterator, so that leaving the loop closes it, even where the loop
+    itself is kept in a variable.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._begin()
 
 
 class StepHooks:
@@ -83,17 +99,20 @@ def left_by_break() -> bool:
 
     Python tells a generator only that it is closed, not why. CPython drops a loop's iterator in
     the instruction that pops it where the loop is left on purpose; an exception drops it from the
-    instruction that raised. Anything else, on other interpreters too, is taken for an exception.
+    instruction that raised. A generator between the two, as of a progress bar, is closed at its
+    `yield` by the loop that left it. Anything else, on other interpreters too, is taken for an
+    exception.
     """
     frame = inspect.currentframe()
     for _ in range(2):  # the generator, and the loop
         frame = None if frame is None else frame.f_back
-    if frame is None:
-        return False
-    return _opcode_name(frame.f_code.co_code[frame.f_lasti]) in POP_OPCODES
+    while frame is not None and _opcode_of(frame) in YIELD_OPCODES:
+        frame = frame.f_back
+    return frame is not None and _opcode_of(frame) in POP_OPCODES
 
 
-def _opcode_name(opcode: int) -> str:
-    import opcode as table  # the standard library's; only a loop that is left needs it
+def _opcode_of(frame: FrameType) -> str:
+    """The name of the instruction that a frame is in."""
+    import opcode  # only a loop that is left needs it
 
-    return table.opname[opcode]
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]]

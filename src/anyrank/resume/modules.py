@@ -186,7 +186,7 @@ def _fit_extra(
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~tensor"]]
-        held = hold(saved.name, torch.empty(saved.shape, dtype=saved.dtype))
+        held = hold(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
         fitted.fills.append(Fill(held, saved, held.tensor, stored.listing))
         return held.tensor
 

@@ -216,7 +216,7 @@ class _Taker:
                 "shape than its parameter: only as many ranks with the same layout can go on with "
                 "it"
             )
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         placements = self._placements(kind, saved.shape, where, same_layout)
         if placements is None:
             assert self.parameter is not None
@@ -225,7 +225,7 @@ class _Taker:
                 f"{list(self.parameter.shape)} is sharded now: it does not say which part belongs "
                 "to which rank"
             )
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         tensor = self._make(placements, saved.shape, saved.dtype, self._device(where))
         held = hold(key, tensor)
         self.tensors += [] if kind == "~own" else [held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from anyrank.resume.saving import STREAMS, seat_of
 from anyrank.resume.state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
 
 SMALL_BUFFER = 1 << 20
 
@@ -89,7 +92,7 @@ class Resuming:
         Raises:
             CheckpointError: the state is half restored, and says so.
         """
-        self.state.poison = "it was interrupted"  # until it is whole, whatever ends it
+        self.state.poison = half_restored("it was interrupted")  # until it is whole
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
@@ -97,7 +100,7 @@ class Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.state.poison = (str(error) or type(error).__name__).splitlines()[0]
+            self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
             text = f"{error}\n  the state is half restored: resume again before it is used"
             raise CheckpointError(text, causes=getattr(error, "causes", None)) from error
         self.state.poison = None
@@ -228,6 +231,11 @@ class Resuming:
         )
 
 
+def half_restored(why: str) -> str:
+    """What is wrong with a state whose resume did not end."""
+    return f"the state is half restored, as a resume failed in the middle ({why})"
+
+
 def differed_in_words(names: Sequence[str]) -> list[str]:
     """What to say of buffers that were not alike on the ranks; nothing where there are none."""
     if not names:
@@ -244,3 +252,20 @@ def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
         if names:
             return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
     return Outcome("exact")
+
+
+def log_report(report: ResumeReport, differed: Sequence[str]) -> None:
+    """Log a resume; what differs from an exact one is a warning."""
+    log.info("%s", report)
+    if report.set_aside:
+        log.warning(
+            "%d steps and %d samples are lost: damaged, set aside as %s",
+            report.lost_steps,
+            report.lost_samples,
+            ", ".join(report.set_aside),
+        )
+    for name, outcome in report.components.items():
+        if outcome not in ("exact", "resharded"):
+            log.warning("%s is %s: %s", name, outcome, outcome.reason)
+    for note in differed_in_words(differed):
+        log.warning("%s", note)

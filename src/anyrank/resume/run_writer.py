@@ -30,6 +30,7 @@ class RunWriter:
         on_disk: step and run that are saved already.
         branch: the step that was resumed although newer ones are there, until a save.
         records: the saves of this process.
+        has_callback: whether any rank has an `on_commit`; only the first rank's is called.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RunWriter:
         self.on_disk: tuple[int, str | None] | None = None
         self.branch: int | None = None
         self.records: list[SaveRecord] = []
+        self.has_callback = on_commit is not None
 
     @property
     def is_saved(self) -> bool:
@@ -109,6 +111,7 @@ class RunWriter:
 
     def _prepare(self, is_first: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
+        self._state.check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "
@@ -155,7 +158,7 @@ class RunWriter:
         log.info("saved step %d: %s", record.step, record.path)
 
     def _call_back_on_all(self, ranks: Ranks) -> None:
-        if self._on_commit is not None:
+        if self.has_callback:
             ranks.together("calling on_commit", lambda: self._call_back(ranks.index == 0))
 
     def _call_back(self, is_first: bool) -> None:

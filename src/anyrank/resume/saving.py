@@ -305,8 +305,13 @@ def write(
 
     def share() -> tuple[list[Place], str, Written]:
         faults.point("save.write")
-        places, written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
-        return places, name, written
+        try:
+            pieces = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise _not_shared(temporary, ranks) from error
+            raise
+        return pieces[0], name, pieces[1]
 
     shares = ranks.together("writing the checkpoint", share)
 
@@ -328,6 +333,16 @@ def write(
         return SaveRecord(header["step"], folder.join(final), nbytes, seconds, 0.0, removed)
 
     return ranks.from_one("committing the checkpoint", first, commit)
+
+
+def _not_shared(folder: str, ranks: Ranks) -> CheckpointError:
+    """The error of a rank that does not see the folder that the first rank has just made."""
+    here, there = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
+    return CheckpointError(
+        f"{folder}: {here} does not see this folder, which rank {ranks.ranks[0]} made on {there}: "
+        "every rank writes its share there, so the run's path must be absolute, and on storage "
+        "that is shared by all machines"
+    )
 
 
 def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:

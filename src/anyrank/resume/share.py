@@ -84,7 +84,7 @@ class Staging:
     """Memory of the size of a rank's share, pinned where the share is on an accelerator; reused."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
         """Copy every item; the copies, in the same order. The next call overwrites them.
@@ -94,9 +94,9 @@ class Staging:
         """
         total = sum(-(-item.nbytes // ALIGN) * ALIGN for item in items)
         if self.memory.numel() < total:
-            self.memory = torch.empty(0, dtype=torch.uint8)  # never two at a time
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # never two at a time
             pinned = any(not item.source.is_cpu for item in items)
-            self.memory = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+            self.memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             if not pinned:
                 use_large_pages([self.memory], ranks.ranks_on_node)
         copies: list[Item] = []

@@ -5,45 +5,50 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections import deque
 from typing import Any
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+GRACE_SEC = 10.0  # launcher and scheduler each send a SIGTERM, moments apart: they mean one end
 
 
 class Wishes:
-    """What schedulers ask for by signal. A second SIGTERM is not held back."""
+    """What schedulers ask for by signal. A SIGTERM later than GRACE_SEC after the first ends the
+    process at once: the last save may be what hangs.
+    """
 
     def __init__(self) -> None:
         self.noted = deque[int]()  # one bytecode adds or takes: a signal may come between any two
-        self.asked_to_end = False
+        self.first_term: float | None = None  # when, on the monotonic clock
         self.before: dict[int, Any] = {}
 
     def watch(self) -> None:
-        """Note the signals from now on. Only the main thread can, and only it gets them.
+        """Note the signals from now on, until `restore`. Only the main thread can, and gets them.
 
-        A handler from outside Python could not be given back: that signal is left alone.
+        A second call changes nothing, so call it wherever a signal is to be survived. A handler
+        from outside Python could not be given back: that signal is left alone.
         """
         if self.before or threading.current_thread() is not threading.main_thread():
             return
-        self.asked_to_end = False
+        self.first_term = None
         for number in WATCHED:
             if signal.getsignal(number) is not None:
                 self.before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if number == signal.SIGTERM and self.asked_to_end:
-            self.restore()
-            signal.raise_signal(signal.SIGTERM)
-            return
-        self.asked_to_end |= number == signal.SIGTERM
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self.first_term is None:
+                self.first_term = now
+            elif now - self.first_term > GRACE_SEC:
+                self.restore()
+                signal.raise_signal(signal.SIGTERM)
+                return
         self.noted.append(number)
 
     def take(self) -> int | None:
-        """What was asked for since the last call, if anything; SIGTERM before SIGUSR1.
-
-        After it a second SIGTERM ends the process still: the last save may be what hangs.
-        """
+        """What was asked for since the last call, if anything; SIGTERM before SIGUSR1."""
         came: list[int] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -60,13 +65,3 @@ class Wishes:
             handler = self.before.pop(number, None)
             if handler is not None:
                 signal.signal(number, handler)
-
-
-def leave_to_rank(worker: int) -> None:
-    """Let a loader's worker outlive the first SIGTERM and any SIGUSR1. For `worker_init_fn`.
-
-    torchrun and schedulers signal all processes of a rank, and the rank still has a step to
-    complete. A second SIGTERM ends the worker: torch sends one to those that it cannot join.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

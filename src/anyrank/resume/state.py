@@ -18,6 +18,7 @@ from anyrank.resume.optimizer import fit_optimizer, save_optimizer
 from anyrank.resume.parts import Fitted, Saved, Stored
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
+from anyrank.resume.wrappers import unwrapped
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
 
@@ -31,7 +32,8 @@ class TrainState:
     Args:
         model: any module.
         optimizer: any torch optimizer of the model's parameters.
-        scheduler: a learning-rate scheduler; it counts steps of the run.
+        scheduler: a learning-rate scheduler; it counts steps of the run. Accelerate's, which counts
+            processes, is refused.
         scaler: a GradScaler.
         data: an `ElasticLoader` or `ElasticSampler`, or any loader with `state_dict()`.
         seed: of the run; other streams are derived from it when a run goes on on other ranks.
@@ -48,7 +50,7 @@ class TrainState:
 
     Raises:
         TypeError: a part that is neither module nor optimizer nor stateful.
-        ValueError: a part with a reserved name.
+        ValueError: a part with a reserved name; a scheduler that steps once for each process.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class TrainState:
             "data": data,
         }
         given: dict[str, Any] = named | others
-        self.parts: dict[str, Any] = {k: one for k, one in given.items() if one is not None}
+        self.parts: dict[str, Any] = {
+            name: unwrapped(name, one) for name, one in given.items() if one is not None
+        }
         for name, one in self.parts.items():
             if name in RESERVED or not name.isidentifier():
                 raise ValueError(f"{name!r} cannot be the name of a part: choose another")
@@ -96,16 +100,13 @@ class TrainState:
         return int(getattr(self.data, "epoch", 0))
 
     def check_usable(self) -> None:
-        """Refuse to go on with a state that a failed resume left half restored.
+        """Refuse to go on with a state whose values are those of no step.
 
         Raises:
-            CheckpointError: it is.
+            CheckpointError: a resume failed in the middle, or a step moved it and does not count.
         """
         if self.poison is not None:
-            raise CheckpointError(
-                f"the state is half restored, as a resume failed in the middle ({self.poison}): "
-                "resume again, or build the objects anew"
-            )
+            raise CheckpointError(f"{self.poison}: resume again, or build the objects anew")
 
     def _targets(self) -> dict[str, list[Target]]:
         """The tensors of each module, by part."""

@@ -213,6 +213,12 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
         stream.seed(derive(number, stream.name))
 
 
+def fingerprint() -> list[Any]:
+    """What is equal twice if no ambient stream of the CPU has moved between."""
+    states = (stream.get() for stream in ambient())
+    return [state.tolist() if isinstance(state, torch.Tensor) else repr(state) for state in states]
+
+
 def algorithm_on(device: torch.device) -> str:
     """How states of a device are to be read: states of two names do not fit each other."""
     return "mt19937" if device.type == "cpu" else f"{device.type} philox"

@@ -1,8 +1,8 @@
 """The processes of one call: the same code with no process group, with one rank and with many.
 
-All traffic runs on a gloo group of our own, so it neither mixes with the user's collectives nor
-needs an accelerator; a flag in the store lets a rank learn of another's failure while it is busy
-reading.
+All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
+mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
+another's failure while it is busy reading.
 """
 
 from __future__ import annotations
@@ -11,48 +11,35 @@ import contextlib
 import ctypes
 import pickle
 import socket
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
-from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.device import boot_id
+from anyrank.world.failures import (
+    Answer,
+    Interrupted,
+    different,
+    failure_of,
+    joined,
+    same_error,
+    shown,
+)
+from anyrank.world.group import Group, members, named
+from anyrank.world.lines import Lines, connect_ranks
+from anyrank.world.store import StoreLost
+from anyrank.world.watch import Watch
+
+__all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
 T = TypeVar("T")
 
 HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
-ROLL_CALL_SEC = 3.0  # how long survivors wait for one another before they name the dead
-
-
-class Interrupted(Exception):
-    """Another rank has failed; this one stops what it is doing and joins the agreement."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for
-    others.
-    """
-
-    kind: type[AnyrankError] | None
-    text: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank brings to an agreement."""
-
-    value: Any
-    failure: Failure | None
 
 
 class Ranks:
@@ -62,22 +49,30 @@ class Ranks:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
         nodes: for each of `ranks`, which machine it is on; machines count from 0.
+        hosts: for each machine, its name.
+        store_node: the machine that hosts the ranks' store, where that is known.
 
     Raises:
         RankError: a rank died while the ranks met.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, group: Any, store: Any) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, lines: Lines | None = None) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.group = group
-        self.store = store
+        self.lines = lines
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
+        self.nodes: tuple[int, ...] = (0,) * len(ranks)
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        self.store_node: int | None = None
+        if lines is None:
+            return
+        met = lines.met
+        self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
+        self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        names = self.gather((socket.gethostname(), boot_id()))
-        self.nodes = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        self.gather(None, "connecting the ranks")
 
     @property
     def size(self) -> int:
@@ -98,30 +93,110 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
-    def gather(self, value: T) -> list[T]:
+    def named(self, ranks: Sequence[int]) -> str:
+        """Some of the ranks in words; with their machines, where there are several."""
+        return named(ranks) if self.lines is None else self.lines.named(ranks)
+
+    def gather(self, value: T, what: str = "exchanging values") -> list[T]:
         """Every rank's value, in the group's order. All ranks.
 
+        Args:
+            value: anything that pickles.
+            what: what is done here, the same on all ranks.
+
         Raises:
-            RankError: a rank has died or did not come, named where that can be told.
+            RankError: a rank has died or did not come, named where that can be told; or ranks do
+                something else here.
         """
-        if self.group is None:
+        if self.lines is None:
             return [value]
-        data = pickle.dumps(value)
+        data = pickle.dumps((what, value))
         sized = len(data).to_bytes(8, "little") + data
-        try:
+        with self._waiting(what):
             heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
             longest = max(int.from_bytes(head[:8], "little") for head in heads) + 8
             if longest > HEAD_BYTES:
                 tails = self._gather_bytes(sized[HEAD_BYTES:], longest - HEAD_BYTES)
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
-        except RuntimeError as error:
-            raise self.roll_call() from error
-        return [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
+        if any(theirs != what for theirs, _ in answers):
+            raise RankError(
+                different(
+                    "ranks do different things at the same place",
+                    {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)},
+                    self.named,
+                )
+                + ": make the same calls on all ranks, in the same order"
+            )
+        return [value for _, value in answers]
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
-        every = [torch.empty(length, dtype=torch.uint8) for _ in self.ranks]
-        dist.all_gather(every, _as_tensor(data, length), group=self.group)
+        every = [_as_tensor(b"", length) for _ in self.ranks]
+        self.group.allgather(every, _as_tensor(data, length)).wait()
         return [_as_bytes(one) for one in every]
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether the flag is set on any rank. All ranks.
+
+        Raises:
+            RankError: as `gather`.
+        """
+        return self.start_any(flag, what)()
+
+    def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
+        """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
+        if self.lines is None:
+            return lambda: flag
+        total = torch.tensor([int(flag)], device="cpu")
+        with self._waiting(what):
+            work = self.group.allreduce([total])
+
+        def wait() -> bool:
+            with self._waiting(what):
+                work.wait()
+            return bool(total.item())
+
+        return wait
+
+    def exchange(
+        self,
+        sent: Iterable[tuple[torch.Tensor, int]],
+        received: Iterable[tuple[torch.Tensor, int]],
+        what: str,
+    ) -> None:
+        """Send tensors to ranks, and receive others in place.
+
+        Two ranks that exchange with each other list what passes between them in the same order.
+
+        Args:
+            sent: contiguous CPU tensors, and the global rank that each goes to.
+            received: contiguous CPU tensors that are filled, and where each comes from.
+            what: for messages.
+
+        Raises:
+            RankError: as `gather`.
+        """
+        with self._waiting(what):
+            works = [self.group.send([t], self.ranks.index(rank), 0) for t, rank in sent]
+            works += [self.group.recv([t], self.ranks.index(rank), 0) for t, rank in received]
+            for work in works:
+                work.wait()
+
+    @property
+    def group(self) -> Any:
+        """gloo's connections."""
+        assert self.lines is not None
+        return self.lines.group
+
+    @contextmanager
+    def _waiting(self, what: str) -> Generator[None, None, None]:
+        self.watch.begin(what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.roll_call(what) from error
+        finally:
+            self.watch.end()
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
@@ -137,15 +212,15 @@ class Ranks:
         try:
             value = work()
         except Exception as error:
-            if self.group is None:
+            if self.lines is None:
                 raise
             cause = error
             self._raise_flag()
-        failure = None if cause is None else _failure(cause)
-        answers = self.gather(Answer(value, failure))
+        failure = None if cause is None else failure_of(cause)
+        answers = self.gather(Answer(value, failure), what)
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
-            raise _joined(what, failures, self.size) from cause
+            raise joined(what, failures, self.size) from cause
         return [answer.value for answer in answers]
 
     def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
@@ -161,21 +236,62 @@ class Ranks:
             nonlocal data
             if self.rank == rank:
                 made.append(work())
-                data = b"" if self.group is None else pickle.dumps(made[0])
+                data = b"" if self.lines is None else pickle.dumps(made[0])
             return len(data), data if len(data) <= HEAD_BYTES // 2 else b""  # what travels along
 
         length, small = max(self.together(what, here))
-        if self.group is None:
+        if self.lines is None:
             return made[0]
         if small:
             return pickle.loads(small)  # noqa: S301 - from our own rank
         payload = _as_tensor(data, length)
-        try:
-            dist.broadcast(payload, src=rank, group=self.group)
-        except RuntimeError as error:
-            raise self.roll_call() from error
+        with self._waiting(what):
+            options = dist.BroadcastOptions()
+            options.rootRank = self.ranks.index(rank)
+            self.group.broadcast([payload], options).wait()
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
+
+    def same_arguments(
+        self,
+        call: str,
+        arguments: Mapping[str, object],
+        error: type[AnyrankError],
+        check: Callable[[], object] | None = None,
+    ) -> None:
+        """Check a call's arguments, and compare them over the ranks. All ranks.
+
+        Args:
+            call: its name, "load".
+            arguments: by name; compared by their repr, functions by their name.
+            error: the class for arguments that differ.
+            check: raises for arguments that are wrong in themselves.
+
+        Raises:
+            AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
+                `check` raised it on some rank.
+            ValueError, TypeError: `check` raised it on some rank.
+            RankError: other ranks called something else.
+        """
+        problem: Exception | None = None
+        try:
+            if check is not None:
+                check()
+        except (AnyrankError, TypeError, ValueError) as raised:
+            if self.lines is None:
+                raise
+            problem = raised
+        mine = {name: shown(value) for name, value in arguments.items()}
+        bad = None if problem is None else (type(problem), str(problem))
+        every = self.gather((mine, bad), f"{call}()")
+        failed = {r: found for r, (_, found) in zip(self.ranks, every, strict=True) if found}
+        if failed:
+            raise same_error(call, failed, self.size, self.named) from problem
+        for name in mine:
+            values = {r: table[name] for r, (table, _) in zip(self.ranks, every, strict=True)}
+            if len(set(values.values())) > 1:
+                text = different(f"{call}(): {name}= differs between ranks", values, self.named)
+                raise error(f"{text}: give all ranks the same")
 
     def check(self) -> None:
         """Stop early when another rank has failed; cheap enough for inner loops.
@@ -183,139 +299,65 @@ class Ranks:
         Raises:
             Interrupted: to be passed through to `together`.
         """
-        if self.store is None or time.monotonic() - self.last_check < CHECK_SEC:
+        if self.lines is None or time.monotonic() - self.last_check < CHECK_SEC:
             return
         self.last_check = time.monotonic()
-        if self.store.check([self._flag]):
+        if self.lines.store.has([self._flag]):
             raise Interrupted
 
-    def roll_call(self) -> RankError:
+    def roll_call(self, what: str) -> RankError:
         """The error that names the ranks which no longer answer. For survivors of a broken
         group.
         """
-        missing: list[int] | None = None
-        try:
-            self.store.set(self._flag, "1")
-            self.store.set(f"alive/{self.rank}", "1")
-            deadline = time.monotonic() + ROLL_CALL_SEC
-            missing = list(self.ranks)
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not self.store.check([f"alive/{r}"])]
-                time.sleep(0.05)
-        except Exception:  # the store went with the process that hosted it
-            missing = None
-        if missing:
-            named = ", ".join(f"rank {rank}" for rank in missing)
-            text = f"{named} died or does not answer: look at its log for the cause"
-        elif missing is None:
-            text = "the connection to the ranks' store is gone: the process that hosts it died"
-        else:
-            text = "the connection between the ranks broke although all of them are alive"
-        causes = dict.fromkeys(missing or (), "no answer")
-        return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
+        assert self.lines is not None
+        return self.lines.roll_call(self.rank, self._flag, self.watch.number, what)
 
     @property
     def _flag(self) -> str:
         return f"failed/{self.round}"
 
     def _raise_flag(self) -> None:
-        with contextlib.suppress(Exception):  # the gather that follows reports what is wrong
-            self.store.set(self._flag, "1")
+        assert self.lines is not None
+        with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
+            self.lines.store.set(self._flag)
 
 
 def one_process() -> Ranks:
     """This process alone, whatever groups there are."""
-    return Ranks((0,), 0, None, None)
+    return Ranks((0,), 0)
 
 
 @contextmanager
-def open_ranks(process_group: dist.ProcessGroup | None = None) -> Generator[Ranks, None, None]:
+def open_ranks(
+    process_group: Group = None, call: str = "this call"
+) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
+    Args:
+        process_group: see `Group`.
+        call: what the ranks call, the same on each: "load()".
+
     Raises:
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
+        RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        yield one_process()
-        return
-    timeout = timedelta(seconds=TIMEOUT_SEC.get())
-    rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    if rank not in ranks:
-        raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
+    ranks, rank = members(process_group)
     if len(ranks) == 1:
-        yield Ranks(ranks, rank, None, None)
+        yield Ranks(ranks, rank)
         return
+    made = Ranks(ranks, rank, connect_ranks(ranks, rank, call))
     try:
-        group: Any = dist.new_group(
-            ranks if process_group is not None else None,
-            timeout=timeout,
-            backend="gloo",
-            use_local_synchronization=process_group is not None,
-        )
-    except RuntimeError as error:
-        raise RankError(
-            f"rank {rank}: not all of ranks {ranks} came here within {timeout.seconds} s: "
-            f"call from all of them, or pass process_group= ({str(error).splitlines()[0][:200]})"
-        ) from error
-    made: list[Any] = [group]
-    del group
-    try:
-        prefix = f"anyrank/{made[0].group_name}"
-        store = dist.PrefixStore(prefix, _default_store())  # pyright: ignore[reportPrivateImportUsage]
-        made.append(Ranks(ranks, rank, made[0], store))
-        yield made[1]
+        yield made
     finally:
-        with contextlib.suppress(ValueError):  # the caller has destroyed all groups before
-            dist.destroy_process_group(made[0])
-        _let_go(made)
-
-
-def _let_go(made: list[Any]) -> None:
-    """Drop the last references to a destroyed group, in a thread: to close its connections takes
-    gloo 10 ms for each other rank, which nobody has to wait for.
-    """
-    for ranks in made[1:]:
-        del ranks.group, ranks.store  # whoever uses them now is told
-    try:
-        threading.Thread(target=made.clear, name="anyrank-close").start()
-    except RuntimeError:  # the interpreter ends
-        made.clear()
-
-
-def _default_store() -> Any:
-    # No public name; the same private one has been there in every release since 1.8.
-    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        made.watch.close()
+        made.lines = None
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
     """Bytes as a tensor of at least their length, padded with zeros."""
-    tensor = torch.zeros(length, dtype=torch.uint8)
+    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
     ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
     return tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, Interrupted):
-        return Failure(None, "stopped, because another rank failed")
-    if isinstance(error, AnyrankError):
-        return Failure(type(error), str(error))
-    return Failure(RankError, f"{type(error).__name__}: {error}")
-
-
-def _joined(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
-    """One error for all ranks, equal on all of them."""
-    own = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(own.values()), Failure(RankError, "all ranks stopped for one another"))
-    causes = {rank: failure.text for rank, failure in own.items()}
-    texts = set(causes.values())
-    if len(own) == size and len(texts) == 1:
-        message = first.text
-    else:
-        message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
-        message = f"{what} failed on {len(own)} of {size} ranks, so on all:\n{message}"
-    return (first.kind or RankError)(message, causes=causes)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.data.fetch import Request, Requests, Samples, make_fetcher
+from anyrank.resume.data.fetch import Request, Requests, Samples, make_fetcher, request_for
 from anyrank.resume.data.permutation import Order
 from anyrank.resume.data.position import OnBatchChange, Position
 from anyrank.resume.data.schedule import Schedule, Tail
+from anyrank.resume.data.shards import plan_shards
 from anyrank.resume.data.step import Pass, Step
+from anyrank.resume.data.weighted import weighted_order
+from anyrank.resume.data.workers import WorkerExit
 from anyrank.world.ranks import open_ranks
 
 
@@ -42,6 +48,7 @@ class ElasticLoader(Position):
 
     Args:
         dataset: with a length and `dataset[i]`; random numbers that it draws are seeded by sample.
+            Its `__getitems__`, where it has that, is used as long as it draws none.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples that go through the model at once.
         seed: of the order and of all random numbers.
@@ -56,6 +63,8 @@ class ElasticLoader(Position):
         pin_memory: as of a DataLoader.
         prefetch_factor: as of a DataLoader.
         persistent_workers: as of a DataLoader.
+        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
+            any number of ranks. A sample that comes again has other random numbers.
         on_batch_change: what `load_state_dict` does about another global_batch: "error", or
             "rescale" to go on and say so in `notes`.
 
@@ -80,10 +89,15 @@ class ElasticLoader(Position):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
+        weights: Sequence[float] | torch.Tensor | None = None,
         on_batch_change: OnBatchChange = "error",
     ) -> None:
-        self.start(
-            Order(length_of(dataset), seed, shuffle),
+        n = length_of(dataset)
+        if weights is not None and not shuffle:
+            raise ValueError("weights draw samples at random: leave shuffle=False away")
+        order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
+        self._start(
+            order,
             dataset,
             collate_fn,
             global_batch=global_batch,
@@ -98,7 +112,74 @@ class ElasticLoader(Position):
             persistent_workers=persistent_workers,
         )
 
-    def start(
+    @classmethod
+    def from_shards(
+        cls,
+        shards: Sequence[Any],
+        read: Callable[[Any], Iterable[Any]],
+        *,
+        lengths: Sequence[int],
+        global_batch: int,
+        microbatch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        tail: Tail = "short",
+        key: str | None = None,
+        process_group: Any = None,
+    ) -> ElasticLoader:
+        """A loader over shards that are read in sequence, of known lengths.
+
+        Steps, random numbers, accounts and state are those of any `ElasticLoader`. Samples of a
+        step come from K = global_batch / microbatch places of the data; shards are in another order
+        in each epoch, and samples stay in the order of their shard. With workers, choose a number
+        that divides the microbatches of a rank: each lane is then read by one worker only.
+
+        Args:
+            shards: what `read` takes; names or numbers, the same over the run.
+            read: shard -> its samples, in the same order each time. What it draws is seeded by
+                sample.
+            lengths: how many samples each shard has.
+            global_batch: as of `ElasticLoader`, like all that follow.
+            microbatch: samples that go through the model at once.
+            seed: of the order and of all random numbers.
+            shuffle: False for the shards' own order.
+            num_workers: processes that fetch ahead, for each rank; 0 for this process.
+            collate_fn: list of samples -> batch; default: torch's.
+            tail: what becomes of the samples that do not fill an epoch's last step.
+            key: name or version of the data; a run that resumes with another one is refused.
+            process_group: the data-parallel ranks; default: all, or this process alone.
+
+        Raises:
+            ValueError: sizes that do not fit each other, the shards or the number of ranks.
+            TypeError: sizes that are no int.
+        """
+        order, dataset = plan_shards(
+            shards,
+            read,
+            lengths,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        loader = cls.__new__(cls)
+        loader._start(
+            order,
+            dataset,
+            collate_fn,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            tail=tail,
+            key=key,
+            process_group=process_group,
+            on_batch_change=None,
+            num_workers=num_workers,
+        )
+        return loader
+
+    def _start(
         self,
         order: Order,
         dataset: Any,
@@ -117,8 +198,14 @@ class ElasticLoader(Position):
         super().__init__(schedule, key=key, group=process_group, on_batch_change=on_batch_change)
         self.current: Step | None = None
         self.num_passes = 0
-        samples = Samples(dataset, order.seed, collate_fn)
-        self.fetcher = make_fetcher(samples, Requests(self.requests), **options)
+        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        self.source = Samples(dataset, order.seed, collate_fn)
+        self.fetcher = make_fetcher(self.source, Requests(self.requests), **options)
+        self.workers = WorkerExit()
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, on any number of ranks, wherever the run is in it."""
+        return self.schedule.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
         """The steps of the rest of this epoch. All data-parallel ranks.
@@ -133,7 +220,10 @@ class ElasticLoader(Position):
         self.num_passes += 1
         number = self.num_passes
         with open_ranks(self.process_group) as ranks:
-            within = Pass(ranks, self.process_group, index, size, iter(self.fetcher))
+            answers = self.workers.watch(lambda: iter(self.fetcher))
+            within = Pass(
+                ranks, self.process_group, index, size, answers, self.source, self.checked
+            )
             try:
                 while self.epoch == epoch:
                     step = self.current = Step(self.next_step(), self.schedule, within)
@@ -156,20 +246,28 @@ class ElasticLoader(Position):
         """Whether microbatches have been taken that are not committed. No time to save."""
         return self.current is not None and self.current.is_started
 
+    def check_complete(self) -> None:
+        """Whether the current step may be counted.
+
+        Raises:
+            CheckpointError: its microbatches were not all taken.
+        """
+        if self.current is not None and not self.current.is_complete:
+            raise CheckpointError(
+                f"step {self.current.number} is not complete: run `for batch in "
+                "step.microbatches(model)` to its end in each step, or leave the loop over the "
+                "loader too, which gives the same step again"
+            )
+
     def commit(self) -> None:
         """Count the current step as done. Nothing to do where it is counted already.
 
         Raises:
             CheckpointError: its microbatches were not all taken.
         """
+        self.check_complete()
         if self.current is None:
             return
-        if not self.current.is_complete:
-            raise CheckpointError(
-                f"step {self.current.number} is not complete: run `for batch in "
-                "step.microbatches(model)` to its end in each step, or leave the loop over the "
-                "loader too, which gives the same step again"
-            )
         self.advance(self.current.plan, self.current.seen)
         self.current = None
 
@@ -194,7 +292,7 @@ class ElasticLoader(Position):
         index, size = self.place()
         for plan in self.schedule.rest(self.next_step()):
             for turn in plan.turns(index, size):
-                yield Request(plan.epoch, tuple(self.schedule.ids(plan, turn.k)))
+                yield request_for(self.schedule, plan, turn.k)
 
 
 def length_of(dataset: Any) -> int:
@@ -204,6 +302,7 @@ def length_of(dataset: Any) -> int:
     ):
         raise TypeError(
             f"{type(dataset).__name__} has no length or no dataset[i], so no order can be "
-            "planned: give a dataset with both, or its shards and their lengths to ElasticShards"
+            "planned: give a dataset with both, or its shards and their lengths to "
+            "ElasticLoader.from_shards"
         )
     return len(dataset)

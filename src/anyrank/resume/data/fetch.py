@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from anyrank.resume.data.schedule import Schedule, StepPlan
+from anyrank.resume.data.workers import leave_to_rank
 from anyrank.resume.hashing import derive
-from anyrank.resume.signals import leave_to_rank
-from anyrank.resume.streams import kept, reseed
+from anyrank.resume.streams import fingerprint, kept, reseed
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,19 @@ class Request:
     Attributes:
         epoch: whose random numbers the samples get.
         ids: its samples, in order.
+        place: of its first sample in the epoch, where an epoch may have a sample several times,
+            each with random numbers of its own; else None.
     """
 
     epoch: int
     ids: tuple[int, ...]
+    place: int | None = None
+
+
+def request_for(schedule: Schedule, plan: StepPlan, k: int) -> Request:
+    """The request of microbatch k of a step."""
+    place = plan.bounds(k)[0] if schedule.order.repeats else None
+    return Request(plan.epoch, tuple(schedule.ids(plan, k)), place)
 
 
 class Answer(NamedTuple):
@@ -48,16 +58,46 @@ class Samples(Dataset[Answer]):
         self.dataset = dataset
         self.seed = seed
         self.collate_fn = collate_fn or default_collate
+        self.is_plain = True  # its __getitems__, if any, was not seen to draw random numbers
 
     def __getitem__(self, request: Request) -> Answer:
-        samples: list[Any] = []
+        where = "dataset.__getitems__"
         with kept():
-            for sample_id in request.ids:
-                reseed(derive(self.seed, request.epoch, sample_id, "sample"))
-                samples.append(self.dataset[sample_id])
-            # A collate_fn may draw too, as the ones that mask tokens do.
-            reseed(derive(self.seed, request.epoch, request.ids[0], "collate"))
-            return Answer(request, self.collate_fn(samples))
+            try:
+                samples = self.many(request)
+                for number, sample_id in enumerate(request.ids[len(samples) :]):
+                    where = f"dataset[{sample_id}]"
+                    again = () if request.place is None else (request.place + number,)
+                    reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
+                    samples.append(self.dataset[sample_id])
+                where = "collate_fn"
+                # A collate_fn may draw too, as the ones that mask tokens do.
+                first = request.ids[0] if request.place is None else request.place
+                reseed(derive(self.seed, request.epoch, first, "collate"))
+                return Answer(request, self.collate_fn(samples))
+            except Exception as error:
+                ids = list(request.ids)
+                error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
+                raise
+
+    def many(self, request: Request) -> list[Any]:
+        """The samples by the dataset's `__getitems__`, where it has that and draws nothing in it.
+
+        None of them where it does not: each is then asked for under random numbers of its own.
+        """
+        ask = getattr(self.dataset, "__getitems__", None) if self.is_plain else None
+        if ask is None:
+            return []
+        before = fingerprint()
+        samples: list[Any] = list(ask(list(request.ids)))
+        if fingerprint() != before:
+            self.is_plain = False
+            return []
+        if len(samples) != len(request.ids):
+            raise ValueError(
+                f"dataset.__getitems__ gave {len(samples)} samples for {len(request.ids)} ids"
+            )
+        return samples
 
 
 class Requests(Sampler[Request]):

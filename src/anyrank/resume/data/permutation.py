@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.resume.data.receipt import Receipt, receipt_of_range
 from anyrank.resume.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
@@ -43,6 +44,15 @@ class Order:
         """The method, as checkpoints name it. Another method would need another name."""
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may have a sample several times, and lack others."""
+        return False
+
+    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
+        """One of several parts of what the dataset's own receipt is for an epoch: [0, n) is all."""
+        return receipt_of_range(epoch, start, stop)
+
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
         parts: list[torch.Tensor] = []
@@ -52,13 +62,14 @@ class Order:
             part = block[place % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @functools.lru_cache(maxsize=8)  # a step is asked for by several, and a piece costs as a block
 def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""
-    places = torch.arange(number * BLOCK, min((number + 1) * BLOCK, order.n))
+    stop = min((number + 1) * BLOCK, order.n)
+    places = torch.arange(number * BLOCK, stop, device="cpu")
     if not order.shuffle:
         return places
     bits = max(2, (order.n - 1).bit_length())

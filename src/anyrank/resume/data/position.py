@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.data.permutation import IDENTITY_NAME, ORDER_NAME
-from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
+from anyrank.resume.data.receipt import Receipt, receipt_of
 from anyrank.resume.data.schedule import Schedule, StepPlan
+from anyrank.world.group import ALONE
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -101,7 +102,7 @@ class Position:
             ValueError: more ranks than microbatches, or a group without this rank.
         """
         index, size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if self.process_group is not ALONE and dist.is_available() and dist.is_initialized():
             index, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         if index < 0:
             raise ValueError(
@@ -116,11 +117,18 @@ class Position:
         """Whether microbatches have been taken that are not committed. No time to save."""
         return False
 
-    def commit(self) -> None:
-        """Count the step that was taken; the subclasses know which.
+    def check_complete(self) -> None:
+        """Whether the step that was taken may be counted; the subclasses know which.
 
         Raises:
             CheckpointError: there is none, or it is not complete.
+        """
+
+    def commit(self) -> None:
+        """Count the step that was taken.
+
+        Raises:
+            CheckpointError: as `check_complete`.
         """
         raise NotImplementedError
 
@@ -278,15 +286,14 @@ class Position:
         """Compare an ended epoch with the dataset. All ranks."""
         order = self.schedule.order
         low, high = (part * order.n // ranks.size for part in (ranks.index, ranks.index + 1))
-        parts = ranks.gather(receipt_of_range(ledger.epoch, low, high))
+        parts = ranks.gather(order.receipt(ledger.epoch, low, high))
         left = order.ids(ledger.epoch, order.n - ledger.dropped, order.n)
         whole = sum(parts, Receipt()) - receipt_of(ledger.epoch, left)
         compare(ledger, ledger.planned, whole, "the dataset")
         extra = f", {ledger.dropped} dropped" if ledger.dropped else ""
         extra += f", {ledger.padded} repeated to fill the last step" if ledger.padded else ""
-        self.receipts.append(
-            EpochReceipt(ledger.epoch, ledger.planned.count, f"exactly once{extra}")
-        )
+        verdict = "exactly as drawn" if order.repeats else "exactly once"
+        self.receipts.append(EpochReceipt(ledger.epoch, ledger.planned.count, f"{verdict}{extra}"))
 
 
 MUST_AGREE = (
@@ -301,7 +308,8 @@ MUST_AGREE = (
     (
         "order",
         "the order",
-        f"give the shuffle and shards of the run; {ORDER_NAME} is True, {IDENTITY_NAME} is False",
+        f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
+        f"{IDENTITY_NAME} is False",
     ),
     (
         "microbatch",

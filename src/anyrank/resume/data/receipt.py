@@ -70,7 +70,8 @@ def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
     """The receipt of samples start, start + 1 up to stop, without listing them all."""
     total = Receipt()
     for low in range(start, stop, BLOCK):
-        total += receipt_of(epoch, torch.arange(low, min(low + BLOCK, stop)))
+        ids = torch.arange(low, min(low + BLOCK, stop), device="cpu")
+        total += receipt_of(epoch, ids)
     return total
 
 

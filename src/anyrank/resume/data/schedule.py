@@ -131,6 +131,12 @@ class Schedule:
         """K, the microbatches of a full step."""
         return self.global_batch // self.microbatch
 
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps of an epoch from its start."""
+        full, left = divmod(self.order.n, self.global_batch)
+        return full + (left > 0 and self.tail != "drop")
+
     def check_size(self, size: int) -> None:
         """Raise ValueError where a full step has no microbatch for each of `size` ranks."""
         if size > self.num_microbatches:

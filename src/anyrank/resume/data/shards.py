@@ -1,4 +1,4 @@
-"""`anyrank.ElasticShards`: the loader for data that can only be read from the start of a shard on.
+"""`ElasticLoader.from_shards`: data that can only be read from the start of a shard on.
 
 The shards of an epoch, one behind the other in an order of their own, are cut into K lanes of equal
 length, one for each microbatch of a step. A step takes the next samples of every lane, so whoever
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.data.elastic import ElasticLoader
 from anyrank.resume.data.permutation import Order
-from anyrank.resume.data.schedule import Tail
 from anyrank.resume.hashing import derive
 from anyrank.resume.streams import kept
 
@@ -51,7 +49,7 @@ class ShardOrder(Order):
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
-        places = torch.arange(start, stop) % self.n
+        places = torch.arange(start, stop, device="cpu") % self.n
         steps = self.n // self.global_batch  # full ones; the samples behind them have no lanes
         lane = places % self.global_batch // self.microbatch
         offset = places // self.global_batch * self.microbatch + places % self.microbatch
@@ -59,7 +57,7 @@ class ShardOrder(Order):
         places = torch.where(places < steps * self.global_batch, in_lanes, places)
         shard_ids, ends, starts = layout_of_epoch(self, epoch)
         number = torch.searchsorted(ends, places, right=True)
-        begins = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         return starts[shard_ids[number]] + places - begins[number]
 
 
@@ -68,7 +66,7 @@ def layout_of_epoch(
     order: ShardOrder, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shards in the order of an epoch, where each ends in it, and each shard's first sample id."""
-    lengths = torch.tensor(order.lengths)
+    lengths = torch.tensor(order.lengths, device="cpu")
     shards = Order(len(lengths), order.seed, order.shuffle).ids(epoch, 0, len(lengths))
     return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
 
@@ -88,7 +86,7 @@ class Shards:
     ) -> None:
         self.shards = shards
         self.read = read
-        self.ends = torch.tensor(lengths).cumsum(0)
+        self.ends = torch.tensor(lengths, device="cpu").cumsum(0)
         self.lengths = lengths
         self.most_open = most_open
         # (shard, number of the next sample) -> the rest of the shard
@@ -136,67 +134,28 @@ class Shards:
         )
 
 
-class ElasticShards(ElasticLoader):
-    """An `ElasticLoader` over shards that are read in sequence, of known lengths.
-
-    Steps, random numbers, accounts and state are as there. Samples of a step come from
-    K = global_batch / microbatch places of the data; shards are in another order in each epoch, and
-    samples stay in the order of their shard. With workers, choose a number that divides the
-    microbatches of a rank: each lane is then read by one worker only.
-
-    Args:
-        shards: what `read` takes; names or numbers, the same over the run.
-        read: shard -> its samples, in the same order each time. What it draws is seeded by sample.
-        lengths: how many samples each shard has.
-        global_batch: samples of a step, on all ranks together.
-        microbatch: samples that go through the model at once.
-        seed: of the order and of all random numbers.
-        shuffle: False for the shards' own order.
-        num_workers: processes that fetch ahead, for each rank; 0 for this process.
-        collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
-        tail: as of `ElasticLoader`.
-        key: name or version of the data; a run that resumes with another one is refused.
-        process_group: the data-parallel ranks; default: all, or this process alone.
+def plan_shards(
+    shards: Sequence[Any],
+    read: Callable[[Any], Iterable[Any]],
+    lengths: Sequence[int],
+    *,
+    global_batch: int,
+    microbatch: int,
+    seed: int,
+    shuffle: bool,
+) -> tuple[ShardOrder, Shards]:
+    """The order of samples in shards, and the dataset that they make.
 
     Raises:
-        ValueError: sizes that do not fit each other, the shards or the number of ranks.
-        TypeError: sizes that are no int.
+        ValueError: lengths that do not fit the shards.
     """
-
-    def __init__(
-        self,
-        shards: Sequence[Any],
-        read: Callable[[Any], Iterable[Any]],
-        *,
-        lengths: Sequence[int],
-        global_batch: int,
-        microbatch: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        tail: Tail = "short",
-        key: str | None = None,
-        process_group: Any = None,
-    ) -> None:
-        sizes = tuple(lengths)
-        if len(sizes) != len(shards) or any(type(one) is not int or one < 0 for one in sizes):
-            raise ValueError(
-                f"lengths are {list(sizes)[:8]} for {len(shards)} shards: give each shard's number "
-                "of samples"
-            )
-        names = derive(*(repr(one) for one in shards))
-        order = ShardOrder(sum(sizes), seed, shuffle, sizes, names, global_batch, microbatch)
-        most_open = max(1, global_batch // max(1, microbatch))
-        self.start(
-            order,
-            Shards(shards, read, sizes, most_open),
-            collate_fn,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            tail=tail,
-            key=key,
-            process_group=process_group,
-            on_batch_change=None,
-            num_workers=num_workers,
+    sizes = tuple(lengths)
+    if len(sizes) != len(shards) or any(type(one) is not int or one < 0 for one in sizes):
+        raise ValueError(
+            f"lengths are {list(sizes)[:8]} for {len(shards)} shards: give each shard's number "
+            "of samples"
         )
+    names = derive(*(repr(one) for one in shards))
+    order = ShardOrder(sum(sizes), seed, shuffle, sizes, names, global_batch, microbatch)
+    most_open = max(1, global_batch // max(1, microbatch))
+    return order, Shards(shards, read, sizes, most_open)

@@ -1,11 +1,12 @@
 """When gradients are exchanged in a step, and by what they are divided.
 
-DDP and FSDP2 average over their ranks in every backward; they are told to do so in the step's last
-microbatch only. Parameters that neither has are averaged once, behind the last microbatch.
+DDP and FSDP2 average over their ranks in every backward; here they do so in the step's last
+microbatch only. Parameters that neither has are averaged once, after the last microbatch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.world.ranks import Ranks
+
+ROUNDING = 1e-5  # between sums of the same float32 values, added up in another order
 
 
 class GradientSync:
@@ -44,6 +47,13 @@ class GradientSync:
         wrapped = {id(one) for module in self.ddp for one in module.parameters()}
         if self.fsdp:
             wrapped |= {id(one) for one in self.parameters if isinstance(one, DTensor)}
+        # A forward that bypasses fully_shard meets DTensors, and raises; that of DDP does not.
+        self.exchanged = {
+            name: parameter
+            for module in self.ddp
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in module.parameters_to_ignore
+        }
         self.loose = [one for one in self.parameters if id(one) not in wrapped]
         for number in self.sizes():
             if number % ranks.size:
@@ -114,7 +124,7 @@ class GradientSync:
         if not self.loose or ranks.size == 1:
             return
         has = [one.grad is not None for one in self.loose]
-        norm = squares(self.loose) if is_first else 0.0
+        norm = sum(map(squares, self.loose)) if is_first else 0.0
         rows = ranks.gather((has, norm))
         if norm and len({row[1] for row in rows}) == 1:
             raise ValueError(
@@ -128,6 +138,33 @@ class GradientSync:
                 part = local(parameter.grad)
                 dist.all_reduce(part, group=group)
                 part.div_(ranks.size)
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient on this rank is not zero."""
+        return any(squares(one) for one in self.parameters)
+
+    def check_exchanged(self, ranks: Ranks) -> bool:
+        """Look whether DDP has exchanged its gradients, after the last microbatch. All ranks.
+
+        Returns:
+            Whether that could be told: not from gradients that are all zero, or not finite.
+
+        Raises:
+            ValueError: it has not; on all ranks.
+        """
+        rows = ranks.gather([squares(one) for one in self.exchanged.values()])
+        flat = [value for row in rows for value in row]
+        if not all(map(math.isfinite, flat)):
+            return False
+        for name, *values in zip(self.exchanged, *rows, strict=True):
+            if max(values) - min(values) > ROUNDING * max(values):
+                raise ValueError(
+                    f"the gradients of {name} differ between ranks after the step's last "
+                    "microbatch, so DistributedDataParallel has not exchanged them: call the "
+                    "wrapped model itself in the loop, not model.module or a part of it, and not "
+                    "under no_sync()"
+                )
+        return any(flat) or not self.exchanged
 
 
 def units(module: Any) -> Sequence[Any]:
@@ -144,7 +181,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def squares(parameters: Sequence[nn.Parameter]) -> float:
-    """Sum of the squares of all gradients on this rank."""
-    grads = [local(one.grad) for one in parameters if one.grad is not None]
-    return sum(float(grad.float().square().sum()) for grad in grads)
+def squares(parameter: nn.Parameter) -> float:
+    """Sum of the squares of a parameter's gradient on this rank; 0 where there is none."""
+    if parameter.grad is None:
+        return 0.0
+    grad = local(parameter.grad)
+    return float((grad.coalesce() if grad.is_sparse else grad).float().square().sum())

@@ -1,0 +1,31 @@
+"""Accelerate's wrappers of optimizers and schedulers: what is saved is what they wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def unwrapped(name: str, part: Any) -> Any:
+    """A part of a training state without the wrapper that `accelerator.prepare` gave it.
+
+    Raises:
+        ValueError: a scheduler that steps once for each process: its count, and the learning rate,
+            would depend on the number of ranks.
+    """
+    wrappers = {one.__name__ for one in type(part).__mro__ if is_accelerates(one)}
+    if "AcceleratedOptimizer" in wrappers:
+        return part.optimizer
+    if "AcceleratedScheduler" not in wrappers:
+        return part
+    if part.step_with_optimizer and not part.split_batches:
+        raise ValueError(
+            f"{name} is an AcceleratedScheduler that steps once for each process, so after "
+            "another number of ranks the learning rate would be another: leave the scheduler out "
+            "of accelerator.prepare() and step it once in each optimizer step, or prepare it with "
+            "Accelerator(step_scheduler_with_optimizer=False)"
+        )
+    return part.scheduler
+
+
+def is_accelerates(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "accelerate"

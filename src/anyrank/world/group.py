@@ -1,0 +1,65 @@
+"""Which processes take part in a call, as its `process_group=` says. No collectives."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch.distributed as dist
+
+from anyrank.errors import RankError
+
+SHOWN = 8  # ranks that a message names
+
+
+class Alone(enum.Enum):
+    """The type of `anyrank.ALONE`."""
+
+    ALONE = "alone"
+
+    def __repr__(self) -> str:
+        return "anyrank.ALONE"
+
+
+ALONE: Final = Alone.ALONE
+"""`process_group=anyrank.ALONE`: this process alone takes part, though a group is initialised."""
+
+Group: TypeAlias = "dist.ProcessGroup | Alone | None"
+"""What `process_group=` takes: a group, this process alone, or None for all ranks."""
+
+
+def members(process_group: Group) -> tuple[list[int], int]:
+    """The global ranks that take part, in the group's order, and this process's own.
+
+    Raises:
+        RankError: this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return [0], 0
+    rank = dist.get_rank()
+    if process_group is ALONE:
+        return [rank], rank
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    if rank not in ranks:
+        raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
+    return ranks, rank
+
+
+def default_store() -> Any:
+    """The store through which the processes found each other."""
+    # No public name; the same private one has been there in every release since 1.8.
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def key_of(ranks: Sequence[int]) -> str:
+    """A short name of these ranks, the same on each of them."""
+    return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()
+
+
+def named(ranks: Collection[int]) -> str:
+    """Ranks in words: "rank 1", "ranks 1, 2"."""
+    shown = ", ".join(str(rank) for rank in list(ranks)[:SHOWN])
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,0 +1,102 @@
+"""Promises 4 and 6 between machines: a cut cable, a dead machine, a clock that is wrong, a slow
+network, a folder that only one machine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.machines.machines import Machines, reason_not_to
+
+REASON = reason_not_to()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+TIMEOUT_SEC = 4
+MARGIN_SEC = 16  # for a roll call, and for the machine that runs all of this
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    with Machines(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    path = tmp_path / "w.safetensors"
+    save_file({"weight": torch.ones(64, 64), "bias": torch.zeros(64)}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("job", ["save_for_ever", "load_for_ever"])
+def test_a_cut_cable_ends_the_call_on_both_sides(
+    machines: Machines, tmp_path: Path, weights: str, job: str
+) -> None:
+    folder = tmp_path if job == "load_for_ever" else tmp_path / "run"
+    folder.mkdir(exist_ok=True)
+    argument = weights if job == "load_for_ever" else str(folder)
+    machines.start(job, argument, ANYRANK_TIMEOUT_SEC=str(TIMEOUT_SEC))
+    for rank in (0, 1):
+        machines.wait_for(folder / f"going-{rank}")
+    machines.cut()
+    for rank, result in enumerate(machines.finish()):
+        assert result["error"] == "RankError", result
+        assert result["seconds"] < TIMEOUT_SEC + MARGIN_SEC, result
+        assert f"machine{1 - rank}" in result["text"], result
+
+
+def test_a_dead_machine_is_named_and_the_other_goes_on_alone(
+    machines: Machines, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    machines.start("save_for_ever", str(folder), ANYRANK_TIMEOUT_SEC="20")
+    machines.wait_for(folder / "going-1")
+    machines.kill(1)
+    first = machines.finish()[0]
+    assert first["error"] == "RankError", first
+    assert "rank 1 on machine1 died or does not answer: machine1 or the network" in first["text"]
+    machines.start("resume", str(folder), on=0)
+    before, after, saved_on = machines.finish()[0]["value"]
+    assert before >= 2
+    assert after == before + 1
+    assert saved_on == 2
+
+
+def test_clocks_that_differ_by_an_hour(machines: Machines, tmp_path: Path, weights: str) -> None:
+    for ahead in ("3600", "-3600"):
+        folder = str(tmp_path / f"run{ahead}")
+        machines.start("whole_trip", weights, folder, CLOCK_AHEAD_SEC=ahead)
+        for result in machines.finish():
+            assert result.get("value") == [64.0 * 64, [6, 5], 6], result
+
+
+def test_a_clock_that_is_wrong_does_not_break_the_lock(machines: Machines, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    machines.start("hold_lock", str(folder), on=0)
+    machines.wait_for(folder / "held")
+    holder = machines.running.pop(0)
+    machines.start("take_lock", str(folder), on=1, CLOCK_AHEAD_SEC="3600")
+    result = machines.finish()[1]
+    assert holder.wait(20) == 0
+    assert result["error"] == "CheckpointError", result
+    assert "another run writes here" in result["text"], result
+    assert "on machine0" in result["text"], result
+
+
+def test_a_slow_network(tmp_path: Path, weights: str) -> None:
+    with Machines(tmp_path, delay_sec=0.05) as machines:  # each way: 100 ms for an answer
+        machines.start("whole_trip", weights, str(tmp_path / "run"))
+        for result in machines.finish():
+            assert result.get("value") == [64.0 * 64, [6, 5], 6], result
+
+
+def test_a_run_folder_that_one_machine_does_not_see(machines: Machines) -> None:
+    machines.start("local_folder")
+    for result in machines.finish():
+        assert result["error"] == "CheckpointError", result
+        assert "machine1 does not see" in result["text"], result
+        assert "shared" in result["text"], result

@@ -1,0 +1,347 @@
+"""Promise 4 where ranks meet and wait: groups, calls and arguments that differ, ranks that do not
+come, and ends of processes with everything still open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anyrank
+from anyrank import faults
+from anyrank.resume.data.permutation import Order
+from anyrank.testing import Died, Fault, run_ranks
+from anyrank.world import meeting, watch
+from anyrank.world.ranks import open_ranks
+
+WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.zeros(3)}
+SECONDS = 6.0
+
+
+def load(**options: Any) -> anyrank.LoadReport:
+    return anyrank.load(nn.Linear(3, 3), WEIGHTS, **options)
+
+
+def outcome(work: Callable[[], object]) -> tuple[str, str]:
+    """Class and message of the error that the work ends in, within seconds."""
+    start = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        assert time.monotonic() - start < SECONDS
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Generator[list[str]]:
+    """What a logger gets at WARNING."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@contextlib.contextmanager
+def impatient() -> Generator[None]:
+    """Warn after half a second instead of ten, and take a rank for dead after two."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, seconds in (
+            (meeting, "WARN_SEC", 0.5),
+            (watch, "WARN_SEC", 0.5),
+            (meeting, "BEAT_SEC", 0.1),
+            (watch, "TICK_SEC", 0.1),
+            (meeting, "LIFE_SEC", 2.0),
+        ):
+            patch.setattr(module, name, seconds)
+        yield
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def job_one_group_many_times() -> None:
+    pair = dist.new_group([0, 1])
+    for _ in range(5):
+        if dist.get_rank() < 2:
+            load(process_group=pair)
+
+
+def test_calls_with_one_group_can_be_repeated() -> None:
+    run_ranks(3, job_one_group_many_times)
+
+
+def job_different_numbers_of_groups() -> None:
+    dist.new_group([0, 1])
+    pair = dist.new_group([1, 2])
+    if dist.get_rank():
+        load(process_group=pair)
+    load()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups() -> None:
+    run_ranks(3, job_different_numbers_of_groups)
+
+
+def job_alone() -> list[int]:
+    rank = dist.get_rank()
+    model = nn.Linear(3, 3)
+    if rank == 0:
+        anyrank.load(model, WEIGHTS, process_group=anyrank.ALONE)
+        anyrank.plan(model, WEIGHTS, process_group=anyrank.ALONE)
+        with anyrank.meta():
+            hollow = nn.Linear(3, 3)
+        anyrank.materialize(hollow, process_group=anyrank.ALONE)
+    with open_ranks(anyrank.ALONE) as ranks:
+        return [rank, *ranks.ranks, *ranks.gather(rank)]
+
+
+def test_one_rank_can_call_alone() -> None:
+    assert run_ranks(2, job_alone) == [[0, 0, 0], [1, 1, 1]]
+
+
+def job_loader_alone() -> int:
+    loader = anyrank.ElasticLoader(
+        torch.zeros(4, 1), global_batch=2, microbatch=1, process_group=anyrank.ALONE
+    )
+    model = nn.Linear(1, 1)
+    return sum(len(list(step.microbatches(model))) for step in loader)
+
+
+def test_each_rank_can_take_all_the_data_alone() -> None:
+    assert run_ranks(2, job_loader_alone) == [4, 4]
+
+
+# -- the default device ---------------------------------------------------------------------------
+
+
+def job_default_device(how: str, folder: str) -> bool:
+    model = nn.Linear(3, 3)
+    if how == "set":
+        torch.set_default_device("meta")
+        use(model, folder)
+        torch.set_default_device(None)
+    else:
+        with torch.device("meta"):
+            use(model, folder)
+    return torch.equal(model.get_parameter("weight"), WEIGHTS["weight"])
+
+
+def use(model: nn.Module, folder: str) -> None:
+    """What has tensors of its own in it, under a default device on which none may be."""
+    anyrank.load(model, WEIGHTS, strategy="stripe", verify=True)
+    assert Order(8, 0, True).ids(0, 0, 8).sum() == 28
+    with anyrank.Checkpoints(folder) as ckpts:
+        ckpts.save(anyrank.TrainState(model))
+        nn.init.zeros_(model.get_parameter("weight"))
+        ckpts.resume(anyrank.TrainState(model))
+
+
+@pytest.mark.parametrize("how", ["set", "with"])
+def test_a_default_device_is_nothing_to_anyrank(how: str, tmp_path: Path) -> None:
+    assert run_ranks(2, job_default_device, how, str(tmp_path / "run")) == [True, True]
+
+
+# -- calls and arguments that differ --------------------------------------------------------------
+
+
+def job_differs(name: str, values: tuple[Any, ...]) -> tuple[str, str]:
+    return outcome(lambda: load(**{name: values[dist.get_rank()]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("strategy", ("stripe", "own", "own"), "'stripe' on rank 0, 'own' on ranks 1, 2"),
+        ("verify", (False, False, True), "False on ranks 0, 1, True on rank 2"),
+        ("missing", ("error", "init", "error"), "'error' on ranks 0, 2, 'init' on rank 1"),
+        ("rename", ({"a": "b"}, None, None), "{'a': 'b'} on rank 0, None on ranks 1, 2"),
+    ],
+)
+def test_an_argument_that_differs_is_named(name: str, values: tuple[Any, ...], text: str) -> None:
+    for kind, message in run_ranks(3, job_differs, name, values):
+        assert kind == "LoadError"
+        assert message == f"load(): {name}= differs between ranks: {text}: give all ranks the same"
+
+
+def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all() -> None:
+    results = run_ranks(3, job_differs, "missing", ("error", "bogus", "error"))
+    assert len(set(results)) == 1
+    kind, text = results[0]
+    assert kind in ("LoadError", "ValueError")
+    assert "bogus" in text
+    assert "rank 1" in text
+    assert "rank 2" not in text
+
+
+def check_of(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("every is 0: give a positive number")
+
+
+def job_check() -> tuple[str, str]:
+    with open_ranks() as ranks:
+        return outcome(
+            lambda: ranks.same_arguments(
+                "save", {"every": 1}, anyrank.CheckpointError, lambda: check_of(ranks.rank)
+            )
+        )
+
+
+def test_a_value_error_of_one_rank_is_a_value_error_on_all() -> None:
+    text = "every is 0: give a positive number (on rank 1)"
+    assert run_ranks(3, job_check) == [("ValueError", text)] * 3
+
+
+def job_different_calls() -> tuple[str, str]:
+    call = anyrank.plan if dist.get_rank() == 2 else anyrank.load
+    return outcome(lambda: call(nn.Linear(3, 3), WEIGHTS))
+
+
+def test_different_calls_that_meet_are_named() -> None:
+    text = "ranks make different calls at the same place: ranks 0, 1 load(), rank 2 plan()"
+    assert run_ranks(3, job_different_calls) == [("RankError", text)] * 3
+
+
+def job_different_agreements() -> tuple[str, str]:
+    with open_ranks() as ranks:
+        what = "saving" if ranks.rank else "completing the step"
+        return outcome(lambda: ranks.together(what, lambda: 1))
+
+
+def test_different_agreements_that_meet_are_named() -> None:
+    for kind, text in run_ranks(2, job_different_agreements):
+        assert kind == "RankError"
+        assert "completing the step on rank 0, saving on rank 1" in text
+
+
+# -- ranks that do not come -----------------------------------------------------------------------
+
+
+def job_late(absent: int) -> list[str]:
+    with impatient(), warnings_of("anyrank.world") as found:
+        if dist.get_rank() == absent:
+            time.sleep(2.0)
+        load()
+    return found
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_is_waited_for_is_named_on_every_waiting_rank(absent: int) -> None:
+    for rank, found in enumerate(run_ranks(3, job_late, absent)):
+        if rank == absent:
+            assert found == []
+        else:
+            assert f"load() on rank {rank} waits for rank {absent}, which has not" in found[0]
+            assert "process_group=anyrank.ALONE" in found[0]
+            assert 1 <= len(found) <= 3  # at growing intervals
+
+
+def job_slow_work() -> list[str]:
+    with impatient(), warnings_of("anyrank.world") as found, open_ranks() as ranks:
+        ranks.together("reading", lambda: time.sleep(1.6 if ranks.rank == 1 else 0))
+    return found
+
+
+def test_silence_in_an_agreement_is_broken_by_name() -> None:
+    results = run_ranks(3, job_slow_work)
+    assert results[1] == []
+    for rank in (0, 2):
+        assert results[rank][0].startswith(f"reading: rank {rank} has waited ")
+        assert results[rank][0].endswith(" for rank 1")
+
+
+def job_gone() -> tuple[str, str]:
+    with impatient():
+        if dist.get_rank() == 2:
+            time.sleep(4.0)
+            return "", ""
+        return outcome(load)
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_is_gone_before_all_have_met_is_named_in_seconds(
+    how: Literal["kill", "raise"],
+) -> None:
+    fault = Fault(rank=1, point="ranks.meet", how=how, nth=20)
+    results = run_ranks(3, job_gone, faults=[fault])
+    assert isinstance(results[1], Died) == (how == "kill")
+    kind, text = results[0]
+    assert kind == "RankError"
+    assert "rank 1" in text
+    assert ("died" if how == "kill" else "has left load()") in text
+
+
+def test_a_busy_rank_is_not_taken_for_dead() -> None:
+    fault = Fault(rank=2, point="ranks.test", how="kill")
+    results = run_ranks(3, job_killed, faults=[fault])
+    for rank in (0, 1):
+        assert results[rank][0] == "RankError"
+        assert results[rank][1].startswith("rank 2 died or does not answer")
+
+
+def job_killed() -> tuple[str, str]:
+    with open_ranks() as ranks:
+        faults.point("ranks.test")
+        if ranks.rank == 0:
+            time.sleep(4.0)  # computes, beside all agreement
+        return outcome(lambda: ranks.gather(1))
+
+
+# -- ends of processes ----------------------------------------------------------------------------
+
+OPEN_AT_EXIT = """
+import sys, torch, torch.distributed as dist, anyrank
+rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+model = torch.nn.Linear(1, 1)
+loader = anyrank.ElasticLoader(torch.ones(8, 1), global_batch=4, microbatch=1)
+steps = iter(loader)
+step = next(steps)
+with anyrank.world.ranks.open_ranks() as ranks:
+    ranks.gather(rank)
+held = anyrank.world.ranks.open_ranks()
+kept = held.__enter__()
+if sys.argv[4] == "destroyed":
+    dist.destroy_process_group()
+print("last line")
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "destroyed"])
+def test_a_process_ends_with_groups_still_open(tmp_path: Path, how: str) -> None:
+    code = "import anyrank.world.ranks\n" + OPEN_AT_EXIT
+    arguments = [str(tmp_path / "store"), str(tmp_path), how]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        try:
+            output, _ = rank.communicate(timeout=40)
+        finally:
+            rank.kill()
+        assert rank.returncode == 0, output
+        assert b"last line" in output

@@ -1,0 +1,592 @@
+"""The loop of `Checkpoints.steps`: where it ends, which steps count, and what is saved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+
+SAMPLES, BATCH, EPOCH = 10, 4, 3  # three steps an epoch, of 4, 4 and 2 samples
+
+
+class Run:
+    """A run whose samples are numbers; `seen` has those of each body, counted or not."""
+
+    def __init__(self, **parts: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        data = torch.arange(float(SAMPLES))[:, None]
+        self.loader = anyrank.ElasticLoader(data, global_batch=BATCH, microbatch=2)
+        self.state = anyrank.TrainState(self.model, self.optimizer, data=self.loader, **parts)
+        self.seen: list[list[int]] = []
+
+    def read(self, step: Any) -> None:
+        """Forward and backward."""
+        self.seen.append([])
+        for batch in step.microbatches(self.model):
+            self.seen[-1] += batch.int().flatten().tolist()
+            step.backward(self.model(batch).square().mean())
+
+    def train(self, step: Any) -> None:
+        """A whole body."""
+        self.read(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[float]:
+        return [float(p.detach()) for p in self.model.parameters()]
+
+
+def numbers(ckpts: anyrank.Checkpoints) -> list[int]:
+    return [saved.step for saved in ckpts.saved()]
+
+
+def uninterrupted(path: Path, until: int) -> Run:
+    run = Run()
+    with anyrank.Checkpoints(path / "uninterrupted", run.state) as ckpts:
+        for step in ckpts.steps(until=until):
+            run.train(step)
+    return run
+
+
+# -- where it ends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [
+        ({"until": 2}, 2),
+        ({"until": 3}, 3),
+        ({"until": 7}, 7),
+        ({"epochs": 1}, 3),
+        ({"epochs": 2}, 6),
+    ],
+    ids=str,
+)
+def test_it_goes_over_epochs_until_the_limit(
+    tmp_path: Path, limit: dict[str, Any], steps: int
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(**limit):
+            assert (step.number, step.epoch) == (run.state.step, run.state.epoch)
+            run.train(step)
+        assert numbers(ckpts) == [steps]  # at the end, and not only on leaving
+    full, rest = divmod(steps, EPOCH)
+    assert run.state.step == len(run.seen) == steps
+    assert run.state.samples == run.loader.samples == full * SAMPLES + rest * BATCH
+    assert run.state.epoch == full
+    for epoch in range(full):
+        seen = run.seen[epoch * EPOCH : (epoch + 1) * EPOCH]
+        assert sorted(sample for body in seen for sample in body) == list(range(SAMPLES))
+    assert [tuple(one) for one in run.loader.receipts] == [
+        (epoch, SAMPLES, "exactly once") for epoch in range(full)
+    ]
+
+
+@pytest.mark.parametrize("limit", [{"until": 4}, {"epochs": 1}], ids=str)
+def test_a_finished_run_gets_no_step(tmp_path: Path, limit: dict[str, Any]) -> None:
+    for attempt in range(3):
+        run = Run()
+        with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+            report = ckpts.resume()
+            assert (report is None) is (attempt == 0)
+            for step in ckpts.steps(**limit):
+                assert attempt == 0
+                run.train(step)
+            assert len(ckpts.stats()) == (attempt == 0)
+
+
+def test_a_finished_run_goes_on_with_a_higher_limit(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    for until in (2, 5):
+        run = Run()
+        with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+            ckpts.resume()
+            for step in ckpts.steps(until=until):
+                run.train(step)
+        seen += run.seen
+    whole = uninterrupted(tmp_path, 5)
+    assert seen == whole.seen
+    assert run.values() == whole.values()
+
+
+def test_no_step_at_all_saves_nothing(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        assert list(ckpts.steps(until=0)) == []
+        assert list(ckpts.steps(epochs=0)) == []
+    assert numbers(ckpts) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind", "match"),
+    [
+        ({}, ValueError, "give until= .* or epochs="),
+        ({"until": 3, "epochs": 1}, ValueError, "give until= .* or epochs="),
+        ({"until": -1}, ValueError, "until=-1: give 0 or more"),
+        ({"epochs": -2}, ValueError, "epochs=-2: give 0 or more"),
+        ({"until": True}, TypeError, "until=True: give an int"),
+        ({"epochs": False}, TypeError, "epochs=False: give an int"),
+        ({"until": 3.0}, TypeError, r"until=3\.0: give an int"),
+        ({"epochs": "3"}, TypeError, "epochs='3': give an int"),
+    ],
+    ids=str,
+)
+def test_wrong_limits_are_an_error_at_the_call(
+    tmp_path: Path, limit: dict[str, Any], kind: type[Exception], match: str
+) -> None:
+    with (
+        anyrank.Checkpoints(tmp_path, Run().state) as ckpts,
+        pytest.raises(kind, match=match),
+    ):
+        ckpts.steps(**limit)
+
+
+@pytest.mark.parametrize("data", [None, anyrank.ElasticSampler(4, global_batch=2, microbatch=1)])
+def test_a_state_without_a_loader_has_no_steps(tmp_path: Path, data: Any) -> None:
+    state = anyrank.TrainState(nn.Linear(1, 1), data=data)
+    with (
+        anyrank.Checkpoints(tmp_path, state) as ckpts,
+        pytest.raises(TypeError, match=r"ElasticLoader.*or call step_done\(\)"),
+    ):
+        ckpts.steps(until=3)
+
+
+# -- what is left by break or return --------------------------------------------------------------
+
+
+def watched(steps: Iterable[Any]) -> Iterator[Any]:
+    """As a progress bar goes over a loop."""
+    yield from steps
+
+
+def watched_twice(steps: Iterable[Any]) -> Iterator[Any]:
+    for step in watched(steps):
+        print(step.number)
+        yield step
+
+
+class Bar:
+    """As tqdm: an object that holds the loop, and whose iterator is a generator."""
+
+    def __init__(self, steps: Iterable[Any]) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for step in self.steps:
+                self.last = step.number
+                yield step
+        finally:
+            self.closed = True
+
+
+WRAPPERS: dict[str, Callable[[Iterable[Any]], Iterable[Any]]] = {
+    "plain": lambda steps: steps,
+    "iterator": iter,
+    "enumerate": lambda steps: (step for _, step in enumerate(steps)),
+    "zip": lambda steps: (step for _, step in zip(range(99), steps, strict=False)),
+    "generator": watched,
+    "two generators": watched_twice,
+    "generator expression": lambda steps: (step for step in steps),
+    "progress bar": Bar,
+}
+
+
+Begin = Callable[[], Iterable[Any]]
+
+
+def leave_by_break(run: Run, begin: Begin, last: int, body: Callable[..., None]) -> None:
+    for step in begin():
+        if step.number == last:
+            body(step)
+            break
+        run.train(step)
+
+
+def leave_by_return(run: Run, begin: Begin, last: int, body: Callable[..., None]) -> Any:
+    for step in begin():
+        if step.number == last:
+            body(step)
+            return run.values()
+        run.train(step)
+    return None
+
+
+def leave_through_blocks(run: Run, begin: Begin, last: int, body: Callable[..., None]) -> None:
+    for step in begin():
+        with torch.enable_grad():
+            try:
+                if step.number == last:
+                    body(step)
+                    break
+                run.train(step)
+            finally:
+                run.optimizer.zero_grad()
+
+
+LEAVES = {
+    "break": leave_by_break,
+    "return": leave_by_return,
+    "break within blocks": leave_through_blocks,
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_step_that_is_left_after_the_optimizers_step_counts(
+    tmp_path: Path, leave: str, wrap: str
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        LEAVES[leave](run, lambda: WRAPPERS[wrap](ckpts.steps(until=9)), 3, run.train)
+        assert (run.state.step, run.state.samples) == (4, SAMPLES + BATCH)
+        assert numbers(ckpts) == []
+    assert numbers(ckpts) == [4]
+    again = Run()
+    with anyrank.Checkpoints(tmp_path, again.state) as ckpts:
+        ckpts.resume("must")
+        for step in ckpts.steps(until=6):
+            again.train(step)
+    whole = uninterrupted(tmp_path, 6)
+    assert run.seen + again.seen == whole.seen
+    assert again.values() == whole.values()
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("how_far", ["nothing", "half", "backward"])
+def test_a_step_that_is_left_before_the_optimizers_step_comes_again(
+    tmp_path: Path, leave: str, wrap: str, how_far: str
+) -> None:
+    run = Run()
+
+    def body(step: Any) -> None:
+        if how_far == "half":
+            next(step.microbatches(run.model))
+        if how_far == "backward":
+            run.read(step)
+            run.seen.pop()
+
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        LEAVES[leave](run, lambda: WRAPPERS[wrap](ckpts.steps(until=9)), 4, body)
+        assert (run.state.step, run.state.samples) == (4, SAMPLES + BATCH)
+    assert numbers(ckpts) == [4]
+    again = Run()
+    with anyrank.Checkpoints(tmp_path, again.state) as ckpts:
+        ckpts.resume("must")
+        for step in ckpts.steps(until=6):
+            again.train(step)
+    whole = uninterrupted(tmp_path, 6)
+    assert run.seen + again.seen == whole.seen
+    assert again.values() == whole.values()
+
+
+def test_the_loop_goes_on_after_a_break(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=6):
+            run.train(step)
+            if step.number == 1:
+                break
+        for _ in ckpts.steps(until=6):
+            break
+        for step in ckpts.steps(until=6):
+            run.train(step)
+    whole = uninterrupted(tmp_path, 6)
+    assert run.seen == whole.seen
+    assert run.values() == whole.values()
+
+
+def test_a_break_counts_under_a_debugger_too(tmp_path: Path) -> None:
+    run = Run()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        frame.f_trace_opcodes = True
+        return trace
+
+    before = sys.gettrace()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        sys.settrace(trace)
+        try:
+            leave_by_break(run, lambda: ckpts.steps(until=9), 1, run.train)
+        finally:
+            sys.settrace(before)
+    assert numbers(ckpts) == [2]
+
+
+@pytest.mark.parametrize("begin", [lambda steps: steps, iter], ids=["loop", "iterator"])
+def test_a_loop_that_is_kept_goes_on_where_it_was_left(
+    tmp_path: Path, begin: Callable[[Any], Any]
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = begin(ckpts.steps(until=5))
+        for step in steps:
+            run.train(step)
+            if step.number == 1:
+                break
+        for step in steps:
+            run.train(step)
+        assert numbers(ckpts) == [5]
+    assert run.seen == uninterrupted(tmp_path, 5).seen
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_return])
+def test_a_loop_that_is_handed_to_a_function_counts_its_last_step(
+    tmp_path: Path, leave: Callable[..., Any]
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = ckpts.steps(until=9)
+        leave(run, lambda: steps, 2, run.train)
+    assert (run.state.step, numbers(ckpts)) == (3, [3])
+
+
+def test_a_kept_iterator_whose_step_is_open_saves_nothing_on_leaving(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
+        steps = iter(ckpts.steps(until=9))
+        for step in steps:
+            run.train(step)
+            if step.number == 2:
+                break
+    assert numbers(ckpts) == [2]
+    assert "begun and not completed" in caplog.text
+    del steps
+
+
+# -- exceptions -----------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Of the body."""
+
+
+def fail(run: Run, steps: Iterable[Any], has_stepped: bool) -> None:
+    for step in steps:
+        if step.number == 3:
+            run.train(step) if has_stepped else run.read(step)
+            raise Stop
+        run.train(step)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_an_exception_counts_nothing_and_saves_nothing(
+    tmp_path: Path, wrap: str, has_stepped: bool, is_caught: bool
+) -> None:
+    run = Run()
+    inside = pytest.raises(Stop) if is_caught else nullcontext()
+    outside = nullcontext() if is_caught else pytest.raises(Stop)
+    with outside, anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts, inside:
+        fail(run, WRAPPERS[wrap](ckpts.steps(until=9)), has_stepped)
+    assert (run.state.step, run.state.samples) == (3, SAMPLES)
+    assert numbers(ckpts) == [2]
+    assert not (tmp_path / ".lock").exists()
+    again = Run()
+    with anyrank.Checkpoints(tmp_path, again.state) as ckpts:
+        ckpts.resume("must")
+        for step in ckpts.steps(until=6):
+            again.train(step)
+    whole = uninterrupted(tmp_path, 6)
+    assert again.seen == whole.seen[2:]
+    assert again.values() == whole.values()
+
+
+def test_an_exception_that_the_body_catches_is_none(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=3):
+            try:
+                run.train(step)
+                raise Stop
+            except Stop:
+                continue
+    assert numbers(ckpts) == [3]
+
+
+def test_a_break_while_an_exception_is_handled_is_a_break(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=9):
+            try:
+                run.train(step)
+                raise Stop
+            except Stop:
+                break
+    assert numbers(ckpts) == [1]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_ends_the_process_is_an_exception_too(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    run = Run()
+
+    def body(step: Any) -> None:
+        run.train(step)
+        raise kind
+
+    with pytest.raises(kind), anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        leave_by_break(run, lambda: ckpts.steps(until=9), 0, body)
+    assert (run.state.step, numbers(ckpts)) == (0, [])
+
+
+# -- what is saved --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(("until", "expected"), [(4, [4, 2]), (5, [5, 4, 2])])
+def test_it_saves_when_due_and_once_at_the_end(
+    tmp_path: Path, until: int, expected: list[int], background: bool
+) -> None:
+    run = Run()
+    committed: list[int] = []
+    with anyrank.Checkpoints(
+        tmp_path,
+        run.state,
+        every=2,
+        background=background,
+        on_commit=lambda record: committed.append(record.step),
+    ) as ckpts:
+        for step in ckpts.steps(until=until):
+            run.train(step)
+    assert numbers(ckpts) == expected
+    assert committed == [record.step for record in ckpts.stats()] == expected[::-1]
+    again = Run()
+    with anyrank.Checkpoints(tmp_path, again.state) as ckpts:
+        ckpts.resume("must")
+    assert (again.state.step, again.values()) == (until, run.values())
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_close_saves_no_step_that_was_left(tmp_path: Path, background: bool) -> None:
+    run = Run()
+    with closing(anyrank.Checkpoints(tmp_path, run.state, every=2, background=background)) as ckpts:
+        leave_by_break(run, lambda: ckpts.steps(until=9), 2, run.train)
+    assert run.state.step == 3
+    assert numbers(ckpts) == [2]
+
+
+def test_a_save_within_the_body_is_refused(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=2):
+            run.train(step)
+            with pytest.raises(anyrank.CheckpointError, match="save after the body of steps"):
+                ckpts.save()
+    assert numbers(ckpts) == [2]
+
+
+# -- a GradScaler ---------------------------------------------------------------------------------
+
+
+class Scaler:
+    """Leaves out the optimizer's first step, as a GradScaler does whose gradients overflow."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.skipped:
+            optimizer.step()
+        self.skipped += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped = state_dict["skipped"]
+
+
+def test_a_step_that_the_scaler_left_out_counts_when_the_body_ends(tmp_path: Path) -> None:
+    scaler = Scaler()
+    run = Run(scaler=scaler)
+    before = run.values()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=1):
+            run.read(step)
+            scaler.step(run.optimizer)
+            run.optimizer.zero_grad()
+    assert run.values() == before
+    assert numbers(ckpts) == [1]
+    assert run.state.samples == BATCH
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_optimizers_step_within_a_grad_scaler_is_seen(tmp_path: Path, enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=enabled)
+    run = Run(scaler=scaler)
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=9):
+            for batch in step.microbatches(run.model):
+                step.backward(scaler.scale(run.model(batch).square().mean()))
+            scaler.step(run.optimizer)
+            scaler.update()
+            break
+    assert numbers(ckpts) == [1]
+
+
+def leave_early(run: Run, steps: Iterable[Any], has_stepped: bool) -> None:
+    """Break out of the microbatches of step 2; then step the optimizer and break, or go on."""
+    for step in steps:
+        if step.number < 2:
+            run.train(step)
+            continue
+        for _ in step.microbatches(run.model):
+            break
+        if has_stepped:
+            run.optimizer.step()
+            break
+
+
+@pytest.mark.parametrize(
+    ("has_stepped", "match"),
+    [(True, "before all of its microbatches"), (False, "not complete")],
+)
+def test_a_step_whose_microbatches_were_not_all_run_does_not_count(
+    tmp_path: Path, has_stepped: bool, match: str
+) -> None:
+    run = Run()
+    ckpts = anyrank.Checkpoints(tmp_path, run.state)
+
+    def train() -> None:
+        with ckpts:
+            leave_early(run, ckpts.steps(until=9), has_stepped)
+
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        train()
+    assert run.state.step == 2
+    assert numbers(ckpts) == []
+
+
+def test_after_an_exception_behind_the_optimizers_step_only_a_resume_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
+        with pytest.raises(Stop):
+            fail(run, ckpts.steps(until=9), True)
+        for call in (ckpts.save, ckpts.step_done, lambda: next(iter(ckpts.steps(until=9)))):
+            with pytest.raises(anyrank.CheckpointError, match="after the optimizer's step"):
+                call()
+        ckpts.resume(2)
+        for step in ckpts.steps(until=4):
+            run.train(step)
+    assert numbers(ckpts) == [4, 2]
+    assert run.values() == uninterrupted(tmp_path, 4).values()
