@@ -34,6 +34,7 @@ def load(path: str) -> nn.Module:
     with anyrank.staging():
         frozen = anyrank.freeze(nn.Linear(4, 4), source=path)
     model.append(frozen)
+    anyrank.load(model, path, process_group=anyrank.ALONE)
     print(anyrank.inspect(path).to_json())
     return model
 
@@ -74,7 +75,7 @@ def other_data(shards: list[list[int]]) -> list[int]:
     """Data in shards, and a DataLoader of the user's own."""
     sampler = anyrank.ElasticSampler(Rows(), global_batch=12, microbatch=2)
     batches = [len(batch) for batch in DataLoader(Rows(), batch_sampler=sampler)]
-    loader = anyrank.ElasticShards(
+    loader = anyrank.ElasticLoader.from_shards(
         shards, read=iter, lengths=[2, 2], global_batch=2, microbatch=1
     )
     return [*batches, *(step.samples for step in loader)]
