@@ -142,9 +142,7 @@ def share(theme: Theme) -> str:
     for rank, pieces in enumerate(shares(RESUMED_ON)):
         first, end = rows_of(pieces[0].box)
         y = place(first, RESUMED_ON, rank)
-        parts.append(
-            rect(right, y, width, (end - first) * scale, theme.box, theme.ranks[rank])
-        )
+        parts.append(rect(right, y, width, (end - first) * scale, theme.box, theme.ranks[rank]))
         parts.append(text(right + 10, y + 22, f"rank {rank}", theme.text, weight="bold"))
         parts.append(text(right + 10, y + 42, f"rows {first} to {end - 1}", theme.muted, size=13))
     return picture(560, 446, title, parts)

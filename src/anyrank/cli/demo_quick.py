@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import anyrank
 from anyrank.cli import torchrun
@@ -58,7 +59,7 @@ def load(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(folder: str, until: int) -> dict[str, Any]:
