@@ -16,7 +16,7 @@ export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu docs constraints clean
+.PHONY: help demo test lint format bench gpu device docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,14 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/memory.py
 
 gpu: $(READY)  ## tests and benchmark that need a CUDA device
-	$(VENV_PYTHON) -m pytest tests/gpu
+	$(VENV_PYTHON) -m pytest tests/gpu tests/device
 	$(VENV_PYTHON) benchmarks/load.py --device cuda
+
+# Once as a plain process, once as a rank whose device is not the current one, with several slots.
+device: $(READY)  ## tests of devices, on a simulated one that this builds with g++
+	$(VENV_PYTHON) -m pytest --device sim tests/gpu tests/device
+	LOCAL_RANK=1 ANYRANK_READ_THREADS=2 ANYRANK_CUDA_BUFFER_BYTES=262144 \
+		$(VENV_PYTHON) -m pytest --device sim tests/gpu tests/device
 
 docs: $(READY)  ## documentation in build/docs; a warning is an error
 	$(VENV_PYTHON) -m sphinx -W --keep-going -b html docs build/docs

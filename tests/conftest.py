@@ -1,27 +1,76 @@
-"""Ends the rank processes with the session; leaves out the GPU tests, and says so, without a
-GPU.
+"""Ends the rank processes with the session; runs the tests of devices on the one that is there, and
+says so where none is.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
+from tests.device.build_sim import why_not
 
 from anyrank.testing import close_pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=["cuda", "sim"], help="run tests/gpu and tests/device, on this device"
+    )
+
+
+def device_type(config: pytest.Config) -> str:
+    """What the tests of devices run on, or nothing."""
+    return config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "sim":
+        import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    device = device_type(config)
+    unwanted = {
+        "gpu": not device,
+        "cuda": device != "cuda",
+        "sim": device != "sim",
+        "builds_sim": device == "sim",
+    }
+    left = [i for i in items if any(i.get_closest_marker(m) for m, out in unwanted.items() if out)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The rank's device. On the simulated device a test ends without a race, and with a context on
+    this device alone, unless it is marked for several.
+    """
+    kind = device_type(request.config)
+    own = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    if kind == "cuda":
+        yield own
         return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    simulated = torch.get_device_module(own)
+    simulated.races()
+    simulated.used_devices(clear=True)
+    yield own
+    several = request.node.get_closest_marker("several_devices")
+    used = simulated.used_devices()
+    assert simulated.races() == []
+    assert used <= {own.index} or several, f"contexts on devices {used}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not torch.cuda.is_available():
-        terminalreporter.write_line("no CUDA device here: tests/gpu did not run (make gpu)")
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not device_type(config):
+        terminalreporter.write_line("no CUDA device here: tests/gpu did not run on one (make gpu)")
+        if why_not():
+            terminalreporter.write_line(f"no simulated device either: {why_not()}")
     skipped = [
         one for one in terminalreporter.getreports("skipped") if "tests/machines" in one.nodeid
     ]

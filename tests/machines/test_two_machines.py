@@ -45,7 +45,9 @@ def test_a_cut_cable_ends_the_call_on_both_sides(
     for rank, result in enumerate(machines.finish()):
         assert result["error"] == "RankError", result
         assert result["seconds"] < TIMEOUT_SEC + MARGIN_SEC, result
-        assert f"machine{1 - rank}" in result["text"], result
+        # Cut while ranks meet, what is known of the store's machine is its address.
+        names = (["machine1"], ["machine0", "10.77.0.1"])[rank]
+        assert any(name in result["text"] for name in names), result
 
 
 def test_a_dead_machine_is_named_and_the_other_goes_on_alone(

@@ -126,18 +126,25 @@ class Reader:
                 by_file.setdefault(number, []).append(job)
         count = max(len(self.listing.files), 1)
         order = sorted(by_file, key=lambda number: (number - first_file) % count)
-        accelerated = next((j.destination for j in jobs if not j.destination.is_cpu), None)
-        slots = 1 if accelerated is None else 2
+        streams = {
+            device: torch.accelerator.current_stream(device)
+            for device in {job.destination.device for job in jobs if not job.destination.is_cpu}
+        }
+        for device in streams:  # the caller's other streams may still use what is overwritten
+            synchronize(device)
+        slots = 2 if streams else 1
         threads = max(1, min(self.threads, len(jobs)))
         share = self.buffer_bytes // (threads * slots)
-        slot = max(ALIGN, share if accelerated is not None else min(share, CPU_SLOT_BYTES))
+        slot = max(ALIGN, share if streams else min(share, CPU_SLOT_BYTES))
         batches = (
             (number, batch)
             for number in order
             for batch in _batches(_segments(by_file[number], slot), slot)
         )
-        workers = [_Worker(self, slot, slots, accelerated) for _ in range(threads)]
-        _spread(workers, batches)
+        if by_file:
+            _spread([_Worker(self, slot, slots, streams) for _ in range(threads)], batches)
+        for stream in streams.values():  # every copy is in one of them, those from memory too
+            stream.synchronize()
 
     def read_whole(self, stored: StoredTensor) -> torch.Tensor:
         """All of one tensor, in CPU memory, from files that are opened for it.
@@ -167,16 +174,29 @@ class Reader:
             self.progress(nbytes)
 
 
+@dataclass(slots=True)
+class _Slot:
+    """Staging memory, and what must be over before it is filled again: the copies out of it."""
+
+    scratch: torch.Tensor
+    memory: memoryview
+    busy: list[torch.Event]
+
+
 class _Worker:
-    """One thread's staging memory and its loop."""
+    """One thread's staging memory and its loop.
+
+    Copies go into the streams that were current for the caller, behind what it has asked of the
+    destinations. A thread's own current device is 0, and so would be the device of its events.
+    """
 
     def __init__(
-        self, reader: Reader, slot: int, slots: int, accelerated: torch.Tensor | None
+        self, reader: Reader, slot: int, slots: int, streams: Mapping[torch.device, torch.Stream]
     ) -> None:
         self.reader = reader
         self.slot, self.slots = slot, slots
-        self.device = None if accelerated is None else accelerated.device
-        self.buffers: Iterator[tuple[torch.Tensor, memoryview, Any]] | None = None
+        self.streams = streams
+        self.buffers: Iterator[_Slot] | None = None
 
     def take(self, number: int, batch: list[Segment]) -> None:
         """Read one batch and put its staged blocks where they belong."""
@@ -186,7 +206,8 @@ class _Worker:
         views: list[memoryview] = []
         staged: list[tuple[Segment, int]] = []
         position, used = batch[0].start, 0
-        scratch, memory, event = self._buffer(batch)
+        slot = self._slot(batch)
+        memory = slot.memory
         for segment in batch:
             if segment.start > position:
                 views.append(memory[used : used + segment.start - position])
@@ -200,43 +221,37 @@ class _Worker:
             position = segment.stop
         read_exactly(self.reader.opened[number], path, views, batch[0].start)
         for segment, offset in staged:
-            _unstage(segment, scratch[offset:])
-        if event is not None:
-            event.record()
+            _unstage(segment, slot.scratch[offset:])
+        for device in {one.destination.device for one, _ in staged if one.destination is not None}:
+            if device in self.streams:
+                slot.busy.append(self.streams[device].record_event())
         self.reader.count(position - batch[0].start)
 
-    def finish(self) -> None:
-        """Wait until the device has taken the last block."""
-        if self.device is not None:
-            torch.accelerator.current_stream(self.device).synchronize()
-
-    def _buffer(self, batch: list[Segment]) -> tuple[torch.Tensor, memoryview, Any]:
+    def _slot(self, batch: list[Segment]) -> _Slot:
         if len(batch) == 1 and batch[0].direct is not None:
             return _NOTHING
         if self.buffers is None:
-            pinned = self.device is not None
+            for stream in self.streams.values():  # this thread is the worker's own then
+                torch.accelerator.set_stream(stream)
+            pinned = bool(self.streams)
             made = [
                 torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
-            events = [torch.Event(self.device) if pinned else None for _ in made]
-            self.buffers = itertools.cycle(
-                [(t, memory_of(t), e) for t, e in zip(made, events, strict=True)]
-            )
-        buffer = next(self.buffers)
-        if buffer[2] is not None:
-            buffer[2].synchronize()  # the copy out of this slot must be over before it is refilled
-        return buffer
+            self.buffers = itertools.cycle([_Slot(one, memory_of(one), []) for one in made])
+        slot = next(self.buffers)
+        while slot.busy:
+            slot.busy.pop().synchronize()
+        return slot
 
 
-_NOTHING = (torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(bytearray()), None)
+_NOTHING = _Slot(torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(bytearray()), [])
 
 
 def _spread(workers: list[_Worker], batches: Iterator[tuple[int, list[Segment]]]) -> None:
-    if len(workers) == 1:
+    if len(workers) == 1 and not workers[0].streams:
         for number, batch in batches:
             workers[0].take(number, batch)
-        workers[0].finish()
         return
     work: queue.Queue[tuple[int, list[Segment]] | None] = queue.Queue(2 * len(workers))
     errors: list[BaseException] = []
@@ -248,7 +263,6 @@ def _spread(workers: list[_Worker], batches: Iterator[tuple[int, list[Segment]]]
                     worker.take(*item)
             except BaseException as error:  # handed to the caller's thread below
                 errors.append(error)
-        worker.finish()
 
     threads = [threading.Thread(target=loop, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
@@ -334,15 +348,27 @@ def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
     copy_into(segment.destination, view)
 
 
-def copy_into(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy with a cast, asynchronously to an accelerator; the cast runs on the destination's
-    side.
+def copy_into(
+    destination: torch.Tensor, source: torch.Tensor, *, non_blocking: bool | None = None
+) -> None:
+    """Copy with a cast, which runs on the destination's side, in the device's current stream.
+
+    A destination on the CPU has the values when the call returns, as the host may read it at once;
+    with `non_blocking=True` (and no cast) it has them when that stream is done.
     """
+    if non_blocking is None:
+        non_blocking = not destination.is_cpu
     if destination.dtype == source.dtype and source.dtype.itemsize == 1:
         destination, source = destination.view(torch.uint8), source.view(torch.uint8)
     if destination.device != source.device and destination.dtype != source.dtype:
-        source = source.to(destination.device, non_blocking=True)
-    destination.copy_(source, non_blocking=True)
+        source = source.to(destination.device, non_blocking=non_blocking)
+    destination.copy_(source, non_blocking=non_blocking)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device. Going back to the current one makes no context there."""
+    with torch.accelerator.device_index(device.index):
+        torch.accelerator.synchronize(device)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -44,6 +44,7 @@ class Filling:
         self.memory = memory
         self.meter = meter
         self.device = default_device(prepared.targets)
+        meter.watch({self.device, *(target.tensor.device for target in prepared.targets)})
         self.progress = progress
         self.fresh: dict[int, torch.Tensor] = {}  # for meta targets, until it is put in place
         self.initialiser = Initialiser(model, prepared.seed)

@@ -57,6 +57,7 @@ def materialize(
         mine: list[Target] = []
         ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
         place = default_device(mine) if device is None else torch.device(device)
+        meter.watch({place, *(target.tensor.device for target in mine)})
         rule = None if init == "auto" else init
         initialiser = Initialiser(model, seed, rule)
         rules: dict[str, str] = {}

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -32,10 +33,16 @@ class Meter:
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.host_start = rss_anon()
-        self.device_start = _device_bytes()
+        self.devices: set[torch.device] = set()
+        self.device_start = 0
         self.host_peak = self.host_start
-        self.device_peak = self.device_start
+        self.device_peak = 0
         self.last = 0.0
+
+    def watch(self, devices: Iterable[torch.device]) -> None:
+        """Measure the memory of these devices from now on; the CPU and meta are none."""
+        self.devices = {device for device in devices if device.type not in ("cpu", "meta")}
+        self.device_start = self.device_peak = device_bytes(self.devices)
 
     def sample(self, _: int = 0) -> None:
         """Look at the memory in use, at most every SAMPLE_SEC."""
@@ -43,7 +50,7 @@ class Meter:
         if now - self.last >= SAMPLE_SEC:
             self.last = now
             self.host_peak = max(self.host_peak, rss_anon())
-            self.device_peak = max(self.device_peak, _device_bytes())
+            self.device_peak = max(self.device_peak, device_bytes(self.devices))
 
     def peaks(self) -> tuple[int, int]:
         """Host and device bytes above the start, at their highest."""
@@ -56,5 +63,6 @@ class Meter:
         return time.perf_counter() - self.start
 
 
-def _device_bytes() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+def device_bytes(devices: Iterable[torch.device]) -> int:
+    """Bytes of tensors on accelerators; 0 where this process has allocated nothing yet."""
+    return sum(torch.accelerator.memory_allocated(device) for device in devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -28,7 +29,7 @@ INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index
 
 @contextmanager
 def staging() -> Generator[None]:
-    """Keep what any third-party loader makes on the CPU, and CUDA uninitialised.
+    """Keep what any third-party loader makes on the CPU, and the accelerator uninitialised.
 
     Inside, a device that is not the CPU (or meta) becomes the CPU wherever it is named: to torch's
     functions and methods, to `torch.load` by its argument or by the file, to safetensors, and so to
@@ -41,21 +42,26 @@ def staging() -> Generator[None]:
     C++: give `torch.jit.load` a map_location.
 
     Raises:
-        AnyrankError: inside, by a call that would initialise CUDA or XPU and has no form for the
-            CPU; names its file and line. Once the process has initialised it, such calls pass.
+        AnyrankError: inside, by a call that would initialise the accelerator and has no form for
+            the CPU; names its file and line. Once the process has initialised it, such calls pass.
     """
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    current = {one: one.current_device() for one in backends() if is_initialised(one)}
     register_restorer()
     with PROCESS, torch.device(CPU), Redirect():
         try:
             yield
         finally:
-            if current is not None:
-                torch.cuda.set_device(current)
+            for backend, index in current.items():
+                backend.set_device(index)
 
 
 class Redirect(TorchFunctionMode):
     """Rewrites accelerators to the CPU in every torch call of the thread that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.accelerator.current_accelerator()
+        self.moves = (*MOVES, own.type) if own is not None else MOVES
 
     def __enter__(self) -> Redirect:
         self.before = getattr(THREAD, "block", None)
@@ -78,7 +84,7 @@ class Redirect(TorchFunctionMode):
             return redirect_device(args, kwargs)
         if name == "pin_memory":  # pinned pages belong to an accelerator's context
             return args[0]
-        if name in MOVES and func is getattr(torch.Tensor, name, None):
+        if name in self.moves and func is getattr(torch.Tensor, name, None):
             return torch.Tensor.to(args[0], CPU)
         position = INDEX_POSITION.get(name, -1)
         args = tuple(on_cpu(value, index == position) for index, value in enumerate(args))
@@ -158,7 +164,7 @@ class Process:
         with self.lock:
             if not self.num_inside:
                 self.changes.enter_context(follow_threads())
-                for backend in (torch.cuda, torch.xpu):
+                for backend in backends():
                     self.changes.enter_context(guard(backend))
             self.num_inside += 1
 
@@ -201,28 +207,46 @@ def guard(backend: Any) -> Generator[None]:
 
     The one place where anyrank replaces an attribute of torch, and for the block only: torch has no
     hook before initialisation, and both its Python and its C++ look this function up when they need
-    it. Two more modules hold it by a name of their own.
+    it. Two more modules hold it by a name of their own. A backend from outside torch need not go
+    through it to choose a device.
     """
-    holders = (backend, backend.memory, backend.random)
-    initialise = backend._lazy_init
+    holders = [backend, *(getattr(backend, name, None) for name in ("memory", "random"))]
+    names = ("_lazy_init",) if backend in (torch.cuda, torch.xpu) else ("_lazy_init", "set_device")
+    found = [
+        (one, name, getattr(one, name)) for one in holders for name in names if hasattr(one, name)
+    ]
 
-    def refuse() -> None:
-        if is_staged() and not backend.is_initialized():
+    def refuse(function: Callable[..., Any], *args: Any) -> Any:
+        if is_staged() and not is_initialised(backend):
             name = backend.__name__
             raise AnyrankError(
                 f"{caller()}: this call initialises {name} inside anyrank.staging(), which keeps "
                 f"loaders off the accelerator, and it has no form for the CPU: call it outside, or "
                 f"give the rank its device before the block ({name}.set_device(LOCAL_RANK))"
             )
-        initialise()
+        return function(*args)
 
-    for holder in holders:
-        holder._lazy_init = refuse
+    for holder, name, function in found:
+        setattr(holder, name, functools.partial(refuse, function))
     try:
         yield
     finally:
-        for holder in holders:
-            holder._lazy_init = initialise
+        for holder, name, function in found:
+            setattr(holder, name, function)
+
+
+def backends() -> list[Any]:
+    """The modules of accelerators that staged code may ask for."""
+    own = torch.accelerator.current_accelerator()
+    modules: list[Any] = [torch.cuda, torch.xpu]
+    if own is not None and own.type not in ("cuda", "xpu"):
+        modules.append(torch.get_device_module(own))
+    return modules
+
+
+def is_initialised(backend: Any) -> bool:
+    """Whether the process uses it already; of torch's own, MPS alone does not say."""
+    return hasattr(backend, "is_initialized") and backend.is_initialized()
 
 
 def caller() -> str:

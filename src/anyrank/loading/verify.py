@@ -174,5 +174,6 @@ def content_hash(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
     for part in flat.split(step) if flat.numel() else ():
-        digest.update(memory_of(part.cpu().contiguous()))
+        host = part.cpu().contiguous()  # by a name, as memory_of keeps nothing alive
+        digest.update(memory_of(host))
     return digest.hexdigest()

@@ -16,7 +16,10 @@ from anyrank.errors import RankError
 def agree_on_tiles(module: nn.Module, number: int, label: str) -> None:
     """Compare the number of tiles on the ranks over which a module's parameters are sharded now.
 
-    Without such parameters nothing is sent. All ranks of their mesh must call.
+    Without such parameters nothing is sent. All ranks of their mesh must call, every time: a rank
+    that left out the comparison, as its own number is the one it was, would leave the others to
+    wait in theirs. Numbers travel between hosts where the mesh's groups have a backend for the CPU,
+    as those of `init_process_group()` without an argument have; else the host waits for the device.
 
     Raises:
         RankError: the numbers differ.
@@ -26,10 +29,13 @@ def agree_on_tiles(module: nn.Module, number: int, label: str) -> None:
         if isinstance(parameter, DTensor):
             meshes[parameter.device_mesh] = None
     for mesh in meshes:
-        most_and_least = torch.tensor([number, -number], device=mesh.device_type)
-        for axis in range(mesh.ndim):
-            dist.all_reduce(most_and_least, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        most, least = most_and_least[0].item(), -most_and_least[1].item()
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        on_hosts = all("cpu:" in dist.get_backend_config(group) for group in groups)
+        bounds = torch.tensor([number, -number], device="cpu" if on_hosts else mesh.device_type)
+        for group in groups:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        most, minus_least = bounds.tolist()
+        least = -minus_least
         if most != least:
             raise RankError(
                 f"{label}: this rank has {number} tiles, and the ranks that share its sharded "

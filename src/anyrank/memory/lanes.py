@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-Event = Any
+Event = torch.Event | None
 
 
 class Lanes(Protocol):
     """Copies of one device. An event is that of a copy that has begun, None of one that is done."""
 
     def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event: ...
 
     def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event: ...
 
     def wait(self, event: Event) -> None:
@@ -29,10 +29,14 @@ class Lanes(Protocol):
 class AtOnce:
     """Copies that are done when the call returns."""
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> None:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
         target.copy_(source)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> None:
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
         target.copy_(source)
 
     def wait(self, event: Event) -> None:
@@ -44,15 +48,20 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.module: Any = torch.get_device_module(device)
-        self.out: Any = self.module.Stream(device)
-        self.back: Any = self.module.Stream(device)
+        self.out = torch.Stream(device)
+        self.back = torch.Stream(device)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> Event:
-        return self.copy(self.out, target, source, after)
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event:
+        event = self.copy(self.out, target, source, after)
+        # Memory of another stream than the one that waits for the copy: it may be used again there
+        # when that wait is over. For memory of this stream the wait is enough, and this is nothing.
+        source.record_stream(torch.accelerator.current_stream(self.device))
+        return event
 
     def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event:
         event = self.copy(self.back, target, source, after)
         # It may be dropped before anything waits for the copy.
@@ -60,22 +69,27 @@ class Streams:
         return event
 
     def copy(
-        self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+        self,
+        stream: torch.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Iterable[torch.Event],
     ) -> Event:
         # Read here, before the switch: the stream that has written the source, and that has used
         # the target's memory before.
-        stream.wait_stream(self.module.current_stream(self.device))
-        for event in after:
-            stream.wait_event(event)
-        with self.module.stream(stream):
-            target.copy_(source, non_blocking=True)
-            done = self.module.Event()
-            done.record(stream)
-        return done
+        current = torch.accelerator.current_stream(self.device)
+        with torch.accelerator.device_index(self.device.index):
+            stream.wait_stream(current)
+            for event in after:
+                stream.wait_event(event)
+            with stream:
+                target.copy_(source, non_blocking=True)
+            return stream.record_event()
 
     def wait(self, event: Event) -> None:
         if event is not None:
-            self.module.current_stream(self.device).wait_event(event)
+            with torch.accelerator.device_index(self.device.index):
+                torch.accelerator.current_stream(self.device).wait_event(event)
 
 
 def lanes_of(device: torch.device) -> Lanes:

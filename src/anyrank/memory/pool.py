@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from anyrank import settings
-from anyrank.errors import RecomputeError
+from anyrank.errors import AnyrankError, RecomputeError
+from anyrank.world.pinned import page_locked
 
 POLL_SEC = 0.001
 
@@ -26,7 +27,6 @@ class Buffer:
     """
 
     data: torch.Tensor
-    registered: bool
     busy: Any = None
 
     @property
@@ -114,32 +114,15 @@ class HostPool:
     def drop(self, buffer: Buffer) -> None:
         if buffer.busy is not None:
             buffer.busy.synchronize()
-        if buffer.registered:
-            check(runtime().cudaHostUnregister(buffer.data.data_ptr()))
         self.held_bytes -= buffer.nbytes
 
 
 def allocate(nbytes: int, device: torch.device) -> Buffer:
-    """Host memory of exactly this size, pinned where the device copies from it by itself."""
-    with torch.inference_mode(False):  # a buffer of inference mode could not be used outside
-        if device.type not in ("cpu", "cuda"):
-            pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            return Buffer(pinned, registered=False)
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    """Host memory of exactly this size, pinned where a device copies from it by itself."""
     if device.type == "cpu":
-        return Buffer(data, registered=False)
-    # Not by pin_memory=True, which rounds up to a power of two.
-    check(runtime().cudaHostRegister(data.data_ptr(), nbytes, 0))
-    return Buffer(data, registered=True)
-
-
-def runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-def check(code: Any) -> None:
-    if int(code) != 0:
-        raise RecomputeError(
-            f"CUDA error {int(code)} while pinning host memory for offload: lower pool_bytes, or "
-            "raise the limit of locked memory (ulimit -l)"
-        )
+        with torch.inference_mode(False):  # a buffer of inference mode could not be used outside
+            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    try:
+        return Buffer(page_locked(nbytes, device))
+    except AnyrankError as error:
+        raise RecomputeError(f"no host memory for offload: {error}; or lower pool_bytes") from error

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.resume.saving import SaveRecord, Snapshot
-from anyrank.resume.share import Item, Staging
+from anyrank.resume.share import Item, Staging, check_unwritten, devices_of
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -33,6 +33,12 @@ class Background:
     def __init__(self, write: Write) -> None:
         self.write = write
         self.now, self.later = Staging(), Staging()
+        # Beside the training's streams, which wait for `copied` before the state changes.
+        self.streams: dict[torch.device, torch.Stream] = {}
+        self.copied: dict[torch.device, torch.Event] = {}
+        self.unchecked: list[Item] = []  # whose copy may not have ended
+        self.checking = threading.Lock()
+        self.spoiled: CheckpointError | None = None
         self.thread: threading.Thread | None = None
         self.staged = threading.Event()
         self.staged.set()
@@ -67,7 +73,7 @@ class Background:
         steady = [item for item in snapshot.items if item.steady]
         copied: list[Item] = []
         ranks.together("copying the state", lambda: copied.extend(self.now.take(fleeting, ranks)))
-        self.failure = self.record = None
+        self.failure = self.record = self.spoiled = None
         self.stall = 0.0
         self.staged.clear()
         args = (snapshot, copied, steady, written_by_now(steady), writers)
@@ -79,17 +85,31 @@ class Background:
         snapshot: Snapshot,
         copied: list[Item],
         steady: list[Item],
-        written: dict[torch.device, Any],
+        written: dict[torch.device, torch.Event],
         ranks: Ranks,
     ) -> None:
         copies: list[Item] = []
 
         def stage() -> None:
             faults.point("save.stage")
-            for device, event in written.items():  # this thread's stream is not the training's
-                torch.accelerator.current_stream(device).wait_event(event)
-            copies.extend(self.later.take(steady, ranks))
-            self.staged.set()
+            for device, event in written.items():
+                if device not in self.streams:
+                    self.streams[device] = torch.Stream(device)
+                torch.accelerator.set_stream(self.streams[device])
+                self.streams[device].wait_event(event)
+            streams = {device: self.streams[device] for device in written}
+            try:
+                copies.extend(self.later.begin(steady, ranks))
+                self.unchecked = [item for item in steady if item.source.device in streams]
+                self.copied = {device: one.record_event() for device, one in streams.items()}
+                self.staged.set()
+            finally:
+                for stream in streams.values():
+                    stream.synchronize()
+            self._check()
+            self.copied = {}
+            if self.spoiled is not None:
+                raise self.spoiled
 
         try:
             try:
@@ -105,11 +125,25 @@ class Background:
             log.error("step %d was not saved: %s", snapshot.header["step"], self.failure)
 
     def wait_for_copy(self) -> None:
-        """Return when the state may change again."""
+        """Return when the state may change again, by what is asked of the current stream."""
         if not self.staged.is_set():
             start = time.perf_counter()
             self.staged.wait()
             self.stall += time.perf_counter() - start
+        self._check()
+        for device, event in self.copied.items():
+            with torch.accelerator.device_index(device.index):
+                torch.accelerator.current_stream(device).wait_event(event)
+
+    def _check(self) -> None:
+        """Look for writes to what was being copied: before the optimizer's, or at its end."""
+        with self.checking:  # the optimizer goes on when the check is over, whoever makes it
+            items, self.unchecked = self.unchecked, []
+            try:
+                for item in items:
+                    check_unwritten(item)
+            except CheckpointError as error:
+                self.spoiled = error
 
     @property
     def failed(self) -> bool:
@@ -141,10 +175,13 @@ class Background:
         self.hooks, self.watched = [], []
 
 
-def written_by_now(items: Sequence[Item]) -> dict[torch.device, Any]:
+def written_by_now(items: Sequence[Item]) -> dict[torch.device, torch.Event]:
     """For each accelerator, what the calling thread has asked it to do up to now, as an event."""
-    devices = {item.source.device for item in items if not item.source.is_cpu}
-    return {one: torch.accelerator.current_stream(one).record_event() for one in devices}
+    events: dict[torch.device, torch.Event] = {}
+    for device in devices_of(items):
+        with torch.accelerator.device_index(device.index):  # no context on the current one
+            events[device] = torch.accelerator.current_stream(device).record_event()
+    return events
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

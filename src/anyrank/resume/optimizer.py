@@ -27,7 +27,7 @@ from anyrank.resume.parts import (
     own_name,
 )
 from anyrank.resume.trees import from_json, to_json
-from anyrank.tensors.held import Held, hold, placement_of
+from anyrank.tensors.held import Held, dtensor_like, hold, placement_of
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.world.device import rank_device
@@ -255,19 +255,15 @@ class _Taker:
     ) -> torch.Tensor:
         if not placements or self.parameter is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        from torch.distributed.tensor import DTensor
-
-        mesh: Any = self.parameter.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-        hollow = torch.empty(shape, device="meta")
+        like: Any = self.parameter.tensor
+        mesh = like.device_mesh
+        whole = torch.empty(shape, device="meta")
         layout = Layout(tuple(mesh.shape), tuple(placement_of(one, "") for one in placements))
-        local = local_shape(shape, layout, mesh.get_coordinate())
-        return DTensor.from_local(
-            torch.empty(local, dtype=dtype, device=device),
-            mesh,
-            placements,
-            run_check=False,
-            shape=hollow.shape,
-            stride=hollow.stride(),
+        local = torch.empty(
+            local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
+        )
+        return dtensor_like(
+            like, local, placements=placements, shape=whole.shape, stride=whole.stride()
         )
 
     def _device(self, where: str) -> torch.device:

@@ -18,6 +18,7 @@ from anyrank.tensors.held import Held, version_of
 from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.writes import PIECE_BYTES, Write, cut
 from anyrank.world.pages import use_large_pages
+from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Ranks
 
 MOST_PARTS = 512  # of one call; the kernel's limit is 1024
@@ -92,12 +93,21 @@ class Staging:
         Raises:
             CheckpointError: an item was written to while it was copied.
         """
+        copies = self.begin(items, ranks)
+        for device in devices_of(items):
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+    def begin(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
+        """`take`, but copies from a device are only in its current stream when this returns."""
         total = sum(-(-item.nbytes // ALIGN) * ALIGN for item in items)
         if self.memory.numel() < total:
             self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # never two at a time
-            pinned = any(not item.source.is_cpu for item in items)
-            self.memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            if not pinned:
+            devices = devices_of(items)
+            if devices:
+                self.memory = page_locked(total, min(devices, key=str))
+            else:
+                self.memory = torch.empty(total, dtype=torch.uint8, device="cpu")
                 use_large_pages([self.memory], ranks.ranks_on_node)
         copies: list[Item] = []
         position = 0
@@ -105,18 +115,25 @@ class Staging:
             ranks.check()
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
-            copy_into(copy, item.source)
-            if version_of(item.owner) != item.version:
-                raise CheckpointError(
-                    f"{item.name}: was written to between step_done and the optimizer's next step, "
-                    "while it was copied: change parameters before step_done, or background=False"
-                )
+            copy_into(copy, item.source, non_blocking=True)
+            check_unwritten(item)
             copies.append(replace(item, source=copy))
             position += -(-item.nbytes // ALIGN) * ALIGN
-        devices = {item.source.device for item in items if not item.source.is_cpu}
-        for device in devices:
-            torch.accelerator.current_stream(device).synchronize()
         return copies
+
+
+def devices_of(items: Sequence[Item]) -> set[torch.device]:
+    """The accelerators that items are on."""
+    return {item.source.device for item in items if not item.source.is_cpu}
+
+
+def check_unwritten(item: Item) -> None:
+    """Raises CheckpointError: an item was written to since the state was collected."""
+    if version_of(item.owner) != item.version:
+        raise CheckpointError(
+            f"{item.name}: was written to between step_done and the optimizer's next step, "
+            "while it was copied: change parameters before step_done, or background=False"
+        )
 
 
 def write_share(

@@ -109,6 +109,28 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     return layout, None if coordinate is None else tuple(coordinate)
 
 
+def dtensor_like(
+    like: Any, local: torch.Tensor, *, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> Any:
+    """A DTensor around `local`, on the mesh of the DTensor `like`, wherever `local` is.
+
+    `from_local` moves what is not on the mesh's device, as the parameters are that FSDP2 keeps on
+    the CPU. A meta tensor it leaves, and torch's protocol of wrapper classes puts `local` in its
+    place.
+    """
+    mesh = like.device_mesh
+    kind: Any = type(like)  # by its class, as an import statement here takes 0.1 ms
+    elsewhere = local.device.type != mesh.device_type
+    given = torch.empty_like(local, device="meta") if elsewhere else local
+    made = kind.from_local(given, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if not elsewhere:
+        return made
+    names, context = made.__tensor_flatten__()
+    parts = {name: getattr(made, name) for name in names}
+    parts |= {name: local for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    return kind.__tensor_unflatten__(parts, context, shape, stride)
+
+
 def placement_of(placement: Any, name: str) -> Placement:
     """A placement of torch as plain data.
 

@@ -68,6 +68,8 @@ def same_error(
 def failure_of(error: Exception) -> Failure:
     if isinstance(error, Interrupted):
         return Failure(None, "stopped, because another rank failed")
+    if isinstance(error, RankError):
+        return Failure(RankError, str(error))
     if isinstance(error, AnyrankError):
         return Failure(type(error), str(error))
     return Failure(RankError, f"{type(error).__name__}: {error}")

@@ -115,6 +115,10 @@ def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:
     lobby = Store(shared, "anyrank")
     try:
         met = Meeting(lobby, ranks, rank, call, seconds, is_here(shared)).hold()
+    except StoreLost as error:
+        raise RankError(
+            f"{call}: {error}: its process or its machine is gone, or the network to it"
+        ) from error
     finally:
         lobby.close()
     store = Store(shared, f"anyrank/{met.name}")
@@ -133,6 +137,6 @@ def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:
     except StoreLost as error:
         store.close()
         raise RankError(
-            f"{call}: rank {rank} could not connect to the other ranks within {limit:.0f} s: "
-            f"{error}"
+            f"{call}: rank {rank} could not connect to the ranks on {', '.join(met.hosts)} within "
+            f"{limit:.0f} s: {error}"
         ) from error

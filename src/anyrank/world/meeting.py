@@ -92,6 +92,7 @@ class Meeting:
             RankError: a rank has not come, has died or has left, or calls something else.
         """
         index = self.ranks.index(self.rank)
+        self.store.set(f"host/{self.rank}", self.machine[0])  # for those who miss it later
         self.post()
         try:
             met = self.lead() if index == 0 else self.follow()
@@ -181,9 +182,9 @@ class Meeting:
         while not self.store.has([f"{name}/complete"]):
             if time.monotonic() > end:
                 gone = [r for r, k in zip(self.ranks, self.posts, strict=True) if self.store.get(k)]
+                who = self.named(gone) if gone else "a rank"
                 raise RankError(
-                    f"{named(gone) if gone else 'a rank'} died while the ranks met in {self.call}: "
-                    "look at its log for the cause",
+                    f"{who} died while the ranks met in {self.call}: look at its log for the cause",
                     causes=dict.fromkeys(gone, "no answer"),
                 )
             time.sleep(pause)
@@ -244,6 +245,12 @@ class Meeting:
         """Ranks that have not posted, some of them where they are many."""
         return [self.ranks[index] for index in self.store.absent(self.posts, SHOWN + 1)]
 
+    def named(self, missing: Sequence[int]) -> str:
+        """Missing ranks in words, with the machines of those that have met others before."""
+        hosts = {rank: self.store.get(f"host/{rank}") for rank in missing[:SHOWN]}
+        known = sorted(set(filter(None, hosts.values())) - {self.machine[0]})
+        return named(missing) + (f" on {', '.join(known)}" if known else "")
+
     def warn(self, seconds: int) -> None:
         """Say whom this rank waits for."""
         missing = self.missing()
@@ -252,7 +259,7 @@ class Meeting:
                 "%s on rank %d waits for %s, which %s not called it for %d s: %s",
                 self.call,
                 self.rank,
-                named(missing),
+                self.named(missing),
                 "have" if len(missing) > 1 else "has",
                 seconds,
                 WAY_OUT,
@@ -261,7 +268,7 @@ class Meeting:
     def timed_out(self) -> RankError:
         """The error of a rank that has waited long enough."""
         missing = self.missing()
-        absent = f"{named(missing)} did not come: " if missing else ""
+        absent = f"{self.named(missing)} did not come: " if missing else ""
         return RankError(
             f"not all of ranks {list(self.ranks)} called {self.call} within {self.seconds:.0f} s: "
             f"{absent}{WAY_OUT}",

@@ -184,8 +184,8 @@ class ElasticSampler(Position):
                 return Share(weight, is_last, plan.number, turn.k, self.schedule.order.seed)
         raise ValueError(f"there is no batch {number} in this iteration")
 
-    def commit(self) -> None:
-        """Count the next step as done: call it once after each optimizer's step. No collectives.
+    def check_complete(self) -> None:
+        """Whether the next step may be counted. No collectives.
 
         Raises:
             CheckpointError: not all of the step's batches were taken from the sampler.
@@ -197,15 +197,23 @@ class ElasticSampler(Position):
                 "of Accelerate) cannot be used"
             )
         plan = self.next_step()
-        given = self.handed_out.pop(plan.number, HandedOut())
-        needed = len(plan.turns(*self.place()))
-        if given.batches < needed:
+        taken, needed = self.handed_out[plan.number].batches, len(plan.turns(*self.place()))
+        if taken < needed:
             raise CheckpointError(
-                f"step {plan.number} has {needed} batches on this rank, and {given.batches} were "
+                f"step {plan.number} has {needed} batches on this rank, and {taken} were "
                 "taken from the sampler: call commit once for each optimizer step, and let no "
                 "second sharding (BatchSamplerShard of accelerator.prepare) choose among them"
             )
-        self.advance(plan, given.seen)
+
+    def commit(self) -> None:
+        """Count the next step as done: call it once after each optimizer's step. No collectives.
+
+        Raises:
+            CheckpointError: not all of the step's batches were taken from the sampler.
+        """
+        self.check_complete()
+        plan = self.next_step()
+        self.advance(plan, self.handed_out.pop(plan.number).seen)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the state was saved, on any number of ranks. No collectives.

@@ -1,4 +1,4 @@
-"""Saves and resumes of state on a GPU: devices of optimizer state, pinned staging, CUDA streams."""
+"""Saves and resumes of state on a device: where optimizer state is, pinned staging, streams."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(options: dict[str, Any], device: str = "cuda") -> anyrank.TrainState:
+def build(options: dict[str, Any], device: torch.device) -> anyrank.TrainState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 8)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    return anyrank.TrainState(model, optimizer, scaler=torch.amp.GradScaler(device))
+    return anyrank.TrainState(model, optimizer, scaler=torch.amp.GradScaler(device.type))
 
 
 def train(state: anyrank.TrainState, steps: int) -> list[float]:
@@ -44,14 +44,17 @@ def train(state: anyrank.TrainState, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_on_the_gpu_goes_on_bit_by_bit(tmp_path: Path, name: str, background: bool) -> None:
-    state = build(OPTIONS[name])
+def test_a_run_on_the_device_goes_on_bit_by_bit(
+    device: torch.device, tmp_path: Path, name: str, background: bool
+) -> None:
+    state = build(OPTIONS[name], device)
     train(state, 3)
     with anyrank.Checkpoints(tmp_path, state, background=background) as ckpts:
         ckpts.step_done()
         ckpts.save()
         expected = train(state, 3)  # while it is copied, in the background
-    fresh = build(OPTIONS[name])
+        ckpts.wait()
+    fresh = build(OPTIONS[name], device)
     report = resume(tmp_path, fresh, "must")
     assert report is not None
     assert set(report.components.values()) == {"exact"}
@@ -64,12 +67,14 @@ def test_a_run_on_the_gpu_goes_on_bit_by_bit(tmp_path: Path, name: str, backgrou
     assert train(fresh, 3) == expected
 
 
-def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
-    state = build({})
+def test_a_run_moves_from_the_device_to_the_cpu_and_back(
+    device: torch.device, tmp_path: Path
+) -> None:
+    state = build({}, device)
     train(state, 2)
-    save(tmp_path / "gpu", state)
-    moved = build({}, "cpu")
-    report = resume(tmp_path / "gpu", moved, "must")
+    save(tmp_path / "device", state)
+    moved = build({}, torch.device("cpu"))
+    report = resume(tmp_path / "device", moved, "must")
     assert report is not None
     assert report.components["streams"] in ("exact", "derived")
     for parameter, other in zip(
@@ -78,14 +83,16 @@ def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
         assert parameter.device.type == "cpu"
         assert torch.equal(parameter, other.cpu())
     save(tmp_path / "cpu", moved)
-    back = build({"fused": True})
+    back = build({"fused": True}, device)
     resume(tmp_path / "cpu", back, "must")
     steps = [one["step"] for one in back.parts["optimizer"].state.values()]
-    assert all(step.is_cuda and step.item() == 2 for step in steps)  # a fused step reads it there
+    assert all(
+        step.device == device and step.item() == 2 for step in steps
+    )  # a fused step reads it there
 
 
-def test_staging_is_pinned_and_reused(tmp_path: Path) -> None:
-    state = build({})
+def test_staging_is_pinned_and_reused(device: torch.device, tmp_path: Path) -> None:
+    state = build({}, device)
     train(state, 1)
     with anyrank.Checkpoints(tmp_path, state, every=1, background=True) as ckpts:
         addresses: set[int] = set()

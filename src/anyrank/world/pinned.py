@@ -1,0 +1,58 @@
+"""Page-locked host memory of an exact size, which a device copies from and to by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from typing import Any
+
+import torch
+
+from anyrank.errors import AnyrankError
+
+PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
+
+
+def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised uint8[nbytes] on the CPU, page-locked for copies from and to `device`.
+
+    Freed with its last view, once the copies that are under way have ended. pin_memory=True, which
+    remains for devices without CUDA's runtime calls, rounds up to a power of two and keeps what it
+    has allocated.
+
+    Raises:
+        AnyrankError: the system has not that much memory, or may not lock it.
+    """
+    module = torch.get_device_module(device)
+    with torch.inference_mode(False):  # inference tensors could not be used outside of it
+        if nbytes == 0 or not hasattr(module, "cudart"):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
+        memory = pages(nbytes)
+        address = ctypes.addressof(memory)
+        with torch.accelerator.device_index(device.index):
+            code = int(module.cudart().cudaHostRegister(address, nbytes, PORTABLE))
+        if code:
+            raise AnyrankError(
+                f"CUDA error {code} while page-locking {nbytes} bytes of host memory: raise the "
+                "limit of locked memory (ulimit -l)"
+            )
+        # Of what holds the pages, `memory` is the first to go: they are unlocked, then unmapped.
+        weakref.finalize(memory, unlock, module, address, device).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pages(nbytes: int) -> Any:
+    """Fresh memory that shares no page with any other, as a page can be locked once only."""
+    try:
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise AnyrankError(f"no {nbytes} bytes of host memory to page-lock: {error}") from error
+    return (ctypes.c_char * nbytes).from_buffer(mapped)
+
+
+def unlock(module: Any, address: int, device: torch.device) -> None:
+    """Release a registration. Called by the collector: an error has nobody to reach."""
+    with torch.accelerator.device_index(device.index):
+        torch.accelerator.synchronize(device)
+        module.cudart().cudaHostUnregister(address)

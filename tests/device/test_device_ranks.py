@@ -1,0 +1,184 @@
+"""Two ranks, a simulated device each: loads, resumes and tiles, with collectives on the device."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anyrank
+from anyrank.testing import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(120)]
+WIDTH = 128
+CPU = torch.device("cpu")
+ENV = {"ANYRANK_READ_THREADS": "2"}
+
+
+def job(path: str, kind: str, *args: Any) -> Any:
+    """Run a job of two ranks on the simulated device; what it returns, and its races."""
+    import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+
+    simulated: Any = torch.get_device_module("sim")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(rank)
+    store = dist.FileStore(f"{path}/store-{kind}-{'-'.join(map(str, args))}", 2)
+    dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=rank, world_size=2)
+    try:
+        result = JOBS[kind](path, torch.device("sim", rank), *args)
+    finally:
+        dist.destroy_process_group()
+    simulated.synchronize(rank)
+    return result, simulated.races(), simulated.used_devices()
+
+
+def build(device: torch.device, wrap: str) -> Any:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+    if wrap == "ddp":
+        return DistributedDataParallel(net.to(device), device_ids=[device.index])
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if wrap == "offloaded" else {}
+    net = net if options else net.to(device)
+    for layer in (net[0], net[2]):
+        fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def train(net: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> list[float]:
+    losses: list[float] = []
+    for _ in range(3):
+        loss = net(torch.ones(4, WIDTH, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def load(path: str, device: torch.device, wrap: str, strategy: Any) -> Any:
+    if wrap == "ddp":
+        net = build(device, wrap)
+    else:
+        with anyrank.meta():
+            net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+        for layer in net:
+            fully_shard(layer, **(options if wrap == "offloaded" else {}))
+    tensors = {
+        name: torch.full_like(value, n + 1, device="cpu")
+        for n, (name, value) in enumerate(sizes(net).items())
+    }
+    if device.index == 0:
+        save_file(tensors, f"{path}/w.safetensors")
+    dist.barrier()
+    anyrank.load(net, f"{path}/w.safetensors", strategy=strategy, verify=True, buffer_bytes=1 << 17)
+    inner = net.module if wrap == "ddp" else net
+    net(torch.randn(2, WIDTH, device=device)).sum().backward()
+    grads = {getattr(p.grad, "_local_tensor", p.grad).device.type for p in net.parameters()}
+    whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in inner.state_dict().items()}
+    return grads, all(torch.equal(v.cpu(), tensors[n]) for n, v in whole.items())
+
+
+def sizes(net: Any) -> dict[str, torch.Tensor]:
+    inner = getattr(net, "module", net)
+    return {n: torch.empty(v.shape, dtype=v.dtype) for n, v in inner.state_dict().items()}
+
+
+def resume(path: str, device: torch.device, wrap: str, background: bool) -> Any:
+    net = build(device, wrap)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    state = anyrank.TrainState(net, optimizer)
+    train(net, optimizer, device)
+    folder = f"{path}/{wrap}"
+    with closing(anyrank.Checkpoints(folder, state, background=background)) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
+        expected = train(net, optimizer, device)
+        ckpts.wait()
+    fresh = build(device, wrap)
+    again = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    with anyrank.Checkpoints(folder, anyrank.TrainState(fresh, again)) as ckpts:
+        report = ckpts.resume("must")
+    assert report is not None
+    places = [
+        {k: getattr(v, "_local_tensor", v).device.type for k, v in one.items()}
+        for one in (*optimizer.state.values(), *again.state.values())
+    ]
+    assert places.count(places[0]) == len(places)
+    return set(report.components.values()), train(fresh, again, device) == expected
+
+
+class Reads(TorchDispatchMode):
+    """Counts the host's waits for a value on the device."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default and not args[0].is_cpu
+        self.num += func is torch.ops.aten._to_copy.default and kwargs.get("device") == CPU
+        return func(*args, **kwargs or {})
+
+
+def tiled(path: str, device: torch.device, rows: int) -> Any:
+    """A tensor-parallel MLP in tiles; on rank 1 of another length."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(device)
+    mesh = init_device_mesh("sim", (2,))
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    x = torch.randn(4, 8, device=device)
+    plain = net(x)
+    parallelize_module(net, mesh, plan)
+    anyrank.tile_(net, "", chunk_size=2, dim=0)
+    with Reads() as reads:
+        same = torch.allclose(net(x), plain, atol=1e-6) if rows == 4 else None
+    try:
+        net(torch.randn(rows if device.index else 4, 8, device=device))
+    except anyrank.RankError as error:
+        return reads.num, same, str(error)
+    return reads.num, same, ""
+
+
+JOBS: dict[str, Any] = {"load": load, "resume": resume, "tiled": tiled}
+
+
+def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
+    results = run_ranks(2, job, str(path), kind, *args, init=False, env=ENV, timeout=60)
+    assert [races for _, races, _ in results] == [[], []]
+    assert [used for _, _, used in results] == [{0}, {1}]
+    return [result for result, _, _ in results]
+
+
+@pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
+def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str) -> None:
+    wanted = ({"cpu" if wrap == "offloaded" else "sim"}, True)
+    assert on_two_ranks(tmp_path, "load", wrap, strategy) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
+def test_ranks_go_on_bit_by_bit(tmp_path: Path, wrap: str, background: bool) -> None:
+    assert on_two_ranks(tmp_path, "resume", wrap, background) == [({"exact"}, True)] * 2
+
+
+def test_numbers_of_tiles_are_compared_without_waiting_for_the_device(tmp_path: Path) -> None:
+    assert on_two_ranks(tmp_path, "tiled", 4) == [(0, True, "")] * 2
+    for reads, _, text in on_two_ranks(tmp_path, "tiled", 7):
+        assert reads == 0
+        assert "share its sharded parameters between 2 and 4" in text
