@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
 import anyrank
 
 project = "anyrank"
@@ -23,7 +28,29 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+python_maximum_signature_line_length = 88
+default_role = "code"  # docstrings put names between single backticks
 
 html_theme = "furo"
 html_title = f"anyrank {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
+
+WIDE = 6  # columns of a table that gets small print
+BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)")  # within CamelCase, names, calls
+
+
+def narrow_tables(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Let long words in wide tables break, so that the table fits beside the navigation."""
+    for table in doctree.findall(nodes.table):
+        if len(list(table.findall(nodes.colspec))) < WIDE:
+            continue
+        table["classes"].append("wide")
+        for text in list(table.findall(nodes.Text)):
+            text.parent.replace(text, nodes.Text(BREAKS.sub("\u200b", text)))
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("doctree-resolved", narrow_tables)

@@ -20,7 +20,7 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from anyrank.cli import demo, torchrun
+from anyrank.cli import demo, demo_quick, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.loading.report import LoadReport
 
@@ -86,6 +86,60 @@ def test_real_weights_load_as_transformers_loads_them_and_train(
     assert said["last_loss"] < said["first_loss"]
     assert sorted(os.listdir("results")) == FILES
     assert json.loads(Path("results/report.json").read_text(encoding="utf-8")) == said
+
+
+@pytest.mark.slow
+def test_the_quick_demo_loads_saves_and_resumes_without_another_package(
+    anyrank: Callable[[str], Result],
+) -> None:
+    result = anyrank("demo --quick --json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["ranks"], said["findings"]) == ([2, 1], [])
+    assert said["resume"]["components"]["model"] == "resharded"
+    assert [receipt[1:] for receipt in said["receipts"]] == [[480, "exactly once"]]
+    assert os.listdir() == []
+
+
+GOOD = {
+    "ranks": [2, 1],
+    "torch": "2.13.0",
+    "load": {"tensors": 4, "read_bytes": [2048, 1024], "equal": True},
+    "resume": {"step": 10, "components": {"model": "resharded", "data": "exact"}},
+    "receipts": [[0, 480, "exactly once"]],
+    "loss_difference": 1e-7,
+    "seconds": 9.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({}, None),
+        ({"load": {**GOOD["load"], "equal": False}}, "values are not those of the file"),
+        ({"resume": {**GOOD["resume"], "step": 5}}, "resumed at step 5, saved at step 10"),
+        ({"receipts": []}, "not seen exactly once"),
+        ({"receipts": [[0, 480, "1 repeated"]]}, "not seen exactly once"),
+        ({"loss_difference": float("nan")}, "losses differ by nan"),
+    ],
+)
+def test_findings_of_the_quick_demo(change: Any, finding: str | None) -> None:
+    found = demo_quick.findings_of({**GOOD, **change})
+    assert len(found) == (finding is not None)
+    assert finding is None or finding in found[0]
+
+
+def test_the_quick_demo_is_one_screen() -> None:
+    lines = demo_quick.lines(GOOD)
+    assert len(lines) == 6
+    assert lines[0] == "  load      4 tensors on 2 ranks, which read 2.0 1.0 KiB"
+
+
+@pytest.mark.parametrize("option", ["--ranks 2", "--steps 12", "--out o"])
+def test_the_quick_demo_takes_no_size(option: str, anyrank: Callable[[str], Result]) -> None:
+    result = anyrank(f"demo --quick {option}")
+    assert result.exit_code == 2
+    assert f"leave {option.split()[0]} out" in result.stderr
 
 
 def losses_in(text: str) -> list[float]:

@@ -25,7 +25,7 @@ INTERFACE = {
     "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
-    "demo": {"--ranks", "--steps", "--out", "--json", "-h", "--help"},
+    "demo": {"--ranks", "--steps", "--out", "--quick", "--json", "-h", "--help"},
 }
 
 

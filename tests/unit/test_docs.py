@@ -13,7 +13,8 @@ says otherwise:
     <!-- check: CODE -->      behind a block or its output: what the example must have led to
 
 A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
-numbers with a decimal point (seconds, MiB) and checksums may differ.
+numbers with a decimal point (seconds, MiB) and checksums may differ. A block between the lines <!--
+and --> runs as well: it is what a command of the page does, and readers do not see it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -52,6 +54,7 @@ SRC = ROOT / "src/anyrank"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MARK = re.compile(r"<!-- (file|run|skip|setup|check): (.*) -->")
 SHELL = ("sh", "console")
+HIDDEN = ("<!--", "-->")
 
 
 def name_of(page: Path) -> str:
@@ -119,7 +122,7 @@ def find_blocks(page: Path) -> list[Block]:
                 made[-1].output = block.text
             made.append(block)
             marks, is_next, number = {}, True, end + 1
-        elif line:
+        elif line and line not in HIDDEN:
             is_next = False
     return made
 
@@ -389,7 +392,7 @@ def test_a_broken_link_is_found() -> None:
 
 TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
 ENVIRONMENT = r"(?:[A-Z_]+=\S+ )*"
-PROGRAMS = "make|anyrank|python|torchrun"
+PROGRAMS = "make|anyrank|pip|python|torchrun"
 OTHERS = ("cd ", "git clone ", "#")
 
 
@@ -406,6 +409,8 @@ def is_known(line: str) -> bool:
         return all(word in TARGETS or "=" in word for word in words)
     if program == "anyrank":
         return knows_command(words)
+    if program == "pip":
+        return knows_package(words)
     if program in ("python", "torchrun"):
         if words[:1] == ["-c"]:
             return True  # it runs with its page
@@ -433,6 +438,14 @@ def knows_command(words: list[str]) -> bool:
     return given <= known | {"--help", "-h"}
 
 
+def knows_package(words: list[str]) -> bool:
+    """Whether `pip install` gets this project, with extras that it has."""
+    asked = re.fullmatch(r"install '?(?:\.|anyrank)(?:\[([a-z0-9,]+)\])?'?", " ".join(words))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = (asked[1] or "").split(",") if asked else []
+    return asked is not None and set(extras) - {""} <= set(project["optional-dependencies"])
+
+
 def find_unknown_commands(text: str) -> list[str]:
     """Lines of shell, and commands in the running text, that name nothing that is there."""
     lines = re.findall(r"`((?:make|anyrank) [^`\n]+)`", text)
@@ -453,13 +466,15 @@ def test_commands_exist(page: Path) -> None:
 def test_a_command_that_is_not_there_is_found() -> None:
     good = ["make test", "make gpu VENV_PYTHON=python3", "anyrank plan x --ranks 8", "anyrank -h"]
     good += [".venv/bin/anyrank demo", "python examples/finetune.py", "A=1 make docs"]
-    good += ["anyrank run --ranks 2 train.py --of-the-script 3"]
+    good += ["anyrank run --ranks 2 train.py --of-the-script 3", "pip install '.[s3]'"]
     bad = [
         "make tset",
         "anyrank laod x",
         "anyrank plan x --rank 8",
         "anyrank run --rank 2 train.py",
         "python examples/no.py",
+        "pip install 'anyrank[no]'",
+        "pip install another",
         "rm x",
     ]
     text = "\n".join(["```sh", *good, *bad, "```", "`make nothing`"])
@@ -555,17 +570,99 @@ def test_versions_are_those_of_the_constraints() -> None:
     assert cells[1:-1] == [pins[package] for package in packages]
 
 
-def test_memory_in_the_readme_is_what_was_measured() -> None:
+def measured_loads() -> tuple[dict[str, Any], dict[tuple[str, str], float]]:
+    """The results of loading, and peak memory over the model's bytes by group and contender."""
     results = json.loads((ROOT / "benchmarks/results/load.json").read_text(encoding="utf-8"))
     measured = [row for row in results["rows"] if "peak_x" in row]  # others were too large
-    peaks = {(row["group"], row["contender"]): row["peak_x"] for row in measured}
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    peaks = {(row["group"], row["contender"]): row["peak_x"]["most"] for row in measured}
+    return results, peaks
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_memory_in_the_tables_is_what_was_measured(page: str) -> None:
+    _, peaks = measured_loads()
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     line = next(line for line in lines if line.startswith("| memory of 4 ranks"))
     ways = ("load_file", "dcp", "transformers", "accelerate", "anyrank")
     assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
-        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]['most']:.1f}" for dtype in ("bf16", "fp32"))
+        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]:.1f}" for dtype in ("bf16", "fp32"))
         for way in ways
     ]
+
+
+def test_the_figures_at_the_head_of_the_readme_are_what_was_measured() -> None:
+    results, peaks = measured_loads()
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[3].split())
+    ways = ("anyrank", "load_file", "accelerate", "rank0")
+    size = results["model"]["bf16_bytes"] / 2**30
+    ratio = next(
+        goal["value"]
+        for goal in results["goals"]
+        if goal["group"] == "fsdp bf16 4" and "rank 0 + broadcast" in goal["what"]
+    )
+    assert re.findall(r"\d\.\d+", words) == [
+        f"{size:.1f}",
+        *(f"{peaks['fsdp bf16 4', way]:.2f}" for way in ways),
+    ]
+    assert "nine times" in words
+    assert round(1 / ratio) == 9
+    assert f"(`{results['command']}`" in words
+    assert results["machine"].startswith("2 cores of AMD EPYC")
+    assert "2 cores of AMD EPYC" in words
+
+
+# -- pictures and the reference -------------------------------------------------------------------
+
+
+def load_pictures() -> Any:
+    """The module that draws."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pictures"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_those_that_the_planner_draws() -> None:
+    drawn = load_pictures().drawn()
+    there = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/pictures/*")}
+    assert there == drawn, "run `python docs/pictures.py`"
+
+
+def test_rooms_in_the_pictures_exist() -> None:
+    streets = load_pictures().STREETS
+    rooms = {room for street in streets.values() for _, _, room in street}
+    assert [room for room in rooms if not (SRC / room).is_dir()] == []
+
+
+def find_lost_pictures(page: Path, text: str) -> list[str]:
+    """Pictures of a page that are not there."""
+    names = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    names += re.findall(r"^```\{image\} (\S+)", text, flags=re.M)
+    return [name for name in names if not (page.parent / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pictures_of_pages_exist(page: Path) -> None:
+    assert find_lost_pictures(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_lost_picture_is_found() -> None:
+    text = '<img src="docs/pictures/share-light.svg"><img src="docs/no.svg">\n```{image} no.png'
+    assert find_lost_pictures(ROOT / "README.md", text) == ["docs/no.svg", "no.png"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^\.\. auto\w+:: anyrank\.(\w+)$", read("api.md"), flags=re.M)
+    assert sorted(listed) == [name for name in anyrank.__all__ if name != "__version__"]
+
+
+def test_every_page_is_on_the_front_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", read("index.md")))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - linked == set()
 
 
 # -- private names of other packages --------------------------------------------------------------

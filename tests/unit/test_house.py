@@ -169,6 +169,24 @@ def test_the_command_line_starts_without_torch() -> None:
     assert loaded_by(code, ["torch", "numpy", "safetensors", "fsspec"]) == set()
 
 
+def test_a_run_is_saved_and_resumed_without_numpy(tmp_path: Path) -> None:
+    """torch works without it, and pip does not install it with torch."""
+    code = f"""
+import sys, warnings
+sys.modules["numpy"] = None  # an import of it fails
+warnings.simplefilter("ignore", UserWarning)
+import torch, anyrank
+for step in (0, 1):
+    state = anyrank.TrainState(torch.nn.Linear(2, 2), seed=0)
+    with anyrank.Checkpoints({str(tmp_path / "run")!r}, state) as ckpts:
+        report = ckpts.resume()
+        ckpts.step_done()
+        ckpts.save()
+assert report is not None and state.step == 2
+"""
+    assert loaded_by(code, ["numpy.linalg"]) == set()
+
+
 def test_a_loaded_package_is_found() -> None:
     assert loaded_by("import rich, click", HEAVY) == {"rich", "click"}
 
@@ -275,7 +293,7 @@ def test_modules_are_short_and_have_plain_names() -> None:
     assert [part for part in parts if part.startswith("_") and part not in public] == []
 
 
-@pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("CONTRIBUTING.md", 130)])
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 120), ("CONTRIBUTING.md", 130)])
 def test_front_pages_are_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
 

@@ -62,8 +62,12 @@ class MissingPackage(click.ClickException):
     show_default=True,
     help="Folder for the results.",
 )
+@click.option("--quick", is_flag=True, help="A small model on 2 ranks, then on 1; 30 seconds.")
 @click.option("--json", "as_json", is_flag=True, help="The results as a JSON object.")
-def command(ranks: int, steps: int, out: str, as_json: bool) -> None:
+@click.pass_context
+def command(
+    context: click.Context, ranks: int, steps: int, out: str, quick: bool, as_json: bool
+) -> None:
     """Load a real model on several ranks, train it, kill it, and go on on fewer ranks.
 
     MiniLM (22.7 million parameters) goes into FSDP2 and into DDP, on CPU ranks. Memory is compared
@@ -71,7 +75,12 @@ def command(ranks: int, steps: int, out: str, as_json: bool) -> None:
     masked words of the standard library's docstrings: on 4 ranks until SIGKILL in the middle of a
     save, on 3 until the next, on 2 to the end. Beside it the same run goes on one rank, never
     stopped, and the losses are compared. Two to three minutes on two cores; needs no network.
+
+    --quick needs no package beside anyrank and writes nothing: it shows that an installation works.
     """
+    if quick:
+        show_quick(context, as_json)
+        return
     from anyrank.cli.console import err
     from anyrank.cli.console import out as standard_out
 
@@ -86,6 +95,30 @@ def command(ranks: int, steps: int, out: str, as_json: bool) -> None:
         click.echo(json.dumps(results, indent=2))
     else:
         show(results, out, standard_out())
+    if results["findings"]:
+        raise click.ClickException("; ".join(results["findings"]))
+
+
+def show_quick(context: click.Context, as_json: bool) -> None:
+    """Load, save and resume a small model, and print what came of it.
+
+    Raises:
+        UsageError: an option that `--quick` has no use for.
+    """
+    from anyrank.cli.console import err, out, write
+
+    for name in ("ranks", "steps", "out"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--quick has a size of its own: leave --{name} out", context)
+    from anyrank.cli import demo_quick
+
+    with err().status("loading, saving and resuming on 2 ranks and on 1, some 20 seconds"):
+        results = demo_quick.run(os.environ | RANK_SETTINGS)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        title = f"anyrank demo --quick: {demo_quick.RANKS} CPU ranks, then 1; "
+        write(out(), f"{title}torch {results['torch']}", *demo_quick.lines(results))
     if results["findings"]:
         raise click.ClickException("; ".join(results["findings"]))
 

@@ -117,7 +117,7 @@ def recompute_(
 
     Args:
         pattern: a name as in `named_modules`, in which `*` stands for one part and `**` for any
-            number: "layers.*", "**.mlp". What wrappers put into names is left out.
+            number: `"layers.*"`, `"**.mlp"`. What wrappers put into names is left out.
         offload, context_fn, generators: as in `recompute`.
 
     Returns:

@@ -153,7 +153,7 @@ class Resuming:
             for index in dict.fromkeys((0, self.ranks.index)):
                 stored = self.found.listing.tensors.get(own_name(STREAMS, index))
                 if stored is not None:
-                    self.streams.append(bytes(reader.read_whole(stored).numpy()))
+                    self.streams.append(bytes(reader.read_whole(stored).tolist()))
                     read_blob(self.streams[-1])
         if not self.streams:
             raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")

@@ -1,0 +1,97 @@
+"""A user's program that uses every public name. It is type-checked, and never run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import anyrank
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Some data."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+def load(path: str) -> nn.Module:
+    """Weights, in every way."""
+    with anyrank.meta():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    plan: anyrank.LoadPlan = anyrank.plan(model, path, world_size=8)
+    print(plan.strategy, max(plan.peak_bytes))
+    report: anyrank.LoadReport = anyrank.load(
+        model, path, missing="init", unexpected="ignore", rename={"net": ""}, verify=True
+    )
+    missing, unexpected = report
+    print(len(missing), len(unexpected), report.to_json())
+    anyrank.materialize(model, device="cpu", init="auto")
+    with anyrank.staging():
+        frozen = anyrank.freeze(nn.Linear(4, 4), source=path)
+    model.append(frozen)
+    anyrank.load(model, path, process_group=anyrank.ALONE)
+    print(anyrank.inspect(path).to_json())
+    return model
+
+
+def fit(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Less memory."""
+    offload = anyrank.Offload(pool_bytes=1 << 20, keep_last=1)
+    handles = [
+        anyrank.tile_(model, "layers.*.mlp", chunk_size=16),
+        anyrank.recompute_(model, "layers.*", offload=offload),
+    ]
+    stats: anyrank.OffloadStats = offload.stats()
+    print(stats.peak_bytes, [handle.names for handle in handles])
+    hidden = anyrank.recompute(nn.Linear(4, 4), hidden)
+    hidden = anyrank.tile(nn.Linear(4, 4), chunk_size=16, in_dims=0, out_dims=0)(hidden)
+    offload.close()
+    return anyrank.tiled_loss(nn.Linear(4, 50), hidden, labels, chunk_size=32)
+
+
+def train(model: nn.Module, folder: str) -> str:
+    """A whole run."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = anyrank.ElasticLoader(Rows(), global_batch=12, microbatch=2, seed=0)
+    state = anyrank.TrainState(model, optimizer, data=loader, seed=0)
+    with anyrank.Checkpoints(folder, state, every="10min", keep=3, background=True) as ckpts:
+        report: anyrank.ResumeReport | None = ckpts.resume("auto")
+        for step in ckpts.steps(until=100):
+            for batch in step.microbatches(model):
+                step.backward(model(batch).mean())
+            print(step.loss())
+            optimizer.step()
+            optimizer.zero_grad()
+        print([saved.step for saved in ckpts.saved()], ckpts.stats(), ckpts.latest())
+    return str(report)
+
+
+def other_data(shards: list[list[int]]) -> list[int]:
+    """Data in shards, and a DataLoader of the user's own."""
+    sampler = anyrank.ElasticSampler(Rows(), global_batch=12, microbatch=2)
+    batches = [len(batch) for batch in DataLoader(Rows(), batch_sampler=sampler)]
+    loader = anyrank.ElasticLoader.from_shards(
+        shards, read=iter, lengths=[2, 2], global_batch=2, microbatch=1
+    )
+    return [*batches, *(step.samples for step in loader)]
+
+
+def main() -> None:
+    """Errors, from the special to the general."""
+    try:
+        print(train(load("weights.pt"), "runs/a"), anyrank.__version__)
+    except anyrank.CorruptCheckpoint as error:
+        print(error.causes)
+    except anyrank.CheckpointError:
+        print("not written, or not resumed")
+    except (anyrank.LoadError, anyrank.UnsafeFile):
+        print("not loaded")
+    except (anyrank.RankError, anyrank.RecomputeError):
+        print("a rank, or a backward pass")
+    except anyrank.AnyrankError as error:
+        print(error)
