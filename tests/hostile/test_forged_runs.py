@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from tests.runs import resume, save
 from torch import nn
 
 import anyrank
@@ -56,7 +57,7 @@ def build() -> anyrank.TrainState:
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
-    anyrank.Checkpoints(tmp_path).save(build())
+    save(tmp_path, build())
     return tmp_path / "step-00000000"
 
 
@@ -93,9 +94,9 @@ def write(step: Path, table: dict[str, Any]) -> None:
 def outcome(step: Path) -> str:
     """What a resume says: nothing, or the class of its error."""
     state = build()
-    with anyrank.Checkpoints(step.parent) as ckpts:
+    with anyrank.Checkpoints(step.parent, state) as ckpts:
         try:
-            ckpts.resume(state)
+            ckpts.resume()
         except anyrank.CorruptCheckpoint:
             for aside in step.parent.glob(".bad-*"):
                 aside.rename(step)
@@ -153,7 +154,7 @@ def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -
     table = json.loads((step / "anyrank.json").read_text())
     write(step, table | {field: value})
     with pytest.raises(anyrank.CheckpointError, match=said):
-        anyrank.Checkpoints(step.parent).resume(build())
+        resume(step.parent, build())
 
 
 @pytest.mark.parametrize("record", [{"size": 3}, {"size": 3, "xxh3_64": ""}, {"blocks": "x"}])
@@ -172,10 +173,7 @@ def test_a_pipe_in_a_files_place_is_damage_and_blocks_nothing(
 ) -> None:
     (step / name).unlink()
     os.mkfifo(step / name)
-    with (
-        anyrank.Checkpoints(step.parent, verify=verify) as ckpts,
-        pytest.raises(anyrank.CheckpointError),
-    ):
-        ckpts.resume(build())
+    with pytest.raises(anyrank.CheckpointError):
+        resume(step.parent, build(), verify=verify)
     for aside in step.parent.glob(".bad-*"):
         shutil.rmtree(aside)

@@ -51,11 +51,11 @@ def save_for_ever(folder: str) -> dict[str, Any]:
     began = [time.monotonic()]
 
     def train() -> None:
-        with anyrank.Checkpoints(folder, every=1, keep=2) as ckpts:
-            ckpts.resume(state)
+        with anyrank.Checkpoints(folder, state, every=1, keep=2) as ckpts:
+            ckpts.resume()
             while True:
                 began[0] = time.monotonic()
-                ckpts.step_done(state)
+                ckpts.step_done()
                 if state.step == 3:
                     Path(folder, f"going-{RANK}").touch()
 
@@ -85,10 +85,10 @@ def resume(folder: str) -> dict[str, Any]:
     state = build()
 
     def go_on() -> list[Any]:
-        with anyrank.Checkpoints(folder, every=1, keep=2) as ckpts:
-            report = ckpts.resume(state)
+        with anyrank.Checkpoints(folder, state, every=1, keep=2) as ckpts:
+            report = ckpts.resume()
             before = state.step
-            ckpts.step_done(state)
+            ckpts.step_done()
             return [before, state.step, None if report is None else report.saved_on.ranks]
 
     return outcome(go_on)
@@ -98,8 +98,8 @@ def hold_lock(folder: str) -> dict[str, Any]:
     """One save, and then a run that goes on until the other has tried to start as well."""
 
     def save() -> str:
-        with anyrank.Checkpoints(folder) as ckpts:
-            ckpts.save(build())
+        with anyrank.Checkpoints(folder, build()) as ckpts:
+            ckpts.save()
             Path(folder, "held").touch()
             end = time.monotonic() + 40
             while not Path(folder, "tried").exists() and time.monotonic() < end:
@@ -114,10 +114,11 @@ def take_lock(folder: str) -> dict[str, Any]:
     skew_clock()
 
     def save() -> str:
-        with anyrank.Checkpoints(folder) as ckpts:
-            ckpts.resume(state := build())
+        state = build()
+        with anyrank.Checkpoints(folder, state) as ckpts:
+            ckpts.resume()
             state.step += 1
-            ckpts.save(state)
+            ckpts.save()
         return "done"
 
     result = outcome(save)
@@ -130,8 +131,8 @@ def local_folder() -> dict[str, Any]:
     state = build()
 
     def save() -> None:
-        with anyrank.Checkpoints(os.environ["LOCAL_DISK"] + "/run") as ckpts:
-            ckpts.save(state)
+        with anyrank.Checkpoints(os.environ["LOCAL_DISK"] + "/run", state) as ckpts:
+            ckpts.save()
 
     return outcome(save)
 
@@ -145,15 +146,15 @@ def whole_trip(path: str, folder: str) -> dict[str, Any]:
         anyrank.load(model, path, strategy="stripe")
         total = float(model.weight.sum())
         state = build()
-        with anyrank.Checkpoints(folder, every="1h", keep=2) as ckpts:
+        with anyrank.Checkpoints(folder, state, every="1h", keep=2) as ckpts:
             for number in range(6):
-                ckpts.step_done(state)
+                ckpts.step_done()
                 if number >= 2:
-                    ckpts.save(state)
-            listed = [one["step"] for one in ckpts.list()]
+                    ckpts.save()
+            listed = [one.step for one in ckpts.saved()]
         fresh = build()
-        with anyrank.Checkpoints(folder) as ckpts:
-            ckpts.resume(fresh)
+        with anyrank.Checkpoints(folder, fresh) as ckpts:
+            ckpts.resume()
         return [total, listed, fresh.step]
 
     return outcome(work)

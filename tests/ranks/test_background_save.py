@@ -118,8 +118,8 @@ def job_uncounted(path: str, how: str, late: bool) -> str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     state = anyrank.TrainState(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with anyrank.Checkpoints(path, every=1, background=True) as ckpts:
-        ckpts.step_done(state)
+    with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
+        ckpts.step_done()
         if late:
             time.sleep(0.3)
         for parameter in net.parameters():

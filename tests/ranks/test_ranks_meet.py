@@ -147,10 +147,10 @@ def use(model: nn.Module, folder: str) -> None:
     """What has tensors of its own in it, under a default device on which none may be."""
     anyrank.load(model, WEIGHTS, strategy="stripe", verify=True)
     assert Order(8, 0, True).ids(0, 0, 8).sum() == 28
-    with anyrank.Checkpoints(folder) as ckpts:
-        ckpts.save(anyrank.TrainState(model))
+    with anyrank.Checkpoints(folder, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
         nn.init.zeros_(model.get_parameter("weight"))
-        ckpts.resume(anyrank.TrainState(model))
+        ckpts.resume()
 
 
 @pytest.mark.parametrize("how", ["set", "with"])

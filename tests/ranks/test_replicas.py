@@ -28,9 +28,9 @@ def build() -> tuple[Any, torch.optim.Optimizer]:
     return net, optimizer
 
 
-def complaint(ckpts: anyrank.Checkpoints, state: anyrank.TrainState) -> str:
+def complaint(ckpts: anyrank.Checkpoints) -> str:
     try:
-        ckpts.save(state)
+        ckpts.save()
         ckpts.wait()
     except anyrank.CheckpointError as error:
         return str(error)
@@ -48,8 +48,9 @@ def job_diverged(path: str, what: str, background: bool) -> str:
             optimizer = torch.optim.SGD(net.parameters())
         else:
             optimizer.state[net[1].weight]["exp_avg"][0, 0] += dist.get_rank() % 2
-    with anyrank.Checkpoints(path, background=background) as ckpts:
-        return complaint(ckpts, anyrank.TrainState(net, optimizer))
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(path, state, background=background) as ckpts:
+        return complaint(ckpts)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -68,11 +69,11 @@ def job_hybrid(path: str) -> list[str]:
     net: Any = fully_shard(nn.Linear(8, 8), mesh=mesh)
     state = anyrank.TrainState(net)
     said: list[str] = []
-    with anyrank.Checkpoints(path) as ckpts:
+    with anyrank.Checkpoints(path, state) as ckpts:
         for rank in (3, -1):
             with torch.no_grad():
                 net.weight.to_local().fill_(float(dist.get_rank() == rank))
-            said.append(complaint(ckpts, state))
+            said.append(complaint(ckpts))
     return said
 
 
@@ -91,11 +92,11 @@ def job_average(path: str, background: bool) -> Any:
             one.fill_(dist.get_rank())
     state = anyrank.TrainState(net, optimizer, ema=average)
     notes: list[list[str]] = []
-    with anyrank.Checkpoints(path, background=background) as ckpts:
+    with anyrank.Checkpoints(path, state, background=background) as ckpts:
         for _ in range(2):
             state.step += 1
-            ckpts.save(state)
-            report = ckpts.resume(state)
+            ckpts.save()
+            report = ckpts.resume()
             assert report is not None
             notes.append(report.notes)
             with torch.no_grad():
@@ -122,16 +123,16 @@ def job_later(path: str) -> list[int]:
     for number in range(4):
         net, optimizer = build()
         state = anyrank.TrainState(net, optimizer)
-        with anyrank.Checkpoints(f"{path}/{number}") as ckpts:
+        with anyrank.Checkpoints(f"{path}/{number}", state) as ckpts:
             for step in range(2 * EVERY):
                 state.step += 1
                 if step == 1:
                     with torch.no_grad():
                         net[number].bias[0] += dist.get_rank()
-                if complaint(ckpts, state):
+                if complaint(ckpts):
                     noticed.append(step)
                     break
-        assert "diverged" in complaint(ckpts, state)  # once noticed, the next save compares all
+        assert "diverged" in complaint(ckpts)  # once noticed, the next save compares all
     return noticed
 
 

@@ -51,12 +51,12 @@ def job(path: str, kind: str, save: bool) -> Any:
             optimizer.step()
     state = anyrank.TrainState(net, optimizer)
     try:
-        with anyrank.Checkpoints(path) as ckpts:
+        with anyrank.Checkpoints(path, state) as ckpts:
             if save:
-                ckpts.save(state)
+                ckpts.save()
             else:
                 optimizer.mine = torch.zeros(2)
-                ckpts.resume(state)
+                ckpts.resume()
     except anyrank.CheckpointError as error:
         return str(error)
     return optimizer.mine.tolist()

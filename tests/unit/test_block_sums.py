@@ -102,9 +102,9 @@ def saved(path: Path, steps: int = 1) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Linear(512, 512)
     state = anyrank.TrainState(net)
-    with anyrank.Checkpoints(path, every=1) as ckpts:
+    with anyrank.Checkpoints(path, state, every=1) as ckpts:
         for _ in range(steps):
-            ckpts.step_done(state)
+            ckpts.step_done()
     return net
 
 
@@ -159,8 +159,8 @@ def test_a_resume_ends_on_the_newest_step_that_is_whole(tmp_path: Path, place: s
         file.write_bytes(content)
     other = nn.Linear(512, 512)
     state = anyrank.TrainState(other)
-    with anyrank.Checkpoints(tmp_path) as ckpts:
-        report = ckpts.resume(state)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        report = ckpts.resume()
     assert report is not None
     assert (report.step, report.lost_steps, len(report.set_aside)) == (1, 2, 2)
     assert report.verified == "every byte that was read, by checksum"
@@ -177,14 +177,14 @@ def test_a_state_whose_only_step_is_damaged_may_not_be_used(tmp_path: Path) -> N
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     state = anyrank.TrainState(nn.Linear(512, 512))
-    with anyrank.Checkpoints(tmp_path) as ckpts:
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         with pytest.raises(anyrank.CorruptCheckpoint, match="all 1 checkpoints are damaged"):
-            ckpts.resume(state)
+            ckpts.resume()
         with pytest.raises(anyrank.CheckpointError, match="half restored"):
-            ckpts.step_done(state)
+            ckpts.step_done()
         good.rename(tmp_path / "step-00000001")
-        assert ckpts.resume(state) is not None
-        ckpts.step_done(state)
+        assert ckpts.resume() is not None
+        ckpts.step_done()
 
 
 def test_a_load_of_a_run_verifies_every_byte_when_asked(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.runs import resume, save
 from torch import nn
 
 import anyrank
@@ -126,9 +127,9 @@ def test_what_an_optimizer_keeps_beside_its_state_comes_back(tmp_path: Path, mak
     optimizer.count = 0
     for _ in range(3):
         step(net, optimizer)
-    anyrank.Checkpoints(tmp_path).save(anyrank.TrainState(net, optimizer))
+    save(tmp_path, anyrank.TrainState(net, optimizer))
     other, resumed = run_of(make)
-    report = anyrank.Checkpoints(tmp_path).resume(anyrank.TrainState(other, resumed))
+    report = resume(tmp_path, anyrank.TrainState(other, resumed))
     assert report is not None
     assert report.components["optimizer"] == "exact"
     assert resumed.count == 3
@@ -145,7 +146,7 @@ def test_tensors_that_a_state_dict_leaves_out_are_refused(
     net, optimizer = run_of(look(kind))
     step(net, optimizer)
     with pytest.raises(anyrank.CheckpointError, match="slow") as caught:
-        anyrank.Checkpoints(tmp_path).save(anyrank.TrainState(net, optimizer))
+        save(tmp_path, anyrank.TrainState(net, optimizer))
     assert f"a {kind.__name__} has tensors that its state_dict() does not hold" in str(caught.value)
 
 
@@ -161,19 +162,19 @@ def test_a_load_state_dict_of_its_own_is_called_and_casts_nothing(tmp_path: Path
         return optimizer
 
     net, optimizer = run_of(make)
-    anyrank.Checkpoints(tmp_path).save(anyrank.TrainState(net, optimizer))
+    save(tmp_path, anyrank.TrainState(net, optimizer))
     other, resumed = run_of(make)
-    anyrank.Checkpoints(tmp_path).resume(anyrank.TrainState(other, resumed))
+    resume(tmp_path, anyrank.TrainState(other, resumed))
     assert resumed.loaded == 1
     assert {one["exp_avg"].dtype for one in resumed.state.values()} == {torch.float32}
 
 
 def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     net, optimizer = run_of(look(Lookahead))
-    anyrank.Checkpoints(tmp_path).save(anyrank.TrainState(net, optimizer))
+    save(tmp_path, anyrank.TrainState(net, optimizer))
     plain = torch.optim.AdamW(net.parameters())
     with pytest.raises(anyrank.CheckpointError, match="is a AdamW, the checkpoint's a Lookahead"):
-        anyrank.Checkpoints(tmp_path).resume(anyrank.TrainState(net, plain))
+        resume(tmp_path, anyrank.TrainState(net, plain))
 
 
 class Codes(torch.Tensor):
@@ -190,4 +191,4 @@ def test_state_in_tensors_of_another_kind_is_refused_by_its_key(
     net, optimizer = run_of(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
     optimizer.state[net.weight]["codes"] = value
     with pytest.raises(anyrank.CheckpointError, match=r"optimizer\.state\.weight\.codes: a .* sav"):
-        anyrank.Checkpoints(tmp_path).save(anyrank.TrainState(net, optimizer))
+        save(tmp_path, anyrank.TrainState(net, optimizer))

@@ -96,8 +96,8 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         return tensor
 
     tree: Any = from_json(record["tree"], take)
-    state: object = thing.state_dict()
-    if not isinstance(tree, Mapping) and isinstance(state, Mapping):
+    current: Any = thing.state_dict()
+    if isinstance(current, dict) and not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
     check = getattr(thing, "check_state_dict", None)
     if check is not None:
