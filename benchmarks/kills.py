@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "kills.json"
 RANKS = 2
 GRACE_SEC = 1.0  # for the survivors, once a rank is dead or has failed
 DEADLINE_SEC = 30.0
-MOST_TEXT = 300
+MAX_TEXT = 300
 LARGE_BYTES = 1 << 16  # of a file that holds tensors
 METADATA = ("anyrank.json", ".metadata")
 EVENTS = {
@@ -286,7 +286,7 @@ class Bench:
         text = next((one["text"] for one in tables if one.get("text")), "").strip()
         last = text.splitlines()[-1] if text else ""
         shutil.rmtree(folder)
-        words = last.replace(str(self.top), "FOLDER")[:MOST_TEXT]
+        words = last.replace(str(self.top), "FOLDER")[:MAX_TEXT]
         return {"at": when, "verdict": verdict(tables), "text": words}
 
     def copied(self, folder: Path) -> Path:

@@ -30,7 +30,7 @@ from weights import make_model, model_numel, weight_map
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 OTHER_RANKS = 4  # hsdp and ddp are measured at one size
-MOST_MEMORY = 0.8  # of what is available
+MAX_MEMORY = 0.8  # of what is available
 BASELINE = "hand"
 GOALS = (
     # what, contender that it is measured against, at most
@@ -38,7 +38,7 @@ GOALS = (
     ("time to usable weights / DCP reader", "dcp", 0.8),
     ("time to usable weights / rank 0 + broadcast", "rank0", 0.33),
 )
-MOST_PEAK, MOST_BEYOND_MIB = 1.03, 16.0
+MAX_PEAK, MAX_BEYOND_MIB = 1.03, 16.0
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Bench:
 
     def too_large(self, group: Group, name: str) -> str:
         """Why this machine cannot run a contender; "" when it can."""
-        need, have = self.need_bytes(group, name), MOST_MEMORY * meminfo("MemAvailable")
+        need, have = self.need_bytes(group, name), MAX_MEMORY * meminfo("MemAvailable")
         return "" if need < have else f"needs some {need / (1 << 30):.0f} GiB of memory"
 
 
@@ -254,9 +254,9 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         group = row["group"]
         if "peak_x" in row:
-            add(group, "peak of added memory / target bytes", MOST_PEAK, row["peak_x"]["most"])
+            add(group, "peak of added memory / target bytes", MAX_PEAK, row["peak_x"]["most"])
             beyond = row["beyond_mib_per_rank"]["most"]
-            add(group, "MiB per rank beyond the shares", MOST_BEYOND_MIB, beyond)
+            add(group, "MiB per rank beyond the shares", MAX_BEYOND_MIB, beyond)
         for what, other, most in GOALS:
             if f"time_x_{other}" in row and group.startswith("fsdp") and group.endswith(" 4"):
                 add(group, what, most, row[f"time_x_{other}"]["median"])

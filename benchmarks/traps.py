@@ -26,7 +26,7 @@ from trap_files import FILES, reference, write_folder
 
 RESULTS = Path(__file__).parent / "results" / "traps.json"
 RANKS = 2
-MOST_TEXT = 400
+MAX_TEXT = 400
 WAYS = {
     "anyrank": "anyrank.load",
     "strict": "load_state_dict",
@@ -386,7 +386,7 @@ def cell_of(stages: list[list[dict[str, Any]]], error: str, row: Row) -> dict[st
     told = next((table["text"] for table in stages[0] if table["text"]), "")
     told = told.strip().splitlines()[-1] if "Traceback" in told else told
     heard = next((text for table in stages[0] for text in table["heard"]), "")
-    return {"verdict": verdict(stages[0], row), "text": (told or heard)[:MOST_TEXT]}
+    return {"verdict": verdict(stages[0], row), "text": (told or heard)[:MAX_TEXT]}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 MIB = 1 << 20
-MOST_SHARD_MB = 200
+MAX_SHARD_MB = 200
 
 
 def llama_config(gib: float) -> dict[str, int]:
@@ -43,7 +43,7 @@ def make_model(gib: float) -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(**sizes, tie_word_embeddings=False, dtype="bfloat16")
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-        shard_mb = min(MOST_SHARD_MB, round(gib * 1000 / 7))
+        shard_mb = min(MAX_SHARD_MB, round(gib * 1000 / 7))
         model.save_pretrained(folder, max_shard_size=f"{shard_mb}MB")
     return folder
 

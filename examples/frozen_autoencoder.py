@@ -54,7 +54,7 @@ class LatentDiffusion(LightningModule):
     def __init__(self, vae_path: str) -> None:
         super().__init__()
         self.save_hyperparameters()
-        with anyrank.staging():  # else every rank lands on the device that the file was saved from
+        with anyrank.cpu_only():  # else every rank lands on the device that the file was saved from
             vae = AutoEncoder.load_from_checkpoint(vae_path)
         self.vae = anyrank.freeze(vae, source=vae_path)
         # A witness for the check below: a broadcast would give all ranks the first one's.

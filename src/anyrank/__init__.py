@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank.data.loader import ElasticLoader
+    from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -19,22 +21,20 @@ if TYPE_CHECKING:
         RecomputeError,
         UnsafeFile,
     )
+    from anyrank.frozen.cpu_only import cpu_only
+    from anyrank.frozen.freeze import freeze
     from anyrank.inspection.inspect import inspect
-    from anyrank.loading.freeze import freeze
     from anyrank.loading.load import load
     from anyrank.loading.materialize import materialize
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
-    from anyrank.loading.staging import staging
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
     from anyrank.memory.recompute import recompute
     from anyrank.memory.tile import tile
     from anyrank.resume.checkpoints import Checkpoints
-    from anyrank.resume.data.elastic import ElasticLoader
-    from anyrank.resume.data.sampler import ElasticSampler
     from anyrank.resume.report import ResumeReport
     from anyrank.resume.state import TrainState
     from anyrank.world.group import ALONE
@@ -60,6 +60,7 @@ __all__ = [
     "TrainState",
     "UnsafeFile",
     "__version__",
+    "cpu_only",
     "freeze",
     "inspect",
     "load",
@@ -68,7 +69,6 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
-    "staging",
     "tile",
     "tile_",
     "tiled_loss",
@@ -82,8 +82,8 @@ HOMES = {
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
-    "ElasticLoader": "anyrank.resume.data.elastic",
-    "ElasticSampler": "anyrank.resume.data.sampler",
+    "ElasticLoader": "anyrank.data.loader",
+    "ElasticSampler": "anyrank.data.sampler",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",
@@ -94,7 +94,7 @@ HOMES = {
     "ResumeReport": "anyrank.resume.report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
-    "freeze": "anyrank.loading.freeze",
+    "freeze": "anyrank.frozen.freeze",
     "inspect": "anyrank.inspection.inspect",
     "load": "anyrank.loading.load",
     "materialize": "anyrank.loading.materialize",
@@ -102,7 +102,7 @@ HOMES = {
     "plan": "anyrank.loading.planning",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
-    "staging": "anyrank.loading.staging",
+    "cpu_only": "anyrank.frozen.cpu_only",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",

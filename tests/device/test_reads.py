@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
+from anyrank.files.content_hash import content_hash
 from anyrank.files.reader import synchronize
-from anyrank.loading.verify import content_hash
 
 pytestmark = pytest.mark.gpu
 BUFFER_BYTES = 1 << 18
@@ -163,7 +163,7 @@ def test_a_frozen_part_on_the_device_is_compared_by_its_values(
 def test_a_staged_block_leaves_the_device_alone(device: torch.device) -> None:
     """In a process that has not begun to use it."""
     module: Any = torch.get_device_module(device)
-    with anyrank.staging():
+    with anyrank.cpu_only():
         assert deep().to(device)[0].weight.is_cpu
         assert getattr(torch.ones(2), device.type)(device.index).is_cpu
         assert getattr(deep(), device.type)()[0].weight.is_cpu

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import anyrank
-from anyrank.loading.measure import rss_anon
+from anyrank.loading.memory_meter import rss_anon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20
@@ -121,7 +121,7 @@ def test_values_from_scratch_are_the_same_twice(device: torch.device) -> None:
 
 def test_staging_ends_on_the_cpu(device: torch.device, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, device=device)}, tmp_path / "w.pt")
-    with anyrank.staging():
+    with anyrank.cpu_only():
         assert torch.load(tmp_path / "w.pt")["w"].device.type == "cpu"
         assert torch.load(tmp_path / "w.pt", map_location=str(device))["w"].device.type == "cpu"
         assert torch.ones(2, device=device).device.type == "cpu"

@@ -13,7 +13,7 @@ from torch import nn
 import anyrank
 from anyrank.files.reader import synchronize
 from anyrank.memory import offload as offload_module
-from anyrank.memory.lanes import Streams
+from anyrank.memory.copy_streams import Streams
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ class Slow(Streams):
 def test_copies_that_are_late_are_waited_for(
     device: torch.device, lanes: type[Streams], keep_last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload_module, "lanes_of", lanes)
+    monkeypatch.setattr(offload_module, "copy_streams_of", lanes)
     net, x = model(device), inputs(device)
     plain = grads(net, x)
     offload = anyrank.Offload(256 * MIB, keep_last=keep_last)

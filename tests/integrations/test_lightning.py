@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import anyrank
-from anyrank.loading.freeze import check_frozen
+from anyrank.frozen.freeze import check_frozen
 
 pytest.importorskip("lightning")
 

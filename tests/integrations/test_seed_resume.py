@@ -16,7 +16,7 @@ import torch
 from examples import diffusion_resume
 
 import anyrank
-from anyrank.resume import saved_streams
+from anyrank.random_state import saved_streams
 from anyrank.testing import run_ranks
 
 SAVED_ON, STOP, END = 7, 4, 9

@@ -15,7 +15,7 @@ import sys
 import time
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
-MOST_BYTES = 65536
+MAX_BYTES = 65536
 
 
 def main() -> None:
@@ -28,9 +28,9 @@ def main() -> None:
         pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         ready, _, _ = select.select([device, other], [], [], pause)
         if device in ready:
-            waiting.append((time.monotonic() + delay, os.read(device, MOST_BYTES)))
+            waiting.append((time.monotonic() + delay, os.read(device, MAX_BYTES)))
         if other in ready:
-            packet = other.recv(MOST_BYTES)
+            packet = other.recv(MAX_BYTES)
             if not packet:
                 return
             os.write(device, packet)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.resume.data.permutation import Order
+from anyrank.data.order import Order
 from anyrank.testing import RanksFailed, run_ranks
 
 N, SIZE, MICRO = 22, 8, 2  # K = 4, and a last step of 6 samples in 3 microbatches

@@ -203,7 +203,7 @@ def test_7_a_copy_is_finished_before_its_source_goes(monkeypatch: pytest.MonkeyP
 
     x = rows()
     assert not torch.equal(early(x), x)
-    monkeypatch.setattr(offload_module, "lanes_of", Late)
+    monkeypatch.setattr(offload_module, "copy_streams_of", Late)
     module = mlp()
     plain = grads_of(module, module, x)
     offload = anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)

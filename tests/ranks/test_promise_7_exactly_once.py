@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.resume.data.permutation import Order
-from anyrank.resume.data.position import Position
-from anyrank.resume.data.receipt import receipt_of
-from anyrank.resume.data.schedule import Schedule, StepPlan, Tail
-from anyrank.resume.hashing import derive
+from anyrank.data.order import Order
+from anyrank.data.position import Position
+from anyrank.data.receipts import receipt_of
+from anyrank.data.schedule import Schedule, StepPlan, Tail
+from anyrank.random_state.hashing import derive
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 

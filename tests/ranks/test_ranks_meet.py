@@ -21,7 +21,7 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
-from anyrank.resume.data.permutation import Order
+from anyrank.data.order import Order
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import meeting, watch
 from anyrank.world.ranks import open_ranks

@@ -31,7 +31,7 @@ def load(path: str) -> nn.Module:
     missing, unexpected = report
     print(len(missing), len(unexpected), report.to_json())
     anyrank.materialize(model, device="cpu", init="auto")
-    with anyrank.staging():
+    with anyrank.cpu_only():
         frozen = anyrank.freeze(nn.Linear(4, 4), source=path)
     model.append(frozen)
     anyrank.load(model, path, process_group=anyrank.ALONE)

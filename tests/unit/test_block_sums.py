@@ -17,8 +17,8 @@ import anyrank
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.block_sums import (
     BLOCKS,
-    LEAST_BYTES,
-    MOST_BYTES,
+    MAX_BYTES,
+    MIN_BYTES,
     BlockDigester,
     block_bytes,
     parse_sums,
@@ -92,9 +92,9 @@ def test_what_is_no_list_of_checksums_is_refused(
 @pytest.mark.parametrize("nbytes", [1, 4096, 1 << 18, 3 << 18, 32 << 20, 1 << 34])
 def test_blocks_are_a_64th_of_a_tensor_within_bounds(nbytes: int) -> None:
     block = block_bytes(nbytes)
-    assert LEAST_BYTES <= block <= MOST_BYTES
+    assert MIN_BYTES <= block <= MAX_BYTES
     assert block & (block - 1) == 0
-    assert block in (LEAST_BYTES, MOST_BYTES) or nbytes / 2 < block * BLOCKS <= nbytes
+    assert block in (MIN_BYTES, MAX_BYTES) or nbytes / 2 < block * BLOCKS <= nbytes
 
 
 def saved(path: Path, steps: int = 1) -> nn.Module:

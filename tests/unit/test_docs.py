@@ -503,7 +503,7 @@ def test_every_public_name_is_told_of() -> None:
         ("load.md", anyrank.load),
         ("load.md", anyrank.materialize),
         ("strategies.md", anyrank.plan),
-        ("freeze-and-staging.md", anyrank.freeze),
+        ("freeze.md", anyrank.freeze),
         ("resume.md", anyrank.TrainState),
         ("resume.md", anyrank.Checkpoints),
         ("resume.md", anyrank.Checkpoints.resume),

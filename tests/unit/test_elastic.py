@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anyrank
-from anyrank.resume.data.permutation import Order
-from anyrank.resume.data.schedule import shares
-from anyrank.resume.streams import ambient
+from anyrank.data.order import Order
+from anyrank.data.schedule import shares
+from anyrank.random_state.streams import ambient
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.
@@ -707,7 +707,7 @@ def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
 # -- samples at once, and by weight ---------------------------------------------------------------
 
 
-class AtOnce(Noisy):
+class SyncCopy(Noisy):
     """A dataset with `__getitems__`, which draws in every sample or in none."""
 
     def __init__(self, draws: bool) -> None:
@@ -724,7 +724,7 @@ class AtOnce(Noisy):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
-    data = AtOnce(draws)
+    data = SyncCopy(draws)
     seen = run(make(data, collate_fn=masking))
     assert data.calls == (1 if draws else 11)  # not again once it was seen to draw
     if draws:
@@ -732,7 +732,7 @@ def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
     assert flat(batch[0] for _, batch, _ in seen) == Order(22, 3, True).ids(0, 0, 22).tolist()
 
 
-class TooFew(AtOnce):
+class TooFew(SyncCopy):
     def __getitems__(self, ids: list[int]) -> list[Any]:
         return super().__getitems__(ids)[1:]
 

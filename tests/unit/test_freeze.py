@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.loading.freeze import FrozenInfo, check_frozen, frozen_parts
+from anyrank.frozen.freeze import FrozenInfo, check_frozen, frozen_parts
 from anyrank.loading.initialise import plain_class
 
 SOURCE = "weights/vae.ckpt"

@@ -460,7 +460,7 @@ class Copy:
 
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_slow_copies_are_waited_for(keep_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_module, "lanes_of", Late)
+    monkeypatch.setattr(offload_module, "copy_streams_of", Late)
     model, x = Model(), double(ROWS, WIDTH)
     shared = double(ROWS, WIDTH, grad=False)
     plain = grads(model, x, shared)
@@ -496,7 +496,7 @@ class Noted:
 def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_module, "lanes_of", Noted)
+    monkeypatch.setattr(offload_module, "copy_streams_of", Noted)
     model, x = Model(1), double(ROWS, WIDTH)
     offload = make()
     anyrank.recompute_(model, "layers.*", offload=offload)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.resume.data import receipt as module
-from anyrank.resume.data.receipt import Receipt, receipt_of, receipt_of_range
+from anyrank.data import receipt as module
+from anyrank.data.receipts import Receipt, receipt_of, receipt_of_range
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
 

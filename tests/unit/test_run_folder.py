@@ -30,9 +30,9 @@ from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalFile
 from anyrank.files.store import LocalStore, store_for
 from anyrank.resume import lock as lock_module
-from anyrank.resume.folder import RunFolder
 from anyrank.resume.lock import RunLock
-from anyrank.resume.signals import GRACE_SEC, WATCHED, Wishes
+from anyrank.resume.run_store import RunFolder
+from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import open_ranks
 
@@ -319,11 +319,11 @@ def test_what_is_no_manifest_is_corrupt(text: str) -> None:
 
 
 @pytest.fixture
-def wishes() -> Iterator[tuple[Wishes, list[int]]]:
-    """Wishes that watch, and what reaches the handlers that were there before."""
+def wishes() -> Iterator[tuple[PendingSignals, list[int]]]:
+    """PendingSignals that watch, and what reaches the handlers that were there before."""
     reached: list[int] = []
     before = {one: signal.signal(one, lambda n, _: reached.append(n)) for one in WATCHED}
-    made = Wishes()
+    made = PendingSignals()
     made.watch()
     yield made, reached
     made.restore()
@@ -333,7 +333,7 @@ def wishes() -> Iterator[tuple[Wishes, list[int]]]:
 
 @pytest.mark.parametrize("first", WATCHED)
 def test_sigusr1_never_replaces_a_sigterm(
-    wishes: tuple[Wishes, list[int]], first: signal.Signals
+    wishes: tuple[PendingSignals, list[int]], first: signal.Signals
 ) -> None:
     for number in (first, *(one for one in WATCHED if one != first)):
         signal.raise_signal(number)
@@ -343,7 +343,7 @@ def test_sigusr1_never_replaces_a_sigterm(
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_second_sigterm_counts_after_a_grace_time(
-    wishes: tuple[Wishes, list[int]], taken: bool, monkeypatch: pytest.MonkeyPatch
+    wishes: tuple[PendingSignals, list[int]], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, reached = wishes
     for _ in range(2):  # of a scheduler, and of torchrun
@@ -357,7 +357,9 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_wish_that_was_given_back_is_taken_again(wishes: tuple[Wishes, list[int]]) -> None:
+def test_a_wish_that_was_given_back_is_taken_again(
+    wishes: tuple[PendingSignals, list[int]],
+) -> None:
     for number in WATCHED:
         wishes[0].give_back(number)
         signal.raise_signal(signal.SIGUSR1)
@@ -368,7 +370,7 @@ def test_a_wish_that_was_given_back_is_taken_again(wishes: tuple[Wishes, list[in
 
 def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in WATCHED]
-    made = Wishes()
+    made = PendingSignals()
     with monkeypatch.context() as patch:
         patch.setattr(signal, "getsignal", lambda number: None)
         made.watch()
@@ -377,7 +379,7 @@ def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_signal_between_any_two_instructions_is_not_lost(
-    wishes: tuple[Wishes, list[int]],
+    wishes: tuple[PendingSignals, list[int]],
 ) -> None:
     made, _ = wishes
 
@@ -386,7 +388,7 @@ def test_a_signal_between_any_two_instructions_is_not_lost(
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count
-            if frame.f_code is not Wishes.take.__code__:
+            if frame.f_code is not PendingSignals.take.__code__:
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":

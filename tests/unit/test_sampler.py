@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
-from anyrank.resume.data.sampler import Share
+from anyrank.data.sampler import Share
 from anyrank.world.ranks import one_process
 
 pytestmark = [

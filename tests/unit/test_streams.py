@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anyrank
-from anyrank.resume import saved_streams, streams
-from anyrank.resume.saved_streams import (
+from anyrank.random_state import saved_streams, streams
+from anyrank.random_state.saved_streams import (
     MAGIC,
     Outcome,
     Place,
@@ -32,7 +32,7 @@ from anyrank.resume.saved_streams import (
     read_blob,
     restore,
 )
-from anyrank.resume.streams import PythonStream, TorchStream, ambient, seeded
+from anyrank.random_state.streams import PythonStream, TorchStream, ambient, seeded
 
 ONE = Place(0, 1, 0, 1)
 NAMES = ["python", "numpy", "torch"]

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import anyrank
 from anyrank.resume.cadence import cadence
-from anyrank.resume.trees import from_json, to_json
+from anyrank.resume.json_codec import from_json, to_json
 
 
 def build(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -26,8 +26,8 @@ INSTALL = {
 }
 PARTS = ("naive", "ddp", "fsdp2")
 TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
-MOST_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
-MOST_LOSS_DIFFERENCE = 1e-4  # relative, in fp32
+MAX_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
+MAX_LOSS_DIFFERENCE = 1e-4  # relative, in fp32
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -176,11 +176,11 @@ def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) 
     findings = [
         f"{TITLES[part]}: embeddings differ by {results[part]['difference']:.1e} from transformers'"
         for part in ("ddp", "fsdp2")
-        if not results[part]["difference"] <= MOST_DIFFERENCE
+        if not results[part]["difference"] <= MAX_DIFFERENCE
     ]
     if not last < first:
         findings.append(f"the loss rose, from {first:.3f} to {last:.3f}")
-    findings += findings_of(results["training"], MOST_LOSS_DIFFERENCE)
+    findings += findings_of(results["training"], MAX_LOSS_DIFFERENCE)
     inspection = inspect(weights)
     return {
         "ranks": ranks,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("own", "stripe", "scatter")
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 
 
 def parse_mesh(
@@ -33,7 +33,7 @@ def parse_mesh(
 
 @click.command("plan")
 @click.argument("path")
-@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Ranks in all.")
+@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Ranks in all.")
 @click.option(
     "--mesh",
     callback=parse_mesh,
@@ -99,8 +99,8 @@ def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | No
     if mesh is not None and math.prod(mesh) != world:
         shown = "x".join(map(str, mesh))
         raise click.UsageError(f"--mesh {shown} has {math.prod(mesh)} ranks, --ranks says {world}.")
-    if world > MOST_RANKS:
-        raise click.UsageError(f"A mesh of {world} ranks is too large; {MOST_RANKS} are the most.")
+    if world > MAX_RANKS:
+        raise click.UsageError(f"A mesh of {world} ranks is too large; {MAX_RANKS} are the most.")
     if nodes is not None and world % nodes:
         raise click.UsageError(f"{world} ranks cannot be spread evenly over --nodes {nodes}.")
     return world

@@ -10,7 +10,7 @@ from rich.tree import Tree
 from anyrank.inspection.groups import Group, in_units, short_dtype
 
 GUIDE_COLUMNS = 4  # how far rich moves each level to the right
-MOST_LEVELS = 16  # names with more parts, which a file may have, keep the rest in one
+MAX_LEVELS = 16  # names with more parts, which a file may have, keep the rest in one
 
 Cells = tuple[str, str, str, str]
 
@@ -24,7 +24,7 @@ class Branch:
 
     def add(self, group: Group) -> None:
         """File a group under its parts."""
-        branch, most = self, MOST_LEVELS - 1
+        branch, most = self, MAX_LEVELS - 1
         parts = group.parts
         for part in (*parts[:most], *([".".join(parts[most:])] if parts[most:] else [])):
             branch = branch.below.setdefault(part, Branch())

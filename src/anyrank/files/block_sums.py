@@ -20,7 +20,7 @@ from anyrank.files.listing import SumsFile
 from anyrank.files.storage import read_exactly, read_range, storage_for
 
 SUFFIX = ".xxh3"
-LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20  # of a block
+MIN_BYTES, MAX_BYTES = 4 << 10, 1 << 20  # of a block
 BLOCKS = 64  # of a tensor, at least
 DIGEST_BYTES = 8
 READ_BYTES = 2 << 20  # at a time: still in the cache when it is hashed
@@ -31,7 +31,7 @@ Extent = tuple[int, int]  # offset and bytes
 def block_bytes(nbytes: int) -> int:
     """Bytes of a block of so long a tensor: a power of two, so that no element is in two."""
     power = max(nbytes // BLOCKS, 1).bit_length() - 1
-    return max(LEAST_BYTES, min(MOST_BYTES, 1 << power))
+    return max(MIN_BYTES, min(MAX_BYTES, 1 << power))
 
 
 def blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:

@@ -15,7 +15,7 @@ from anyrank.files.storage import Storage, inside, join_path, read_range
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
-MOST_INDEX_BYTES = 1 << 30
+MAX_INDEX_BYTES = 1 << 30
 
 # Later rules only count when the earlier ones find nothing, so safetensors wins over pickles.
 LISTERS: tuple[tuple[str, Callable[[Storage, str], Listing]], ...] = (
@@ -123,7 +123,7 @@ def _indexed(
 
 def _weight_map(storage: Storage, path: str) -> dict[str, str]:
     info = storage.info(path)
-    if info.size > MOST_INDEX_BYTES:
+    if info.size > MAX_INDEX_BYTES:
         raise LoadError(f"{path}: {info.size} bytes are too many for an index")
     file = storage.open(path)
     try:

@@ -15,7 +15,7 @@ from anyrank.files.store import Written, digest_of
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
 VERSION = 1  # of the format, apart from the package's
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def read_small(
     path = join_path(folder, name)
     try:
         info = storage.info(path)
-        if info.size > MOST_BYTES:
+        if info.size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long to be what it says")
         file = storage.open(path)
         try:

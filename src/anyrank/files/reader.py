@@ -29,7 +29,7 @@ from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.plan import plan_reads
 from anyrank.tensors.spec import StoredTensor
 
-MOST_DIRECT_BYTES = 32 << 20  # of one call, so that a failure elsewhere is noticed in time
+MAX_DIRECT_BYTES = 32 << 20  # of one call, so that a failure elsewhere is noticed in time
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
 
 
@@ -176,7 +176,7 @@ class Reader:
     def _most(self, number: int) -> int:
         """Bytes of one read; what is verified stays in the cache, where a read is cheap."""
         is_near = number in self.sums and "://" not in self.listing.files[number].path
-        return READ_BYTES if is_near else MOST_DIRECT_BYTES
+        return READ_BYTES if is_near else MAX_DIRECT_BYTES
 
     def count(self, nbytes: int) -> None:
         """Add to the bytes read, from any thread."""

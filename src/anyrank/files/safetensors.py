@@ -13,7 +13,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
 from anyrank.tensors.spec import StoredTensor
 
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,11 +53,11 @@ def list_file(storage: Storage, path: str) -> Listing:
         if info.size < 8:
             raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
         length = int.from_bytes(read_range(file, path, 0, 8), "little")
-        if length > min(MOST_HEADER_BYTES, info.size - 8):
+        if length > min(MAX_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
                 f"{path}: its header claims {length} bytes; the file has {info.size} and the "
                 "format "
-                f"allows {MOST_HEADER_BYTES}: not a safetensors file, or a truncated one"
+                f"allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
         header = _parse(read_range(file, path, 8, length), path)
     finally:

@@ -12,7 +12,7 @@ from anyrank.files.block_sums import BlockSums
 from anyrank.tensors.plan import Block, Read, blocks, cut_dense
 
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
-MOST_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
+MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
 ALIGN = 16  # of staged blocks, so that any dtype can view them
 
 
@@ -91,7 +91,7 @@ def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[li
         size = segment.stop - segment.start
         more = (size if segment.direct is None else 0) + (gap if gap > 0 else 0) + 2 * ALIGN
         full = staged + more > slot or total + size > most
-        if batch and (gap < 0 or gap > GAP_BYTES or full or 2 * len(batch) >= MOST_BUFFERS):
+        if batch and (gap < 0 or gap > GAP_BYTES or full or 2 * len(batch) >= MAX_BUFFERS):
             yield batch
             batch, staged, total = [], 0, 0
             more -= gap if gap > 0 else 0

@@ -19,7 +19,7 @@ import torch
 from anyrank.tensors.box import row_major
 
 ALIGN = 64
-MOST_BYTES = (1 << 32) - (1 << 20)  # beyond, a zip needs its 64-bit records
+MAX_BYTES = (1 << 32) - (1 << 20)  # beyond, a zip needs its 64-bit records
 UTF8 = 0x0800
 LEGACY_STORAGES = {
     torch.float64: "DoubleStorage",
@@ -51,7 +51,7 @@ def wrap(
     Returns:
         Head and tail. Written at a multiple of 64 bytes, the head ends at one.
     """
-    if nbytes > MOST_BYTES:
+    if nbytes > MAX_BYTES:
         raise ValueError(f"a payload of {nbytes} bytes: cut it into pieces below 4 GiB")
     small = [("data.pkl", _pickled(shape, dtype)), ("byteorder", b"little"), ("version", b"3\n")]
     head, directory = bytearray(), bytearray()

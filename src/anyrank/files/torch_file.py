@@ -17,7 +17,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
-MOST_PICKLE_BYTES = 1 << 30
+MAX_PICKLE_BYTES = 1 << 30
 
 
 class RangeIO(io.RawIOBase):
@@ -129,7 +129,7 @@ def read_zip(
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     pickled = records.get("data.pkl")
-    if pickled is None or pickled.file_size > MOST_PICKLE_BYTES:
+    if pickled is None or pickled.file_size > MAX_PICKLE_BYTES:
         raise UnsafeFile(f"{path}: a zip without a data.pkl of sane size: not a torch.save file")
     places: dict[str, tuple[int, int]] = {}
     checksums: list[Checksum] = []

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SHOWN_RUNS = 6
-MOST_NUMBERS = 8  # numbers that a name is grouped by; further ones count as text
-MOST_DIGITS = 9
+MAX_NUMBERS = 8  # numbers that a name is grouped by; further ones count as text
+MAX_DIGITS = 9
 
 Indices = tuple[int, ...]
 Blanked = tuple[str | None, ...]  # a name's parts, None where a number stood
@@ -111,7 +111,7 @@ def _blank(name: str) -> tuple[Blanked, Indices]:
     for part in name.split("."):
         # Not 007 or the digits of another script: the int would not give them back.
         plain = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
-        if plain and len(part) <= MOST_DIGITS and len(numbers) < MOST_NUMBERS:
+        if plain and len(part) <= MAX_DIGITS and len(numbers) < MAX_NUMBERS:
             numbers.append(int(part))
             parts.append(None)
         else:

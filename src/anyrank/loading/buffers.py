@@ -9,8 +9,8 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate
 from anyrank.loading.initialise import Initialiser
+from anyrank.loading.model_tensors import Target
 from anyrank.loading.replace import Replacement, replace
-from anyrank.loading.targets import Target
 from anyrank.world.ranks import Ranks
 
 

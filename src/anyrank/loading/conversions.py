@@ -17,7 +17,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.targets import Target, plain_class
+from anyrank.loading.model_tensors import Target, plain_class
 from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.loading.targets import Place, Target, plain_class
+from anyrank.loading.model_tensors import Place, Target, plain_class
 from anyrank.tensors.box import Box
 
 TABLE = "lora_magnitude_vector"  # of a LoRA layer: adapter -> the module with its magnitudes

@@ -16,13 +16,13 @@ from anyrank import faults
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.box import Box
-from anyrank.tensors.held import Coordinates, Held, replicas
 from anyrank.tensors.plan import Read, plan_reads
+from anyrank.tensors.sharded_tensor import Coordinates, Held, replicas
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Interrupted, Ranks
 
-LEAST_BLOCK_BYTES = 64 << 10
+MIN_BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def plan_transfers(
             turns.
         window_bytes: see `windows`.
     """
-    block = max(LEAST_BLOCK_BYTES, window_bytes // len(coordinates))
+    block = max(MIN_BLOCK_BYTES, window_bytes // len(coordinates))
     turn = 0
     for number, one in enumerate(wanted):
         for pieces, members in replicas(one.index, one.held, coordinates).items():

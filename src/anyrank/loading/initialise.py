@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.targets import Place, Target, plain_class
+from anyrank.loading.model_tensors import Place, Target, plain_class
 from anyrank.tensors.box import Box
 
 Init = Callable[[nn.Module], object]

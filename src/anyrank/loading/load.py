@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from anyrank.files.formats import Source
-from anyrank.loading.filling import Filling
-from anyrank.loading.fit import Options, Prepared
-from anyrank.loading.measure import Meter, collector_paused
-from anyrank.loading.prepare import agree_on_options, prepare
+from anyrank.loading.execute_load import LoadExecutor
+from anyrank.loading.match_model import Options, Prepared
+from anyrank.loading.memory_meter import Meter, collector_paused
+from anyrank.loading.plan_load import agree_on_options, prepare
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
@@ -99,7 +99,7 @@ def load(
         )
         prepared = prepare(model, source, ranks, options)
         memory = source if isinstance(source, Mapping) else None
-        filling = Filling(model, prepared, ranks, memory, meter, progress)
+        filling = LoadExecutor(model, prepared, ranks, memory, meter, progress)
         said = ["replicas"] if verify else []
         if verify:
             said += _check_source(prepared, ranks, memory)

@@ -13,10 +13,10 @@ from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.measure import Meter
+from anyrank.loading.memory_meter import Meter
+from anyrank.loading.model_tensors import Target, find_targets
 from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
-from anyrank.loading.targets import Target, find_targets
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.targets import Target
+from anyrank.loading.model_tensors import Target
 from anyrank.tensors.names import WRAPPERS, candidates
 
 OF_LIBRARIES = ("torch.", "transformers.")

@@ -17,13 +17,13 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
-from anyrank.loading.fit import Options, Prepared
-from anyrank.loading.prepare import agree_on_options, prepare
+from anyrank.loading.match_model import Options, Prepared
+from anyrank.loading.plan_load import agree_on_options, prepare
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
-from anyrank.tensors.held import replicas
 from anyrank.tensors.names import Rename
+from anyrank.tensors.sharded_tensor import replicas
 from anyrank.world.group import Group
 from anyrank.world.ranks import one_process, open_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.loading.targets import Target
-from anyrank.tensors.held import dtensor_like
+from anyrank.loading.model_tensors import Target
+from anyrank.tensors.sharded_tensor import dtensor_like
 
 # Properties, so that they stay with the object while the memory that they act on is swapped.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

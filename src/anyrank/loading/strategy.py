@@ -12,7 +12,7 @@ Strategy = Literal["auto", "own", "stripe", "scatter"]
 STRATEGIES = ("auto", "own", "stripe", "scatter")
 
 # Below this, the latency of exchanging costs more than a second read of the same bytes saves.
-LEAST_STRIPE_BYTES = 256 << 20
+MIN_STRIPE_BYTES = 256 << 20
 ONE_MACHINE = "all ranks share one machine, whose page cache holds each byte once"
 
 
@@ -72,6 +72,6 @@ def decide(
         return Decision(strategy, "asked for")
     if len(set(nodes)) == 1:
         return Decision("own", ONE_MACHINE)
-    if replicated_bytes < LEAST_STRIPE_BYTES:
+    if replicated_bytes < MIN_STRIPE_BYTES:
         return Decision("own", "machines hold little or nothing alike")
     return Decision("stripe", f"machines hold {replicated_bytes / 2**30:.1f} GiB alike")

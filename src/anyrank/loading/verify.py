@@ -7,18 +7,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from anyrank.errors import CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import check_file, read_sums
+from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
-from anyrank.files.reader import Reader, memory_of
+from anyrank.files.reader import Reader
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
-from anyrank.loading.targets import Target
+from anyrank.loading.model_tensors import Target
 from anyrank.tensors.layout import Piece
 from anyrank.world.ranks import Ranks
-
-BLOCK_BYTES = 1 << 20
 
 
 def check_files(listing: Listing, number: int, count: int, check: Callable[[], None]) -> list[str]:
@@ -163,18 +160,3 @@ def count_nonfinite(targets: list[Target], ranks: Ranks) -> dict[str, int]:
         for name, bad in table.items():
             total[name] = max(total.get(name, 0), bad)
     return total
-
-
-def content_hash(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's elements in row-major order, wherever it is, through a small
-    buffer.
-    """
-    import xxhash  # only verification needs it
-
-    digest = xxhash.xxh3_128()
-    flat = tensor.detach().reshape(-1)
-    step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
-    for part in flat.split(step) if flat.numel() else ():
-        host = part.cpu().contiguous()  # by a name, as memory_of keeps nothing alive
-        digest.update(memory_of(host))
-    return digest.hexdigest()

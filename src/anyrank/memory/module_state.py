@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.uncompiled import uncompiled
-from anyrank.tensors.held import version_of
+from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.walk import walk
 
 # Buffers up to this size are kept by value, so that what changes them in between (the statistics of
 # a second call, DDP's broadcast) does no harm. Larger ones are compared by version.
 KEPT_BYTES = 64 << 10
-MOST_OBJECTS = 1000  # looked at to find the modules of a function
+MAX_OBJECTS = 1000  # looked at to find the modules of a function
 
 
 class Found:
@@ -152,7 +152,7 @@ def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Mo
     found: dict[int, nn.Module] = {}
     waiting: list[Any] = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
     seen = set[int]()
-    while waiting and len(seen) < MOST_OBJECTS:
+    while waiting and len(seen) < MAX_OBJECTS:
         each = waiting.pop()
         if id(each) in seen:
             continue
@@ -167,9 +167,9 @@ def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Mo
         elif isinstance(each, types.FunctionType):
             waiting += captured_by(each)
         elif isinstance(each, list | tuple):
-            waiting += cast("list[Any]", each)[:MOST_OBJECTS]
+            waiting += cast("list[Any]", each)[:MAX_OBJECTS]
         elif isinstance(each, dict):
-            waiting += list(cast("dict[Any, Any]", each).values())[:MOST_OBJECTS]
+            waiting += list(cast("dict[Any, Any]", each).values())[:MAX_OBJECTS]
         elif callable(each) and not isinstance(each, type):
             waiting += used_by(getattr(type(each), "__call__", None), each)  # noqa: B004
     return list(found.values())

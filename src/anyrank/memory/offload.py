@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.lanes import Lanes, lanes_of
-from anyrank.memory.parcel import Group, Parcel, Slot
+from anyrank.memory.copy_streams import CopyStreams, copy_streams_of
+from anyrank.memory.offloaded_storage import Group, OffloadedStorage, Slot
 from anyrank.memory.pool import Buffer, HostPool
 from anyrank.memory.uncompiled import uncompiled
-from anyrank.tensors.held import version_of
+from anyrank.tensors.sharded_tensor import version_of
 
 MIB = 1 << 20
 
@@ -98,8 +98,10 @@ class Offload:
         self.on_full = on_full
         self.force = force
         self.closed = False
-        self.lanes: dict[torch.device, Lanes] = {}
-        self.parcels: dict[int, weakref.ref[Parcel]] = {}  # by id of a storage that is alive
+        self.lanes: dict[torch.device, CopyStreams] = {}
+        self.parcels: dict[
+            int, weakref.ref[OffloadedStorage]
+        ] = {}  # by id of a storage that is alive
         self.waiting: deque[weakref.ref[Group]] = deque()  # packed, not yet sent
         self.sent: list[weakref.ref[Group]] = []
         self.last: weakref.ref[Group] | None = None
@@ -199,7 +201,7 @@ class Offload:
             return False
         return nbytes >= max(1, self.min_bytes) and 2 * nbytes >= storage.nbytes()
 
-    def parcel(self, tensor: torch.Tensor) -> Parcel:
+    def parcel(self, tensor: torch.Tensor) -> OffloadedStorage:
         """The parcel of a tensor's storage: one for each that is alive."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
@@ -209,8 +211,10 @@ class Offload:
             self.shared += 1
             return parcel
         if storage.device not in self.lanes:
-            self.lanes[storage.device] = lanes_of(storage.device)
-        parcel = Parcel(storage, version_of(tensor), self.lanes[storage.device], self.on_load)
+            self.lanes[storage.device] = copy_streams_of(storage.device)
+        parcel = OffloadedStorage(
+            storage, version_of(tensor), self.lanes[storage.device], self.on_load
+        )
         if known is None:  # an id is used again once the storage is gone
             weakref.finalize(storage, self.parcels.pop, id(storage), None).atexit = False
         self.parcels[id(storage)] = weakref.ref(parcel)

@@ -11,12 +11,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import RecomputeError
+from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, Emptied, name_of
-from anyrank.memory.inputs import Inputs
 from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.offload import Offload
 from anyrank.memory.region import Contexts, Region
-from anyrank.memory.surroundings import Surroundings
+from anyrank.memory.saved_inputs import Inputs
 from anyrank.memory.uncompiled import uncompiled
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def record_eagerly(
     region = Region(
         lambda values: emptied.run(emptied.filled(values)),
         inputs,
-        Surroundings.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
+        AmbientState.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
         ModuleState(modules),
         contexts=context_fn() if context_fn else None,
     )

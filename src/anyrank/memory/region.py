@@ -19,10 +19,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.inputs import Inputs
+from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.module_state import ModuleState
-from anyrank.memory.surroundings import Surroundings
-from anyrank.tensors.held import version_of
+from anyrank.memory.saved_inputs import Inputs
+from anyrank.tensors.sharded_tensor import version_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -61,7 +61,7 @@ class Region:
         self,
         again: Callable[[Sequence[torch.Tensor]], Any],
         inputs: Inputs,
-        surroundings: Surroundings,
+        surroundings: AmbientState,
         state: ModuleState,
         *,
         reader: int = 0,

@@ -11,20 +11,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.agree import Agreed, agree_on_tiles
+from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, Emptied, flatten, name_of
-from anyrank.memory.chain import Take
-from anyrank.memory.cut import Arguments, Cut, Joined
-from anyrank.memory.first_sum import own_first_sums
-from anyrank.memory.inputs import Inputs
+from anyrank.memory.check_tile_counts import Agreed, check_tile_counts
+from anyrank.memory.grad_accumulate import own_first_sums
+from anyrank.memory.independence_check import compare_probe
 from anyrank.memory.module_state import ModuleState, modules_in
-from anyrank.memory.probe import compare_probe
 from anyrank.memory.region import Region
+from anyrank.memory.saved_inputs import Inputs
 from anyrank.memory.side_results import SideResults
-from anyrank.memory.surroundings import Surroundings
+from anyrank.memory.tile_autograd import Take
+from anyrank.memory.tiling_dims import Arguments, Cut, Joined
 from anyrank.memory.uncompiled import uncompiled
-from anyrank.memory.weights import Weights
-from anyrank.tensors.held import version_of
+from anyrank.memory.wide_weight_grads import Weights
+from anyrank.tensors.sharded_tensor import version_of
 
 
 def tile(
@@ -110,7 +110,7 @@ class Tiled:
         call, dims = self.arguments.call(args, kwargs)
         cut = Cut(call, dims, self.chunk_size, self.label)
         if self.module is not None:
-            agree_on_tiles(self.module, len(cut.starts), self.label)
+            check_tile_counts(self.module, len(cut.starts), self.label)
         else:
             call.fn = Agreed(call.fn, len(cut.starts), self.label)
         if len(cut.starts) == 1:
@@ -158,7 +158,7 @@ class Tiled:
         for k in range(len(cut.starts)):
             again = functools.partial(run_again, emptied, cut, k)
             state = ModuleState(modules, state)
-            region = Region(again, inputs, Surroundings.now(devices, ()), state, reader=k)
+            region = Region(again, inputs, AmbientState.now(devices, ()), state, reader=k)
             leaves = take(chains, cut, k)
             versions = versions_of(leaves)
             args, kwargs = call.arguments(leaves)

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.resume.digests import start_digests
-from anyrank.resume.saving import SaveRecord, Snapshot
-from anyrank.resume.share import (
+from anyrank.resume.rank_file import (
     Item,
     Staging,
     check_unwritten,
     devices_of,
     written_while_copied,
 )
+from anyrank.resume.saving import SaveRecord, Snapshot
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")

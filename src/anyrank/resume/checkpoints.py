@@ -11,21 +11,28 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
+from anyrank.data.loader import ElasticLoader
+from anyrank.data.position import Position
+from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.run_folder import SavedStep
 from anyrank.files.store import store_for
 from anyrank.resume.cadence import cadence
-from anyrank.resume.data.elastic import ElasticLoader
-from anyrank.resume.data.position import Position
-from anyrank.resume.data.step import Step
-from anyrank.resume.finding import VERIFY, Found, find, narrow
-from anyrank.resume.folder import RunFolder
-from anyrank.resume.loop import Loop, StepHooks, left_by_break, loader_of, stop_condition
+from anyrank.resume.loop import (
+    Loop,
+    StepHooks,
+    left_by_break,
+    loader_of,
+    lost_step,
+    stop_condition,
+)
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.resuming import Resuming, log_report
+from anyrank.resume.restore import Resuming, log_report
+from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
-from anyrank.resume.signals import Wishes
+from anyrank.resume.select_step import VERIFY, Found, find, narrow
+from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -102,7 +109,7 @@ class Checkpoints:
             "verify": verify,
             "keep_every": keep_every,
         }
-        self._signals = Wishes()
+        self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
@@ -232,12 +239,7 @@ class Checkpoints:
         elif on_purpose and step.is_complete:
             self._count()
         else:
-            why = (
-                "the optimizer stepped before all of its microbatches were run"
-                if on_purpose
-                else "an exception left it after the optimizer's step"
-            )
-            self._state.poison = f"step {step.number} does not count, and moved the weights: {why}"
+            self._state.poison = lost_step(step, on_purpose)
 
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.

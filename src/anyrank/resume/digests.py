@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from anyrank.files.reader import memory_of
-from anyrank.resume.hashing import mix64, signed
+from anyrank.random_state.hashing import mix64, signed
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.writes import cut

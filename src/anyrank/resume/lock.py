@@ -24,7 +24,7 @@ log = logging.getLogger("anyrank.resume")
 
 LOCK = ".lock"
 RENEW_FRACTION = 10  # renewed this often within the time after which it counts as stale
-MOST_BYTES = 4096  # of a lock
+MAX_BYTES = 4096  # of a lock
 TORN_SEC = 1.0  # after which a lock without content is that of a process which died in between
 TRIES = 10  # to take a lock which others take as well; each time, one of them gets it
 
@@ -180,7 +180,7 @@ class RunLock:
 
     def _read(self, path: str) -> bytes | None:
         """A lock's bytes, in one request as it may be replaced meanwhile; None for none."""
-        data = bytearray(MOST_BYTES)
+        data = bytearray(MAX_BYTES)
         try:
             file = self.store.open(path)
             try:

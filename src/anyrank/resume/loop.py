@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from anyrank.data.loader import ElasticLoader
+from anyrank.data.step import Step
 from anyrank.resume.background import innermost
-from anyrank.resume.data.elastic import ElasticLoader
-from anyrank.resume.data.step import Step
 from anyrank.resume.state import TrainState
 
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
@@ -92,6 +92,16 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     if epochs is None:
         return lambda: state.step >= limit
     return lambda: state.epoch >= limit
+
+
+def lost_step(step: Step, on_purpose: bool) -> str:
+    """What is wrong with a state that a step moved without being counted."""
+    why = (
+        "the optimizer stepped before all of its microbatches were run"
+        if on_purpose
+        else "an exception left it after the optimizer's step"
+    )
+    return f"step {step.number} does not count, and moved the weights: {why}"
 
 
 def left_by_break() -> bool:

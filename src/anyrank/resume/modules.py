@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError
 from anyrank.files.formats import list_source
+from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.loading.allocate import allocate, default_device, device_for
-from anyrank.loading.freeze import check_frozen, frozen_parts, remember
+from anyrank.loading.model_tensors import Target, find_targets
 from anyrank.loading.replace import put_in_place
-from anyrank.loading.targets import Target, find_targets
-from anyrank.resume.parts import (
+from anyrank.resume.json_codec import from_json, to_json
+from anyrank.resume.part_types import (
     Fill,
     Fitted,
     Saved,
@@ -27,9 +28,8 @@ from anyrank.resume.parts import (
     listed,
     misfits,
 )
-from anyrank.resume.trees import from_json, to_json
-from anyrank.tensors.held import hold
 from anyrank.tensors.names import WRAPPERS, match, near
+from anyrank.tensors.sharded_tensor import hold
 from anyrank.tensors.walk import walk
 
 

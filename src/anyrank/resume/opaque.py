@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.parts import Fitted, Saved, Stored, listed
+from anyrank.resume.part_types import Fitted, Saved, Stored, listed
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import fit_stateful, save_stateful, tensors_now
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.loading.allocate import device_for
-from anyrank.loading.targets import Target
+from anyrank.loading.model_tensors import Target
+from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.opaque import (
     fit_opaque,
     is_opaque,
@@ -24,7 +25,7 @@ from anyrank.resume.opaque import (
     save_opaque,
     unwrapped,
 )
-from anyrank.resume.parts import (
+from anyrank.resume.part_types import (
     Fill,
     Fitted,
     Saved,
@@ -35,10 +36,9 @@ from anyrank.resume.parts import (
     listed,
     own_name,
 )
-from anyrank.resume.trees import from_json, to_json
-from anyrank.tensors.held import Held, dtensor_like, hold, placement_of
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
+from anyrank.tensors.sharded_tensor import Held, dtensor_like, hold, placement_of
 from anyrank.world.device import rank_device
 
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint

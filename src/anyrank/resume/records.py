@@ -7,7 +7,7 @@ from typing import get_args
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.manifest import Manifest
 from anyrank.files.schema import ANY, Optional, Table, check
-from anyrank.resume.saved_streams import Scope
+from anyrank.random_state.saved_streams import Scope
 
 BY_METHODS = {
     "kind": str,

@@ -16,8 +16,8 @@ import torch
 
 from anyrank.errors import CheckpointError
 from anyrank.resume.digests import start_digests
-from anyrank.resume.parts import SHOWN, Saved
-from anyrank.tensors.held import Coordinates, replicas
+from anyrank.resume.part_types import SHOWN, Saved
+from anyrank.tensors.sharded_tensor import Coordinates, replicas
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")

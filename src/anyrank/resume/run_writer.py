@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
+from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
-from anyrank.resume.data.position import Position
-from anyrank.resume.folder import RunFolder
 from anyrank.resume.lock import RunLock
+from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.state import TrainState
 from anyrank.world.ranks import Ranks

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 
 from anyrank import faults
+from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
+from anyrank.files.content_hash import content_hash
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.run_folder import INDEX, Place, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
-from anyrank.loading.verify import content_hash
-from anyrank.resume.data.position import Position
-from anyrank.resume.folder import RunFolder
-from anyrank.resume.parts import Saved, differences, own_name
+from anyrank.random_state.saved_streams import Place as RankCoords
+from anyrank.random_state.saved_streams import capture, fingerprints, observed_scopes
+from anyrank.resume.part_types import Saved, differences, own_name
+from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
-from anyrank.resume.saved_streams import Place as Seat
-from anyrank.resume.saved_streams import capture, fingerprints, observed_scopes
-from anyrank.resume.share import Item, items_of, write_share
+from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState
-from anyrank.tensors.held import Coordinates, Held, coordinates_of, hold
+from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of, hold
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
@@ -42,13 +42,13 @@ STREAMS = "streams"
 
 
 @dataclass(frozen=True)
-class Brought:
+class RankSummary:
     """What a rank tells the others about its state."""
 
     shared: dict[str, str]
     records: dict[str, str]
     coordinates: Coordinates
-    seat: Seat
+    seat: RankCoords
     prints: dict[str, str]
     loose: dict[str, str]
     step: int
@@ -98,12 +98,12 @@ class SaveRecord:
     removed: list[str] = field(default_factory=list[str])
 
 
-def seat_of(state: TrainState, ranks: Ranks) -> Seat:
+def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, Position):
         data = state.data.place()
-    return Seat(ranks.index, ranks.size, *data)
+    return RankCoords(ranks.index, ranks.size, *data)
 
 
 def collect(state: TrainState, ranks: Ranks) -> Snapshot:
@@ -114,9 +114,9 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     """
     made: list[tuple[dict[str, Saved], bytes]] = []
 
-    def here() -> Brought:
+    def here() -> RankSummary:
         state.check_usable()
-        parts, seat = state.save(ranks.index), seat_of(state, ranks)
+        parts, seat = state.save(ranks.index), rank_coords(state, ranks)
         made.append((parts, capture(seat, state.generators)))
         return _brought(state, parts, seat)
 
@@ -163,7 +163,7 @@ def _replicas(
     return replicas
 
 
-def _brought(state: TrainState, parts: Mapping[str, Saved], seat: Seat) -> Brought:
+def _brought(state: TrainState, parts: Mapping[str, Saved], seat: RankCoords) -> RankSummary:
     """What this rank tells the others.
 
     Raises:
@@ -190,7 +190,7 @@ def _brought(state: TrainState, parts: Mapping[str, Saved], seat: Seat) -> Broug
     prints = fingerprints(state.generators)
     where = coordinates_of(_tensors(parts))
     rest = (state.step, state.run, state.compared)
-    return Brought(shared, records, where, seat, prints, loose, *rest)
+    return RankSummary(shared, records, where, seat, prints, loose, *rest)
 
 
 def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
@@ -230,7 +230,7 @@ def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
             seen.add(name)
 
 
-def _differing(answers: Sequence[Brought], ranks: Ranks) -> list[str]:
+def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
     """Buffers that are not alike on all ranks; the first rank's are saved, which is told."""
     first = answers[0].loose
     names = sorted(name for name in first if any(one.loose[name] != first[name] for one in answers))
@@ -253,7 +253,7 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _compare(parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Ranks) -> None:
+def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
     """Raise, on all ranks, what differs between them. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
@@ -284,7 +284,7 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Rank
 
 
 def _records(
-    parts: Mapping[str, Saved], answers: Sequence[Brought], ranks: Ranks
+    parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
 ) -> dict[str, Any]:
     """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
     records = {part: one.record for part, one in parts.items()}

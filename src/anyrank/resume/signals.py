@@ -13,7 +13,7 @@ WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_SEC = 10.0  # launcher and scheduler each send a SIGTERM, moments apart: they mean one end
 
 
-class Wishes:
+class PendingSignals:
     """What schedulers ask for by signal. A SIGTERM later than GRACE_SEC after the first ends the
     process at once: the last save may be what hangs.
     """

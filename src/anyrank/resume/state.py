@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.loading.targets import Target
-from anyrank.resume.data.position import Position
+from anyrank.loading.model_tensors import Target
 from anyrank.resume.modules import fit_module, kept, save_module, targets_of
 from anyrank.resume.optimizer import fit_optimizer, save_optimizer
-from anyrank.resume.parts import Fitted, Saved, Stored
+from anyrank.resume.part_types import Fitted, Saved, Stored
 from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.resume.parts import (
+from anyrank.resume.json_codec import from_json, to_json
+from anyrank.resume.part_types import (
     Fill,
     Fitted,
     Saved,
@@ -19,8 +20,7 @@ from anyrank.resume.parts import (
     own_name,
 )
 from anyrank.resume.report import Outcome
-from anyrank.resume.trees import from_json, to_json
-from anyrank.tensors.held import Held, hold
+from anyrank.tensors.sharded_tensor import Held, hold
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-MOST_PIECES = 1 << 16  # of a tensor that is reshaped; each is a read of its own
+MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each is a read of its own
 
 
 class SymbolicTensor:
@@ -175,7 +175,7 @@ class SymbolicTensor:
         if not whole:
             raise LoadError(f"a conversion reshapes {self.stored.name}, whose bytes lie in pieces")
         chunks = _regrouped(self.stored.chunks[0], sizes, self.dtype.itemsize)
-        if chunks is None or len(chunks) > MOST_PIECES:
+        if chunks is None or len(chunks) > MAX_PIECES:
             raise LoadError(
                 f"a conversion reshapes {self.stored.name} from {list(self.shape)} to "
                 f"{list(sizes)} across its memory layout"

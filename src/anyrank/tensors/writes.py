@@ -6,8 +6,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyrank.tensors.box import Box
-from anyrank.tensors.held import Coordinates, Held, replicas
 from anyrank.tensors.layout import Piece
+from anyrank.tensors.sharded_tensor import Coordinates, Held, replicas
 
 PIECE_BYTES = 32 << 20  # most of one piece at rest: the unit of balance and of staging
 

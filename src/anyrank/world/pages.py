@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-LEAST_BYTES = 1 << 20  # of a tensor; a smaller one shares its pages with others
+MIN_BYTES = 1 << 20  # of a tensor; a smaller one shares its pages with others
 HEADROOM = 2  # as others take pages at the same time
 SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 FREE_FILE = Path("/proc/buddyinfo")
@@ -33,7 +33,7 @@ def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool
         ranks_on_node: how many processes do the same at this time.
     """
     storages = [t.untyped_storage() for t in tensors if t.is_cpu and t.layout == torch.strided]
-    ranges = {one.data_ptr(): one.nbytes() for one in storages if one.nbytes() >= LEAST_BYTES}
+    ranges = {one.data_ptr(): one.nbytes() for one in storages if one.nbytes() >= MIN_BYTES}
     needed = sum(ranges.values()) * ranks_on_node * HEADROOM
     if not ranges or not SIZE_FILE.exists() or free_bytes() < needed:
         return False

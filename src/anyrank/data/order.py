@@ -1,0 +1,96 @@
+"""The order of an epoch: a permutation of [0, n) that needs no list of n numbers.
+
+A Feistel network permutes the numbers of a few bits; those that land outside [0, n) are sent
+through it again until they land inside (cycle walking). The round function is the finisher of
+splitmix64. Any part of the order costs as much as it is long, on any process, at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.data.receipts import Receipt, receipt_of_range
+from anyrank.random_state.hashing import derive, mix64, signed
+
+ORDER_NAME = "feistel-v1"
+IDENTITY_NAME = "identity"
+BLOCK = 4096  # positions that are computed at a time
+ROUNDS = 8  # even, so that halves of different widths end where they started
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the epochs of a run take the samples.
+
+    Attributes:
+        n: number of samples.
+        seed: of the run.
+        shuffle: False for 0, 1, 2 and so on in every epoch.
+    """
+
+    n: int
+    seed: int
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise TypeError(f"seed is {self.seed!r}: give an int")
+
+    @property
+    def name(self) -> str:
+        """The method, as checkpoints name it. Another method would need another name."""
+        return ORDER_NAME if self.shuffle else IDENTITY_NAME
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may have a sample several times, and lack others."""
+        return False
+
+    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
+        """One of several parts of what the dataset's own receipt is for an epoch: [0, n) is all."""
+        return receipt_of_range(epoch, start, stop)
+
+    def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
+        parts: list[torch.Tensor] = []
+        while start < stop:
+            place = start % self.n
+            block = ids_of_block(self, epoch, place // BLOCK)
+            part = block[place % BLOCK :][: stop - start]
+            parts.append(part)
+            start += len(part)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@functools.lru_cache(maxsize=8)  # a step is asked for by several, and a piece costs as a block
+def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
+    """Sample ids at the positions of one block, fewer than BLOCK in the last."""
+    stop = min((number + 1) * BLOCK, order.n)
+    places = torch.arange(number * BLOCK, stop, device="cpu")
+    if not order.shuffle:
+        return places
+    bits = max(2, (order.n - 1).bit_length())
+    keys = [derive(order.seed, epoch, ORDER_NAME, number) for number in range(ROUNDS)]
+    ids = feistel(places, bits, keys)
+    while (outside := ids >= order.n).any():
+        ids[outside] = feistel(ids[outside], bits, keys)
+    return ids
+
+
+def feistel(values: torch.Tensor, bits: int, keys: list[int]) -> torch.Tensor:
+    """A permutation of the numbers of `bits` bits, one round for each key.
+
+    Args:
+        values: int64, any shape, each in [0, 2 ** bits).
+        bits: 2 to 62.
+        keys: an even number of 64-bit numbers.
+    """
+    low, high = bits // 2, bits - bits // 2
+    left, right = values >> low, values & ((1 << low) - 1)
+    for key in keys:
+        left, right = right, left ^ (mix64(right ^ signed(key)) & ((1 << high) - 1))
+        low, high = high, low
+    return (left << low) | right

@@ -1,0 +1,84 @@
+"""Proof that each sample of an epoch was taken once: count, sum and xor of hashed sample ids.
+
+A sample that is repeated, lost or exchanged changes the sum and the xor. Receipts add up, over
+ranks and over the runs between two resumes, so 24 bytes are enough for an epoch of any length.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyrank.random_state.hashing import derive, mix64, signed
+
+MASK = (1 << 64) - 1
+BLOCK = 1 << 20  # ids hashed at a time: 8 MiB of each intermediate
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What is known of a set of samples.
+
+    Attributes:
+        count: how many.
+        sum: of their 64-bit hashes, modulo 2 ** 64.
+        xor: of their 64-bit hashes.
+    """
+
+    count: int = 0
+    sum: int = 0
+    xor: int = 0
+
+    def __add__(self, other: Receipt) -> Receipt:
+        """Of both sets together."""
+        return Receipt(
+            self.count + other.count, (self.sum + other.sum) & MASK, self.xor ^ other.xor
+        )
+
+    def __sub__(self, other: Receipt) -> Receipt:
+        """Of the set without the other, which it holds."""
+        return Receipt(
+            self.count - other.count, (self.sum - other.sum) & MASK, self.xor ^ other.xor
+        )
+
+    def to_json(self) -> list[Any]:
+        """[count, sum, xor]; the hashes as 16 hex digits, which every reader of JSON keeps."""
+        return [self.count, f"{self.sum:016x}", f"{self.xor:016x}"]
+
+    @staticmethod
+    def from_json(value: Any) -> Receipt:
+        """The inverse of `to_json`. Raises ValueError or TypeError for anything else."""
+        count, total, xor = value
+        hashes = all(re.fullmatch("[0-9a-f]{16}", text) for text in (total, xor))
+        if type(count) is not int or count < 0 or not hashes:
+            raise ValueError(f"{value!r} is not a receipt")
+        return Receipt(count, int(total, 16), int(xor, 16))
+
+
+def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
+    """The receipt of some samples in an epoch; ids are int64 of shape [count]."""
+    if not ids.numel():
+        return Receipt()
+    hashes = mix64(mix64(ids) ^ signed(derive("receipt", epoch)))
+    return Receipt(ids.numel(), int(hashes.sum()) & MASK, fold_xor(hashes) & MASK)
+
+
+def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
+    """The receipt of samples start, start + 1 up to stop, without listing them all."""
+    total = Receipt()
+    for low in range(start, stop, BLOCK):
+        ids = torch.arange(low, min(low + BLOCK, stop), device="cpu")
+        total += receipt_of(epoch, ids)
+    return total
+
+
+def fold_xor(values: torch.Tensor) -> int:
+    """xor of all values, by halves: torch has no such reduction."""
+    while (size := values.numel()) > 1:
+        odd = values[size - size % 2 :]
+        half = size // 2
+        values = torch.cat([values[:half] ^ values[half : 2 * half], odd])
+    return int(values[0])

@@ -1,0 +1,175 @@
+"""How an epoch falls into steps, a step into microbatches, and the microbatches to ranks.
+
+Pure arithmetic on positions in the epoch's order. Nothing but `shares` knows that there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from anyrank.data.order import Order
+
+Tail = Literal["short", "drop", "pad"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One microbatch as a rank runs it.
+
+    Attributes:
+        k: which microbatch of the step.
+        is_copy: run without weight, because another turn already has it: for the collectives only.
+    """
+
+    k: int
+    is_copy: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the run, before anything is taken.
+
+    Attributes:
+        epoch: counted from 0.
+        number: steps of the run before this one.
+        start: first position in the epoch's order.
+        stop: position behind its last sample; beyond the order's end where the tail is padded.
+        n: positions that the order has.
+        microbatch: samples in each microbatch but the last.
+    """
+
+    epoch: int
+    number: int
+    start: int
+    stop: int
+    n: int
+    microbatch: int
+
+    @property
+    def samples(self) -> int:
+        """Samples in the step's mean, those that pad it included."""
+        return self.stop - self.start
+
+    @property
+    def num_microbatches(self) -> int:
+        return -(-self.samples // self.microbatch)
+
+    @property
+    def padded(self) -> int:
+        """How many samples are repeats that fill the step."""
+        return max(0, self.stop - self.n)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """Positions [start, stop) of microbatch k."""
+        start = self.start + k * self.microbatch
+        return start, min(start + self.microbatch, self.stop)
+
+    def size(self, k: int) -> int:
+        """Samples in microbatch k."""
+        start, stop = self.bounds(k)
+        return stop - start
+
+    def turns(self, rank: int, size: int) -> list[Turn]:
+        """What one of `size` ranks runs."""
+        return shares(self.num_microbatches, rank, size)
+
+
+def shares(count: int, rank: int, size: int) -> list[Turn]:
+    """One rank's contiguous, balanced part of `count` microbatches, filled up with copies.
+
+    Every rank gets equally many turns, so that collectives in forward and backward match.
+    """
+    first, stop = rank * count // size, (rank + 1) * count // size
+    own = [Turn(k, False) for k in range(first, stop)]
+    # A copy of a real microbatch fits the model, and is as finite as the step's own ones.
+    copied = stop - 1 if own else first
+    return own + [Turn(copied, True)] * (-(-count // size) - len(own))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The parts of a run's data plan that do not move.
+
+    Attributes:
+        order: of the samples.
+        global_batch: samples of a step.
+        microbatch: samples that go through the model at once; divides `global_batch`.
+        tail: what becomes of the samples that do not fill an epoch's last step.
+    """
+
+    order: Order
+    global_batch: int
+    microbatch: int
+    tail: Tail
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "microbatch"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise TypeError(f"{name} is {value!r}: give a number of samples, an int")
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give at least 1")
+        if self.tail not in get_args(Tail):
+            raise ValueError(f"tail is {self.tail!r}: give one of {', '.join(get_args(Tail))}")
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of microbatch "
+                f"{self.microbatch}: change one of them, all microbatches have the same size"
+            )
+        if self.order.n < 1:
+            raise ValueError("the dataset is empty: there is nothing to train on")
+        if self.tail == "drop" and self.order.n < self.global_batch:
+            raise ValueError(
+                f"tail='drop' would drop all {self.order.n} samples, fewer than global_batch "
+                f"{self.global_batch}: give another tail, or a smaller global_batch"
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """K, the microbatches of a full step."""
+        return self.global_batch // self.microbatch
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Steps of an epoch from its start."""
+        full, left = divmod(self.order.n, self.global_batch)
+        return full + (left > 0 and self.tail != "drop")
+
+    def check_size(self, size: int) -> None:
+        """Raise ValueError where a full step has no microbatch for each of `size` ranks."""
+        if size > self.num_microbatches:
+            most = self.global_batch // size
+            hint = f"a microbatch of at most {most}, or " if most else ""
+            raise ValueError(
+                f"global_batch {self.global_batch} / microbatch {self.microbatch} = "
+                f"{self.num_microbatches} microbatches cannot feed {size} data-parallel ranks: "
+                f"give {hint}a global_batch of at least {size * self.microbatch}, or run on at "
+                f"most {self.num_microbatches} ranks"
+            )
+
+    def next_step(self, epoch: int, number: int, consumed: int) -> StepPlan | None:
+        """The step at position `consumed` of an epoch; None where the epoch ends."""
+        n = self.order.n
+        stop = consumed + self.global_batch
+        if consumed >= n or (stop > n and self.tail == "drop"):
+            return None
+        if self.tail == "short":
+            stop = min(stop, n)
+        return StepPlan(epoch, number, consumed, stop, n, self.microbatch)
+
+    def rest(self, step: StepPlan) -> Iterator[StepPlan]:
+        """A step and those behind it to the end of its epoch."""
+        following: StepPlan | None = step
+        while following is not None:
+            yield following
+            following = self.next_step(step.epoch, following.number + 1, following.stop)
+
+    def ids(self, step: StepPlan, k: int) -> list[int]:
+        """Sample ids of one microbatch."""
+        return self.order.ids(step.epoch, *step.bounds(k)).tolist()
+
+    def with_global_batch(self, global_batch: int) -> Schedule:
+        """The same with another size of a step."""
+        return replace(self, global_batch=global_batch)

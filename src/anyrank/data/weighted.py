@@ -1,0 +1,81 @@
+"""An order that draws samples with replacement, by weights: any part of it, on any process.
+
+All in integers, so that every machine draws the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anyrank.data.order import Order
+from anyrank.data.receipts import Receipt, receipt_of
+from anyrank.random_state.hashing import derive, mix64, signed
+
+WEIGHTED_NAME = "weighted-v1"
+TOTAL = 1 << 44  # what the weights are scaled to; small beside the 63 bits that are drawn
+BLOCK = 1 << 20  # positions in a receipt at a time
+
+
+@dataclass(frozen=True)
+class WeightedOrder(Order):
+    """As many draws an epoch as the dataset has samples, each by itself.
+
+    Attributes:
+        digest: of the weights.
+        ends: int64 [n], the sums of the scaled weights up to and with each sample.
+    """
+
+    digest: str
+    ends: torch.Tensor = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The method, and a digest of the weights."""
+        return f"{WEIGHTED_NAME} {self.digest}"
+
+    @property
+    def repeats(self) -> bool:
+        return True
+
+    def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
+        places = torch.arange(start, stop, device="cpu") % self.n
+        drawn = mix64(mix64(places) ^ signed(derive(self.seed, epoch, WEIGHTED_NAME)))
+        number = (drawn & ((1 << 63) - 1)) % self.ends[-1]
+        return torch.searchsorted(self.ends, number, right=True)
+
+    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
+        """Of the samples that part of an epoch draws, each as often as it is drawn."""
+        total = Receipt()
+        for low in range(start, stop, BLOCK):
+            total += receipt_of(epoch, self.ids(epoch, low, min(low + BLOCK, stop)))
+        return total
+
+
+def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:
+    """The order of n draws by the weights of n samples.
+
+    Raises:
+        ValueError: weights of another number; negative, not finite, or all zero.
+    """
+    given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if given.shape != (n,):
+        raise ValueError(f"weights has shape {list(given.shape)}: give each of {n} samples' weight")
+    if not bool(given.isfinite().all()) or bool((given < 0).any()) or not bool(given.any()):
+        raise ValueError("weights are to be finite, at least 0, and not all 0")
+    largest = float(given.max())
+    scaled = given / largest  # before the sum, which might overflow
+    total = math.fsum(scaled.tolist())
+    parts = (scaled * (TOTAL / total)).ceil().to(torch.int64)
+    digest = derive(str(receipt_of_parts(parts)), size=4)
+    return WeightedOrder(n, seed, True, f"{digest:08x}", parts.cumsum(0))
+
+
+def receipt_of_parts(parts: torch.Tensor) -> list[int]:
+    """What tells weights apart: a hash of each with its place, added up."""
+    places = torch.arange(len(parts), device="cpu")
+    return [len(parts), int(mix64(mix64(parts) ^ places).sum())]

@@ -1,0 +1,344 @@
+"""A model against a listing: which bytes fill which tensor, and everything that is wrong with
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.formats import list_source
+from anyrank.files.listing import Listing, join
+from anyrank.frozen.freeze import frozen_parts
+from anyrank.loading.conversions import converted, declared_ignorable
+from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.own_code import OwnCode
+from anyrank.loading.strategy import Decision
+from anyrank.tensors.names import (
+    Match,
+    Near,
+    Rename,
+    inner_prefix,
+    match,
+    renamer,
+    wrong_prefix,
+)
+from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.spec import StoredTensor
+
+MISSING = ("error", "init", "keep")
+UNEXPECTED = ("error", "ignore")
+CAST = ("float", "any")
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """The caller's choices, checked."""
+
+    missing: str = "error"
+    unexpected: str = "error"
+    cast: str = "float"
+    rename: Rename = None
+    strategy: str = "auto"
+    buffer_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("missing", MISSING), ("unexpected", UNEXPECTED), ("cast", CAST)):
+            if getattr(self, name) not in allowed:
+                raise LoadError(
+                    f"{name}={getattr(self, name)!r} is unknown; give one of {', '.join(allowed)}"
+                )
+        if self.buffer_bytes is not None and self.buffer_bytes < 1:
+            raise LoadError(f"buffer_bytes={self.buffer_bytes} is not a positive number of bytes")
+
+
+@dataclass
+class Prepared:
+    """A load that can only fail by I/O from here on.
+
+    Attributes:
+        targets: every tensor of the model.
+        stored: index of a target -> its bytes.
+        compared: index of a frozen target -> bytes that must be what the target holds in the end.
+        initialise: indices of targets that a rule fills.
+        keep: indices of missing targets that keep their values.
+        match: names, for the report.
+        ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
+        frozen: frozen parts -> the source of their own that fills them.
+        retie: tensors whose declared tie was broken -> the tensor to hang in their place.
+        own_code: of modules that load_state_dict would have run.
+        decision: who reads.
+        buffer_bytes: staging memory; the smallest that any rank has, since exchanges need one size.
+        coordinates: of every rank, by global rank.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        in_place: whether any rank writes into memory that held values before.
+    """
+
+    targets: list[Target]
+    listing: Listing
+    seed: int
+    stored: dict[int, StoredTensor]
+    compared: dict[int, StoredTensor]
+    initialise: list[int]
+    keep: list[int]
+    match: Match
+    ignored: list[str]
+    frozen: dict[str, str]
+    retie: dict[int, int]
+    own_code: OwnCode
+    decision: Decision = field(init=False)
+    coordinates: dict[int, Coordinates] = field(init=False)
+    buffer_bytes: int = field(init=False)
+    rebuild: bool = False
+    in_place: bool = False
+
+    @property
+    def adapters_kept(self) -> bool:
+        """Whether the model has adapters that are real and not in the source; equal on all
+        ranks.
+        """
+        return any(self.targets[index].adapter for index in self.keep)
+
+
+def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prepared:
+    """Match a model with a listing, by this rank alone.
+
+    Raises:
+        LoadError: all problems with names, shapes and dtypes, in one list.
+    """
+    targets = find_targets(model)
+    loadable = [i for i, target in enumerate(targets) if target.kind != "derived"]
+    listing = _without_other_parts(targets, listing)
+    listing, rename = converted(model, targets, listing, renamer(options.rename))
+    found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
+    stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
+    missing = [loadable[i] for i in found.missing]
+    listing, frozen, compared = _frozen_sources(model, targets, stored, listing)
+    missing = [i for i in missing if i not in stored and i not in compared]
+    retie = _declared_ties(model, targets, missing, stored)
+    missing = [i for i in missing if i not in retie]
+    ignored = _ignorable(found.unexpected, targets, model, rename)
+    known = set(ignored)
+    found.unexpected = [key for key in found.unexpected if key not in known]
+    absent = [i for i in missing if not targets[i].adapter]
+    problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
+    if problems:
+        if listing.skipped:
+            problems.append(_listed("not looked at in the source", list(listing.skipped)))
+        where = listing.files[0].path if listing.files else "the source"
+        where = "the table" if listing.format == "memory" else where
+        title = f"{where} ({listing.format}) does not fit the model:"
+        raise LoadError("\n".join([title, *problems]))
+    init = options.missing == "init"
+    initialise = [i for i in missing if targets[i].is_meta or (init and not targets[i].adapter)]
+    keep = sorted(set(missing).difference(initialise))
+    found.missing = absent
+    return Prepared(
+        targets,
+        listing,
+        seed,
+        stored,
+        compared,
+        initialise,
+        keep,
+        found,
+        ignored,
+        frozen,
+        retie,
+        OwnCode(model, listing, renamer(options.rename)),
+    )
+
+
+def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
+    """The weights of a checkpoint that holds an optimizer and other things beside them."""
+    known = {name for target in targets for place in target.places for name in place.names}
+    prefix = inner_prefix(listing.tensors, known)
+    if prefix is None:
+        return listing
+    inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k.startswith(prefix)}
+    others = tuple(f"{k}: not weights" for k in listing.tensors if not k.startswith(prefix))
+    return replace(listing.with_tensors(inner), skipped=(*listing.skipped, *others))
+
+
+def _frozen_sources(
+    model: nn.Module, targets: list[Target], stored: dict[int, StoredTensor], listing: Listing
+) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
+    """Fill frozen parts from their own sources; what the source holds of them is for comparison."""
+    frozen: dict[str, str] = {}
+    compared: dict[int, StoredTensor] = {}
+    for name, part in frozen_parts(model):
+        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+        mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
+        indices = [i for i in mine if i not in stored or targets[i].is_meta]
+        if source is None or not indices:
+            continue
+        own = list_source(source)
+        inner = [target for target in find_targets(part) if target.kind != "derived"]
+        found = match([target.wanted() for target in inner], own.tensors, lambda key: key)
+        keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
+        prefix = f"{name}/"  # no key of the source can be meant by it
+        listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
+        for index in indices:
+            key = keys.get(id(targets[index].tensor))
+            if key is not None:
+                if index in stored:
+                    compared[index] = stored[index]
+                stored[index] = listing.tensors[prefix + key]
+        frozen[name] = str(source)
+    for index in [index for index in stored if _is_pinned(targets[index])]:
+        compared[index] = stored.pop(index)
+    return listing, frozen, compared
+
+
+def _is_pinned(target: Target) -> bool:
+    """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
+    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    return info is not None and info.tensors is not None and not target.is_meta
+
+
+def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
+    return {prefix + key: stored for key, stored in listing.tensors.items()}
+
+
+def _declared_ties(
+    model: nn.Module, targets: list[Target], missing: list[int], stored: Mapping[int, StoredTensor]
+) -> dict[int, int]:
+    """Missing tensors that the model says are others' (to_empty unties them): tied again, if
+    plain.
+    """
+    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {name: i for i, t in enumerate(targets) for place in t.places for name in place.names}
+    ties: dict[int, int] = {}
+    for index in missing:
+        partner = next((declared[n] for n in targets[index].places[0].names if n in declared), None)
+        source = names.get(partner) if partner is not None else None
+        if source is None or source not in stored:
+            continue
+        if targets[source].layout is None and targets[index].layout is None:
+            ties[index] = source
+    return ties
+
+
+def _ignorable(
+    keys: Sequence[str], targets: list[Target], model: nn.Module, rename: Any
+) -> list[str]:
+    """Keys of non-persistent buffers, and those that the model itself says are of no use."""
+    derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
+    prefix = getattr(model, "base_model_prefix", "")
+    declared = declared_ignorable(model)
+    return [
+        key
+        for key in keys
+        if not derived.isdisjoint((name := rename(key), f"{prefix}.{name}")) or declared(key)
+    ]
+
+
+def _problems(
+    targets: list[Target],
+    stored: list[tuple[int, StoredTensor]],
+    absent: list[int],
+    found: Match,
+    options: Options,
+) -> list[str]:
+    """Everything that is wrong with names, shapes and dtypes, in one list."""
+    names = [name for target in targets for place in target.places for name in place.names[-1:]]
+    unfilled = [targets[i].name for i in absent]
+    lines: list[str] = []
+    on_meta = [targets[i].name for i in absent if targets[i].is_meta]
+    if options.missing == "error" and unfilled:
+        lines.append(
+            _listed("missing in the source", unfilled, Near(found.unexpected))
+            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
+            "'keep'"
+        )
+    elif options.missing == "keep" and on_meta:
+        lines.append(
+            _listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
+            + "\n  to go on: missing='init'"
+        )
+    if options.unexpected == "error" and found.unexpected:
+        lines.append(
+            _listed("unexpected in the source", found.unexpected, Near(unfilled or names))
+            + _renaming(found.unexpected, unfilled)
+            + "\n  to go on: rename=..., or unexpected='ignore'"
+        )
+    for index, tensor in stored:
+        line = _unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
+        if line:
+            lines.append(line)
+    return lines
+
+
+def _unwritable(target: Target) -> str | None:
+    """Why the memory of a real tensor cannot take values one by one."""
+    tensor = target.tensor
+    if target.is_meta or target.layout is not None:
+        return None
+    if tensor.is_inference():
+        return (
+            f"{target.name}: is an inference tensor, which cannot be written to: build the model "
+            "outside torch.inference_mode()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            f"{target.name}: is a conj or neg view, whose values are not those of its bytes: give "
+            "the model the result of .resolve_conj().resolve_neg()"
+        )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in pairs):
+        return (
+            f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
+        )
+    return None
+
+
+def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:
+    if stored.shape != target.shape:
+        return (
+            f"{target.name}: the model has shape {list(target.shape)}, "
+            f"the source {list(stored.shape)} ({stored.name})"
+        )
+    have, want = stored.dtype, target.dtype
+    if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
+        return None
+    if have.is_complex and want.is_complex:
+        return None
+    if _holds_all_of(want, have):
+        return None
+    return (
+        f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
+        "by itself: ask for it with cast='any'"
+    )
+
+
+def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
+    """Whether every value of one integer dtype is a value of another."""
+    floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
+    if floats or want == torch.bool:
+        return False
+    if have == torch.bool:
+        return True
+    small, large = torch.iinfo(have), torch.iinfo(want)
+    return large.min <= small.min and small.max <= large.max
+
+
+def _listed(title: str, items: list[str], hints: Near | None = None) -> str:
+    more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
+    return f"{title} ({len(items)}):\n  " + "\n  ".join(shown) + more
+
+
+def _renaming(unexpected: list[str], unfilled: list[str]) -> str:
+    """The rename= that places most of the keys, where a prefix is all that is wrong."""
+    found = wrong_prefix(unexpected, unfilled)
+    if found is None:
+        return ""
+    old, new, count = found
+    rename = {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
+    return f"\n  {count} of them fit with rename={rename!r}"

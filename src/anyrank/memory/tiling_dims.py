@@ -1,0 +1,246 @@
+"""Where the arguments of a call are cut into tiles, and how the results are joined."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
+from anyrank.memory.tile_autograd import Place, rows_of
+from anyrank.memory.uncompiled import uncompiled
+
+Dims = list[int | None]  # one for each leaf
+
+
+class Cut:
+    """The tiles of one call.
+
+    Attributes:
+        dims: for each leaf the dim along which it is tiled, or None.
+        size: rows in all.
+        starts: first row of each tile; one tile when there are no more rows than it holds.
+    """
+
+    def __init__(self, call: Call, dims: Dims, chunk_size: int, label: str) -> None:
+        sizes: dict[int, int] = {}
+        self.dims: Dims = []
+        for n, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True)):
+            tiled = dim is not None and isinstance(leaf, torch.Tensor)
+            if tiled and isinstance(leaf, DTensor):
+                raise ValueError(
+                    f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
+                    f"{leaf.device_mesh}, and tiles are cut of plain tensors: tile a "
+                    "module inside, which gets plain ones, or give to_local() or full_tensor()"
+                )
+            self.dims.append(normal(dim, leaf, f"{label}: {call.name(n)}") if tiled else None)
+            if tiled:
+                sizes[n] = leaf.shape[self.dims[n] or 0]
+        if not sizes:
+            raise ValueError(f"{label}: in_dims names no tensor among the arguments of this call")
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{call.name(n)} has {size}" for n, size in sizes.items())
+            raise ValueError(
+                f"{label}: tiled arguments have the same number of rows, but {found}: give None in "
+                "in_dims to those that each tile gets whole"
+            )
+        self.size = next(iter(sizes.values()))
+        self.chunk_size = chunk_size
+        self.starts = list(range(0, self.size, chunk_size)) or [0]
+
+    def length(self, k: int) -> int:
+        """Rows of a tile."""
+        return min(self.chunk_size, self.size - self.starts[k])
+
+    def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of tile `k`."""
+        return [
+            leaf if dim is None else rows_of(leaf, dim, self.starts[k], self.length(k))
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+
+
+def normal(dim: Any, tensor: torch.Tensor, where: str) -> int:
+    if not isinstance(dim, int):
+        raise TypeError(f"{where}: a dim is an int or None, not {dim!r}")
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"{where}: there is no dim {dim} in {list(tensor.shape)}")
+    return dim % tensor.ndim
+
+
+def spread(dims: Any, value: Any, where: str) -> Dims:
+    """Dims for the leaves of a value: an int or None stands for all of them, a list, tuple or dict
+    has one entry for each part.
+    """
+    if dims is None or isinstance(dims, int):
+        return [dims] * len(flatten(value)[0])
+    parts = members(value)
+    given = members(dims)
+    if parts is None or given is None or parts.keys() != given.keys():
+        raise ValueError(f"{where}: dims {dims!r} are not those of a {type(value).__name__}")
+    return [dim for key in parts for dim in spread(given[key], parts[key], where)]
+
+
+def members(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(cast("Sequence[Any]", value)))
+    return None
+
+
+class Arguments:
+    """Which arguments of a function `in_dims` means.
+
+    Attributes:
+        fn: the function, out of any `functools.partial`, whose own arguments are not tiled.
+    """
+
+    def __init__(self, fn: Callable[..., Any], in_dims: Any, label: str) -> None:
+        if isinstance(in_dims, bool) or not isinstance(in_dims, int | tuple | dict):
+            raise TypeError(f"in_dims={in_dims!r}: an int, a tuple or a dict of names")
+        self.fn, self.args, self.kwargs = unwrap(fn, (), {})
+        self.in_dims: Any = in_dims
+        self.label = label
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Dims]:
+        """A call, and the dims of its leaves."""
+        positional, named = self.entries(args, kwargs)
+        positional = [None] * len(self.args) + positional
+        args, kwargs = (*self.args, *args), {**self.kwargs, **kwargs}
+        dims = [
+            dim
+            for entry, value in zip(positional, args, strict=True)
+            for dim in spread(entry, value, self.label)
+        ]
+        for name, value in kwargs.items():
+            dims += spread(named.get(name), value, f"{self.label}: {name}")
+        return Call(self.fn, args, kwargs), dims
+
+    def entries(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Entries of `in_dims` for positional and for named arguments."""
+        if isinstance(self.in_dims, tuple):
+            given: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
+            if len(given) != len(args):
+                raise ValueError(
+                    f"{self.label}: in_dims has {len(given)} entries for {len(args)} positional "
+                    "arguments: use a dict for arguments that are given by name"
+                )
+            return list(given), {}
+        if isinstance(self.in_dims, int):
+            if args:
+                return [self.in_dims, *[None] * (len(args) - 1)], {}
+            return [], dict.fromkeys(list(kwargs)[:1], self.in_dims)
+        return self.by_name(args, kwargs)
+
+    def by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        named: dict[str, Any] = self.in_dims
+        forward: Any = getattr(self.fn, "forward", self.fn)
+        known = list(inspect.signature(forward).parameters)[len(self.args) :]
+        names = known[: len(args)] + [""] * (len(args) - len(known))
+        absent = named.keys() - {*names, *kwargs}
+        unknown = absent - set(known)
+        if unknown:
+            raise ValueError(
+                f"{self.label}: in_dims names {sorted(unknown)}, which are no arguments: "
+                f"{', '.join(known)}"
+            )
+        return [named.get(name) for name in names], {k: v for k, v in named.items() if k in kwargs}
+
+
+class Joined:
+    """The results of the tiles, each written into one tensor of full size as soon as it is there.
+
+    Raises:
+        ValueError: from `add`: a result does not fit `out_dims` or the other tiles.
+    """
+
+    def __init__(self, out_dims: Any, cut: Cut, label: str) -> None:
+        self.out_dims = out_dims
+        self.cut = cut
+        self.label = label
+        self.leaves: list[Any] = []
+        self.dims: list[int | None] = []
+        self.spec: Any = None
+
+    @uncompiled
+    def add(self, k: int, result: Any) -> None:
+        leaves, spec = flatten(result)
+        if k == 0:
+            self.start(result, leaves, spec)
+        elif spec != self.spec:
+            raise ValueError(f"{self.label}: tile {k} returns another structure than tile 0")
+        for n, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
+            if dim is None:
+                self.check_same(k, leaf, self.leaves[n])
+            else:
+                self.check_rows(k, leaf, dim, self.leaves[n])
+                self.leaves[n] = Place.apply(self.leaves[n], leaf, dim, self.cut.starts[k])
+
+    def start(self, result: Any, leaves: list[Any], spec: Any) -> None:
+        self.spec = spec
+        for leaf, dim in zip(leaves, spread(self.out_dims, result, self.label), strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                self.dims.append(None)
+                self.leaves.append(leaf)
+                continue
+            if dim is None:
+                raise ValueError(
+                    f"{self.label}: out_dims has None for a tensor {list(leaf.shape)}: results of "
+                    "tiles are joined along a dim"
+                )
+            dim = normal(dim, leaf, f"{self.label}: a result")
+            shape = [*leaf.shape[:dim], self.cut.size, *leaf.shape[dim + 1 :]]
+            self.dims.append(dim)
+            self.leaves.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
+
+    def check_same(self, k: int, leaf: Any, first: Any) -> None:
+        try:
+            differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
+        except RuntimeError as error:  # it compares tensors that it holds
+            raise ValueError(
+                f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
+                "return a tensor, or a tuple, list or dict of them"
+            ) from error
+        if differs:
+            raise ValueError(
+                f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: what "
+                "is no tensor has to be the same for all tiles"
+            )
+
+    def check_rows(self, k: int, leaf: Any, dim: int, whole: torch.Tensor) -> None:
+        expected = list(whole.shape)
+        expected[dim] = self.cut.length(k)
+        shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
+            raise ValueError(
+                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its "
+                "place"
+            )
+        if shape != expected:
+            raise ValueError(
+                f"{self.label}: tile {k} returns {shape}, and {expected} is expected: its "
+                f"{self.cut.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
+                "tile 0 (a result that is sharded over the ranks, as sequence parallel layers "
+                "return it, cannot be joined)"
+            )
+
+    def cat(self, parts: list[Any]) -> Any:
+        """Join results that are all there, by operations that a compiler knows."""
+        flat = [flatten(part)[0] for part in parts]
+        dims = spread(self.out_dims, parts[0], self.label)
+        joined = [
+            torch.cat(leaves, dim or 0) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+            for leaves, dim in zip(zip(*flat, strict=True), dims, strict=True)
+        ]
+        return unflatten(joined, flatten(parts[0])[1])
+
+    def result(self) -> Any:
+        return unflatten(self.leaves, self.spec)

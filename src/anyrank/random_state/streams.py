@@ -1,0 +1,236 @@
+"""The random streams of a process: Python's, numpy's, torch's on the CPU and on the rank's device.
+
+Each can be read, put back and seeded. `seeded` puts all of them under a seed for the time of a
+block, which is how a microbatch and a sample get random numbers that do not depend on the rank.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from anyrank.random_state.hashing import derive
+from anyrank.world.device import rank_device
+
+MT_WORDS = 624  # of a Mersenne twister's state
+
+
+class Stream(Protocol):
+    """One source of random numbers.
+
+    Attributes:
+        name: as checkpoints and reports call it.
+        algorithm: what its state is the state of, the kind of device included.
+    """
+
+    name: str
+    algorithm: str
+
+    def get(self) -> Any:
+        """Its state, in its owner's own form."""
+        ...
+
+    def put(self, state: Any) -> None:
+        """Go on from a state that `get` or `decode` returned."""
+        ...
+
+    def seed(self, number: int) -> None:
+        """Start anew from a 64-bit number."""
+        ...
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        """A state as JSON values and raw bytes."""
+        ...
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        """The inverse of `encode`; raises some built-in exception for what is no state."""
+        ...
+
+
+class PythonStream:
+    """The `random` module's own generator."""
+
+    name, algorithm = "python", "mt19937"
+
+    def get(self) -> Any:
+        return random.getstate()
+
+    def put(self, state: Any) -> None:
+        random.setstate(state)
+
+    def seed(self, number: int) -> None:
+        random.seed(number)
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        version, words, gauss = state
+        return [version, gauss], b"".join(word.to_bytes(4, "little") for word in words)
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        version, gauss = values
+        state = (version, words_of(data), None if gauss is None else float(gauss))
+        random.Random().setstate(state)  # noqa: S311 - raises for what is no state
+        return state
+
+
+class NumpyStream:
+    """numpy's global generator. For processes that have loaded numpy."""
+
+    name, algorithm = "numpy", "mt19937"
+
+    def __init__(self) -> None:
+        self.random: Any = sys.modules["numpy"].random
+
+    def get(self) -> Any:
+        return self.random.get_state()
+
+    def put(self, state: Any) -> None:
+        self.random.set_state(state)
+
+    def seed(self, number: int) -> None:
+        self.random.seed([number & 0xFFFFFFFF, number >> 32])
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        _, words, place, has_gauss, gauss = state
+        return [int(place), int(has_gauss), float(gauss)], words.astype("<u4").tobytes()
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        place, has_gauss, gauss = values
+        words = words_of(data)
+        if type(place) is not int or not 0 <= place <= MT_WORDS or len(words) != MT_WORDS:
+            raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
+        return ("MT19937", words, place, int(bool(has_gauss)), float(gauss))
+
+
+class TorchStream:
+    """A generator of torch: the CPU's default one, or one that a user made."""
+
+    def __init__(self, name: str, generator: torch.Generator) -> None:
+        self.name = name
+        self.generator = generator
+        self.algorithm = algorithm_on(generator.device)
+
+    def get(self) -> Any:
+        return self.generator.get_state()
+
+    def put(self, state: Any) -> None:
+        self.generator.set_state(state)
+
+    def seed(self, number: int) -> None:
+        self.generator.manual_seed(number)
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        return [], bytes(state.tolist())
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        return checked_state(data, self.generator.device)
+
+
+class DeviceStream:
+    """The default generator of an accelerator, whichever device is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = "device"
+        self.device = device
+        self.algorithm = algorithm_on(device)
+        self.module: Any = torch.get_device_module(device)
+        # Of one device only, without a number
+        self.where = () if device.type == "mps" else (device,)
+
+    def get(self) -> Any:
+        return self.module.get_rng_state(*self.where)
+
+    def put(self, state: Any) -> None:
+        self.module.set_rng_state(state, *self.where)
+
+    def seed(self, number: int) -> None:
+        self.put(torch.Generator(self.device).manual_seed(number).get_state())
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        return [], bytes(state.tolist())
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        return checked_state(data, self.device)
+
+
+def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
+    """The process's streams: Python's, numpy's where it is loaded, torch's on CPU and `devices`."""
+    streams: list[Stream] = [PythonStream()]
+    # `random` is an attribute of numpy once its import is complete.
+    if hasattr(sys.modules.get("numpy"), "random"):
+        streams.append(NumpyStream())
+    streams.append(TorchStream("torch", torch.default_generator))
+    return streams + [DeviceStream(device) for device in devices]
+
+
+def own_accelerator() -> list[torch.device]:
+    """The rank's own accelerator where the process uses it already, else nothing."""
+    device = rank_device()
+    return [device] if is_in_use(device) else []
+
+
+def accelerators_of(model: torch.nn.Module) -> list[torch.device]:
+    """The accelerators that a model computes on, and the rank's own."""
+    found = {parameter.device for parameter in model.parameters()}
+    return sorted({one for one in found if is_in_use(one)} | set(own_accelerator()), key=str)
+
+
+def is_in_use(device: torch.device) -> bool:
+    """Whether it is an accelerator that this process has initialised. Initialises nothing."""
+    if device.type in ("cpu", "meta"):
+        return False
+    check = getattr(torch.get_device_module(device), "is_initialized", None)
+    return check is None or check()
+
+
+@contextmanager
+def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
+    """Run a block under streams that depend on a 64-bit number alone, then go on as before."""
+    with kept(devices):
+        reseed(number, devices)
+        yield
+
+
+@contextmanager
+def kept(devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
+    """Run a block, then put all streams back to where they were before."""
+    before = [(stream, stream.get()) for stream in ambient(devices)]
+    try:
+        yield
+    finally:
+        for stream, state in before:
+            stream.put(state)
+
+
+def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
+    """Set all streams by a 64-bit number."""
+    for stream in ambient(devices):
+        # Not the same number for all: Python and numpy would draw alike from the same twister.
+        stream.seed(derive(number, stream.name))
+
+
+def fingerprint() -> list[Any]:
+    """What is equal twice if no ambient stream of the CPU has moved between."""
+    states = (stream.get() for stream in ambient())
+    return [state.tolist() if isinstance(state, torch.Tensor) else repr(state) for state in states]
+
+
+def algorithm_on(device: torch.device) -> str:
+    """How states of a device are to be read: states of two names do not fit each other."""
+    return "mt19937" if device.type == "cpu" else f"{device.type} philox"
+
+
+def words_of(data: bytes) -> tuple[int, ...]:
+    """Little-endian 32-bit numbers."""
+    return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
+
+
+def checked_state(data: bytes, device: torch.device) -> torch.Tensor:
+    """A generator's state, uint8, that a spare generator of the device has accepted."""
+    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch.Generator(device).set_state(state)
+    return state

@@ -1,0 +1,153 @@
+"""The parts of a training state: what each brings to a save, and what fills it at a resume."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.listing import Listing
+from anyrank.resume.report import Outcome
+from anyrank.tensors.sharded_tensor import Held, hold
+from anyrank.tensors.spec import StoredTensor
+
+SHOWN = 10
+
+
+@dataclass
+class Saved:
+    """What one part brings to a save.
+
+    Attributes:
+        record: JSON; equal on all ranks, or kept for each of them where `by_rank` says so.
+        tensors: what the ranks hold together; the same list on all of them.
+        own: what this rank alone holds; its names end with the rank.
+        aliases: other name -> name, of tied tensors.
+        steady: names of tensors that nothing but the optimizer's step changes.
+        loose: names of plain tensors that nothing keeps equal on the ranks (buffers); the first
+            rank's are saved.
+        strict: whether replicas that differ are an error. Else the first rank's are saved.
+        by_rank: whether a record that differs between ranks is kept for each.
+    """
+
+    record: Any
+    tensors: list[Held] = field(default_factory=list[Held])
+    own: list[Held] = field(default_factory=list[Held])
+    aliases: dict[str, str] = field(default_factory=dict[str, str])
+    steady: set[str] = field(default_factory=set[str])
+    loose: set[str] = field(default_factory=set[str])
+    strict: bool = True
+    by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Memory of this rank and the bytes that fill it."""
+
+    held: Held
+    stored: StoredTensor
+    local: torch.Tensor
+    listing: Listing
+
+
+@dataclass
+class Fitted:
+    """What a resume would do with one part.
+
+    Attributes:
+        outcome: exact or resharded, or what else, and why.
+        fills: memory that is filled, the same list on all ranks.
+        commit: puts everything else in place when the memory is filled.
+        problems: whatever does not fit; nothing is changed while any part has one.
+        hollow: whether buffers that no checkpoint holds are on meta.
+    """
+
+    outcome: Outcome
+    fills: list[Fill] = field(default_factory=list[Fill])
+    commit: Callable[[], None] = lambda: None
+    problems: list[str] = field(default_factory=list[str])
+    hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A committed step, as the parts see it.
+
+    Attributes:
+        listing: its tensors.
+        ranks: how many saved it.
+        same_ranks: whether as many resume it.
+    """
+
+    listing: Listing
+    ranks: int
+    same_ranks: bool
+
+    def moved(self, saved_layout: str, layout: str) -> Outcome:
+        """Exact when ranks and layout are those of the save, else resharded."""
+        if self.same_ranks and saved_layout == layout:
+            return Outcome("exact")
+        now = "" if self.same_ranks else f"saved on {self.ranks} ranks"
+        return Outcome("resharded", now or "laid out otherwise")
+
+
+def own_name(where: str, index: int) -> str:
+    """What a tensor is called that the rank of this index alone holds."""
+    return f"{where}@{index:05d}"
+
+
+def hold_to_save(name: str, tensor: torch.Tensor) -> Held:
+    """A tensor as this rank holds it, for a save.
+
+    Raises:
+        CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
+    """
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = f"{'quantised' if tensor.is_quantized else tensor.layout} tensor"
+    else:
+        try:
+            return hold(name, tensor)
+        except LoadError:
+            pass
+    raise CheckpointError(
+        f"{name}: a {kind} cannot be saved: a checkpoint holds plain tensors, and sharded or "
+        "replicated DTensors; keep this value in one of these"
+    )
+
+
+def layout_digest(tensors: Sequence[Held]) -> str:
+    """One hash of how tensors lie on the ranks."""
+    table = [(held.name, str(held.layout)) for held in tensors]
+    return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
+
+
+def misfits(stored: StoredTensor, held: Held) -> str | None:
+    """How a stored tensor differs from the one it is to fill, or None."""
+    if stored.shape != held.shape:
+        return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
+    if stored.dtype != held.dtype:
+        return (
+            f"{held.name}: is {held.dtype}, the checkpoint has {stored.dtype}: resume changes no "
+            "dtype; make it as it was, or anyrank.load() the weights alone"
+        )
+    return None
+
+
+def listed(title: str, names: Sequence[str]) -> str:
+    """A problem that several names share."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{title}: {', '.join(names[:SHOWN])}{more}"
+
+
+def differences(record: Any, other: Any, where: str = "") -> str:
+    """The first place where two JSON values differ."""
+    if isinstance(record, Mapping) and isinstance(other, Mapping):
+        for key in sorted({*record, *other}):  # pyright: ignore[reportUnknownVariableType]
+            if record.get(key) != other.get(key):
+                return differences(record.get(key), other.get(key), f"{where}.{key}")
+    return f"{where.lstrip('.') or 'value'}: {str(record)[:80]} and {str(other)[:80]}"

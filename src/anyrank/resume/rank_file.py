@@ -1,0 +1,225 @@
+"""What one rank writes at a save: its boxes, staged or straight from memory, into one data file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from anyrank.errors import CheckpointError
+from anyrank.files.block_sums import SUFFIX, BlockDigester
+from anyrank.files.manifest import FileRecord, record
+from anyrank.files.reader import copy_into, memory_of
+from anyrank.files.run_folder import Place
+from anyrank.files.storage import join_path
+from anyrank.files.store import Sink, Store, storing, write_file
+from anyrank.files.torch_blob import ALIGN, wrap
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece, local_pieces
+from anyrank.tensors.sharded_tensor import Held, version_of
+from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+from anyrank.world.pages import use_large_pages
+from anyrank.world.pinned import page_locked
+from anyrank.world.ranks import Ranks
+
+MAX_PARTS = 512  # of one call; the kernel's limit is 1024
+CACHED_BYTES = 1 << 20  # fits in a processor's cache
+
+
+@dataclass(frozen=True)
+class Item:
+    """One box to write.
+
+    Attributes:
+        name, shape, dtype: of the whole tensor.
+        box: the part of it.
+        source: the box's elements, in memory of any device and stride.
+        steady: nothing but the optimizer's step changes it.
+        owner: the tensor that writes are counted on; a DTensor's are not counted on its local part.
+        version: torch's count of writes to it, when the state was collected.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    source: torch.Tensor
+    steady: bool
+    owner: torch.Tensor
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+def items_of(
+    tensors: Sequence[Held],
+    own: Sequence[Held],
+    writes: Sequence[Write],
+    rank: int,
+    steady: set[str],
+) -> list[Item]:
+    """What this rank writes: its part of the plan, then what it alone holds."""
+    items: list[Item] = []
+    for write in writes:
+        if write.writer == rank:
+            held, piece = tensors[write.index], write.piece
+            inside = Box(piece.local, piece.box.sizes).slices()
+            source = held.local()[inside] if piece.box.numel else held.local().new_empty(held.shape)
+            items.append(_item(held, piece.box, source, held.name in steady))
+    for held in own:
+        box = Box.whole(held.shape)  # one empty piece, where there is no element
+        for whole in local_pieces(held.shape, None, None) or (Piece(box, box.offsets),):
+            for piece in cut(whole, max(1, PIECE_BYTES // held.dtype.itemsize)):
+                source = held.local()[piece.box.slices()]
+                items.append(_item(held, piece.box, source, False))
+    return items
+
+
+def _item(held: Held, box: Box, source: torch.Tensor, steady: bool) -> Item:
+    version = version_of(held.tensor)
+    return Item(held.name, held.shape, held.dtype, box, source, steady, held.tensor, version)
+
+
+class Staging:
+    """Memory of the size of a rank's share, pinned where the share is on an accelerator; reused."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
+        """Copy every item; the copies, in the same order. The next call overwrites them.
+
+        Raises:
+            CheckpointError: an item was written to while it was copied.
+        """
+        copies = self.begin(items, ranks)
+        for device in devices_of(items):
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+    def begin(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
+        """`take`, but copies from a device are only in its current stream when this returns."""
+        total = sum(-(-item.nbytes // ALIGN) * ALIGN for item in items)
+        if self.memory.numel() < total:
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # never two at a time
+            devices = devices_of(items)
+            if devices:
+                self.memory = page_locked(total, min(devices, key=str))
+            else:
+                self.memory = torch.empty(total, dtype=torch.uint8, device="cpu")
+                use_large_pages([self.memory], ranks.ranks_on_node)
+        copies: list[Item] = []
+        position = 0
+        for item in items:
+            ranks.check()
+            part = self.memory[position : position + item.nbytes]
+            copy = part.view(item.dtype).view(item.box.sizes)
+            copy_into(copy, item.source, non_blocking=True)
+            check_unwritten(item)
+            copies.append(replace(item, source=copy))
+            position += -(-item.nbytes // ALIGN) * ALIGN
+        return copies
+
+
+def devices_of(items: Sequence[Item]) -> set[torch.device]:
+    """The accelerators that items are on."""
+    return {item.source.device for item in items if not item.source.is_cpu}
+
+
+def check_unwritten(item: Item) -> None:
+    """Raises CheckpointError: an item was written to since the state was collected."""
+    if version_of(item.owner) != item.version:
+        raise written_while_copied(item)
+
+
+def written_while_copied(item: Item) -> CheckpointError:
+    """The error of a copy that may hold other values than those of its step."""
+    return CheckpointError(
+        f"{item.name}: was written to between step_done and the optimizer's next step, while it "
+        "was copied: change parameters before step_done, or background=False"
+    )
+
+
+def write_share(
+    store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
+) -> tuple[list[Place], dict[str, FileRecord]]:
+    """Write the items into one data file, durably, with its checksums beside it.
+
+    Returns:
+        Where each item lies, and the manifest's records of both files.
+
+    Raises:
+        CheckpointError: the device says no.
+    """
+    path = join_path(folder, name)
+    places: list[Place] = []
+    with storing(path):
+        output = _Output(store.create(path))
+        try:
+            for item in items:
+                check()
+                start = output.size
+                length, offset = output.put(item)
+                what = (item.name, item.shape, item.dtype, item.box)
+                places.append(Place(*what, name, start + offset, start, length))
+            output.flush()
+        except BaseException:
+            output.sink.abandon()
+            raise
+        output.sink.finish()
+    sums = f"{name.removesuffix('.distcp')}{SUFFIX}"
+    written = write_file(store, join_path(folder, sums), output.digester.to_bytes())
+    return places, {name: FileRecord(output.size, blocks=sums), sums: record(written)}
+
+
+class _Output:
+    """A data file that is written in large calls, however small the items are."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.digester = BlockDigester()
+        self.size = 0
+        self.parts: list[bytes | memoryview] = []
+        self.kept: list[torch.Tensor] = []  # the memory that `parts` look at
+        self.waiting = 0
+
+    def put(self, item: Item) -> tuple[int, int]:
+        """Add a zip around an item; its length, and where in it the payload starts."""
+        payload = item.source.detach().cpu().contiguous()
+        head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
+        parts = [head, memory_of(payload), tail]
+        length = sum(map(len, parts))
+        self.parts += [*parts, bytes(-length % ALIGN)]
+        self.kept.append(payload)
+        self.digester.expect(self.size + len(head), payload.nbytes)
+        self.size += length + -length % ALIGN
+        self.waiting += length
+        if self.waiting >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
+            self.flush()
+        return length, len(head)
+
+    def flush(self) -> None:
+        """Write what waits, so little at a time that its checksum leaves it in the cache."""
+        for group in groups(self.parts, CACHED_BYTES):
+            for part in group:
+                self.digester.update(part)
+            self.sink.write(group)
+        self.parts, self.kept, self.waiting = [], [], 0
+
+
+def groups(parts: Sequence[bytes | memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Consecutive parts, of so many bytes together; long ones are cut."""
+    group, room = list[memoryview](), nbytes
+    for part in parts:
+        view = memoryview(part)
+        while len(view):
+            group.append(view[:room])
+            view, room = view[room:], room - len(group[-1])
+            if not room:
+                yield group
+                group, room = [], nbytes
+    if group:
+        yield group

@@ -1,0 +1,295 @@
+"""One resume: find the newest good step, fit everything, then fill it; random streams come last."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from anyrank import faults
+from anyrank.data.position import Position
+from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.reader import Reader
+from anyrank.loading.allocate import buffer_for, default_device
+from anyrank.loading.buffers import rebuild
+from anyrank.loading.exchange import Wanted, read_own
+from anyrank.loading.initialise import Initialiser
+from anyrank.loading.model_tensors import find_targets
+from anyrank.random_state.saved_streams import Outcome as StreamOutcome
+from anyrank.random_state.saved_streams import check_scopes, fingerprints, read_blob, restore
+from anyrank.resume.part_types import Fill, Fitted, Stored, own_name
+from anyrank.resume.report import Outcome, ResumeReport, SavedOn
+from anyrank.resume.run_store import RunFolder
+from anyrank.resume.saving import STREAMS, rank_coords
+from anyrank.resume.select_step import Found, Unreadable, verified_in_words
+from anyrank.resume.state import TrainState
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
+
+SMALL_BUFFER = 1 << 20
+
+
+class Resuming:
+    """Fits a state to a step, and fills it. Its methods are called by all ranks, in order."""
+
+    def __init__(self, state: TrainState, found: Found, ranks: Ranks, skip: Sequence[str]) -> None:
+        self.state, self.found, self.ranks = state, found, ranks
+        self.skip = tuple(skip)
+        self.fitted: dict[str, Fitted] = {}
+        self.hollow = False
+        self.streams: list[bytes] = []
+        self.outcomes: dict[str, StreamOutcome] = {}
+        self.bytes_read = 0
+        self.start = time.perf_counter()
+        manifest = found.manifest
+        self.same_ranks = manifest.saved_on["ranks"] == ranks.size
+
+    def fit(self) -> None:
+        """Compare everything with the step. Nothing is changed.
+
+        Raises:
+            CheckpointError: all problems, in one list.
+            CorruptCheckpoint: the saved random streams are damaged.
+        """
+        manifest, listing = self.found.manifest, self.found.listing
+        records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
+        problems: list[str] = []
+        gone = [name for name in records if name not in self.state.parts]
+        new = [n for n in self.state.parts if n not in manifest.parts and n not in self.skip]
+        if gone:
+            problems.append(f"the checkpoint has {', '.join(gone)}, the state does not")
+        if new:
+            problems.append(f"the state has {', '.join(new)}, the checkpoint does not")
+        if gone or new:
+            problems.append("give the same parts, or leave some as they are with skip=[...]")
+
+        def here() -> bool:
+            if problems:
+                raise CheckpointError(self._told(problems))
+            with _unreadable():
+                self._read_streams()
+            stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
+            self.fitted = self.state.fit(records, stored, self.ranks.index)
+            wrong = [problem for one in self.fitted.values() for problem in one.problems]
+            if wrong:
+                raise CheckpointError(self._told(wrong))
+            return any(one.hollow for one in self.fitted.values())
+
+        self.hollow = any(self.ranks.together("fitting the checkpoint", here))
+
+    def _told(self, problems: Sequence[str]) -> str:
+        path = self.found.name
+        now = "as it was" if self.state.poison is None else "half restored from a damaged step"
+        return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
+
+    def fill(self) -> None:
+        """Read, and put everything in place. A failure from here on poisons the state.
+
+        Raises:
+            CheckpointError: the state is half restored, and says so.
+            CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
+                restores it whole.
+        """
+        self.state.poison = half_restored("it was interrupted")  # until it is whole
+        try:
+            self._read()
+            self.ranks.together("restoring the state", self._commit)
+            if self.hollow:
+                self._rebuild()
+            self.outcomes = self._restore_streams()
+        except Exception as error:
+            self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
+            text = f"{error}\n  the state is half restored: resume again before it is used"
+            known = (CorruptCheckpoint, Unreadable)
+            kind = type(error) if isinstance(error, known) else CheckpointError
+            raise kind(text, causes=getattr(error, "causes", None)) from error
+        self.state.poison = None
+
+    def _read(self) -> None:
+        fills = [fill for one in self.fitted.values() for fill in one.fills]
+        buffer = buffer_for(fill.local.device for fill in fills)
+        listings = {id(fill.listing): fill.listing for fill in fills}
+        for listing in listings.values() or [self.found.listing]:
+            mine = [fill for fill in fills if fill.listing is listing]
+            with self._reader(listing, buffer) as reader:
+                self._read_from(reader, mine)
+
+    def _read_from(self, reader: Reader, fills: Sequence[Fill]) -> None:
+        """Fill this rank's memory from one listing: each rank reads what it holds."""
+        wanted = [Wanted(n, one.held, one.stored, one.local) for n, one in enumerate(fills)]
+        files = {chunk.file for one in wanted for chunk in one.stored.chunks}
+
+        def read() -> None:
+            faults.point("resume.read")
+            with _unreadable():
+                read_own(wanted, reader, self.ranks)
+
+        self.ranks.together("opening the checkpoint", lambda: reader.open(files))
+        self.ranks.together("reading the checkpoint", read)
+        self.bytes_read += reader.bytes_read
+
+    def _reader(self, listing: Listing, buffer: int) -> Reader:
+        threads = read_threads(self.ranks.ranks_on_node)
+        return Reader(
+            listing,
+            None,
+            buffer_bytes=buffer,
+            threads=threads,
+            check=self.ranks.check,
+            verify=self.found.verify,
+        )
+
+    def _read_streams(self) -> None:
+        """The first rank's streams, and those of the rank with this one's number."""
+        self.streams = []
+        with self._reader(self.found.listing, SMALL_BUFFER) as reader:
+            for index in dict.fromkeys((0, self.ranks.index)):
+                stored = self.found.listing.tensors.get(own_name(STREAMS, index))
+                if stored is not None:
+                    self.streams.append(bytes(reader.read_whole(stored).tolist()))
+                    read_blob(self.streams[-1])
+        if not self.streams:
+            raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")
+
+    def _commit(self) -> None:
+        faults.point("resume.commit")
+        for one in self.fitted.values():
+            one.commit()
+        manifest = self.found.manifest
+        self.state.step, self.state.samples = manifest.step, manifest.samples
+        self.state.run = manifest.run
+        here = {"step": manifest.step, "ranks": manifest.saved_on["ranks"]}
+        self.state.lineage = [*manifest.lineage, here]
+
+    def _rebuild(self) -> None:
+        for one in self.state.parts.values():
+            if isinstance(one, nn.Module):
+                targets = find_targets(one)
+                rebuild(
+                    targets,
+                    self.ranks,
+                    Initialiser(one, self.state.seed),
+                    default_device(targets),
+                )
+
+    def _restore_streams(self) -> dict[str, StreamOutcome]:
+        """Put the random streams back: the last act, so that nothing moves them afterwards.
+
+        Raises:
+            CheckpointError: they came out equal or different where their scope says otherwise.
+        """
+        seat = rank_coords(self.state, self.ranks)
+        generators = self.state.generators
+        scopes: Any = self.found.manifest.streams
+
+        def here() -> tuple[Any, dict[str, str], dict[str, StreamOutcome]]:
+            same = self.ranks.index < self.found.manifest.saved_on["ranks"]
+            outcomes = restore(
+                self.streams[-1] if same else None,
+                self.streams[0],
+                scopes,
+                seat,
+                seed=self.state.seed,
+                samples=self.state.samples,
+                generators=generators,
+            )
+            return seat, fingerprints(generators), outcomes
+
+        gathered = self.ranks.together("restoring the random streams", here)
+        check_scopes(gathered, scopes)
+        return gathered[0][2]
+
+    def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
+        told = {name: one for name, one in streams.items() if one.how != "exact"}
+        notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
+        notes += differed_in_words(self.found.manifest.differed)
+        data = self.state.data
+        if isinstance(data, Position):
+            notes += [
+                f"epoch {one.epoch}: {one.samples} samples {one.verdict}" for one in data.receipts
+            ]
+            notes += data.notes
+        return notes
+
+    def report(self, folder: RunFolder, verify: str) -> ResumeReport:
+        """What was done. All ranks."""
+        streams = self.outcomes
+        found, manifest = self.found, self.found.manifest
+        seconds = time.perf_counter() - self.start
+        measured = self.ranks.gather((self.bytes_read, seconds))
+        components = {name: one.outcome for name, one in self.fitted.items()}
+        for name in self.skip:
+            components[name] = Outcome("skipped", "asked for with skip=")
+        components["streams"] = _stream_outcome(streams)
+        return ResumeReport(
+            step=manifest.step,
+            epoch=manifest.epoch,
+            samples=manifest.samples,
+            path=folder.join(found.name),
+            saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
+            ranks=self.ranks.size,
+            lost_steps=max(0, found.newest_step - manifest.step),
+            lost_samples=max(0, found.newest_samples - manifest.samples),
+            set_aside=found.set_aside,
+            components=components,
+            notes=[*found.notes, *self._notes(streams)],
+            verified=verified_in_words(verify),
+            bytes_read=[one[0] for one in measured],
+            seconds=max(one[1] for one in measured),
+        )
+
+
+def half_restored(why: str) -> str:
+    """What is wrong with a state whose resume did not end."""
+    return f"the state is half restored, as a resume failed in the middle ({why})"
+
+
+@contextlib.contextmanager
+def _unreadable() -> Generator[None]:
+    """Tell files that cannot be read from all else that a resume may fail of."""
+    try:
+        yield
+    except LoadError as error:
+        raise Unreadable(str(error)) from error
+
+
+def differed_in_words(names: Sequence[str]) -> list[str]:
+    """What to say of tensors that were not alike on the ranks; nothing where there are none."""
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
+        f"kept: {', '.join(names[:10])}"
+    ]
+
+
+def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
+    for kind in ("derived", "skipped"):
+        names = [name for name, one in streams.items() if one.how == kind]
+        if names:
+            return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
+    return Outcome("exact")
+
+
+def log_report(report: ResumeReport, differed: Sequence[str]) -> None:
+    """Log a resume; what differs from an exact one is a warning."""
+    log.info("%s", report)
+    if report.set_aside:
+        log.warning(
+            "%d steps and %d samples are lost: damaged, set aside as %s",
+            report.lost_steps,
+            report.lost_samples,
+            ", ".join(report.set_aside),
+        )
+    for name, outcome in report.components.items():
+        if outcome not in ("exact", "resharded"):
+            log.warning("%s is %s: %s", name, outcome, outcome.reason)
+    for note in differed_in_words(differed):
+        log.warning("%s", note)

@@ -1,0 +1,274 @@
+"""A run's folder: names, the commit's last steps, what is kept, and what is cleaned up.
+
+A step is written under `step-N.tmp-<run>-<tag>` and renamed when it is whole. Object stores rename
+nothing: there a step is written in place, and its manifest, written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
+from anyrank.files.run_folder import SavedStep, check_sizes, describe, step_name, steps_of
+from anyrank.files.storage import join_path
+from anyrank.files.store import Store, reading, storing, write_file
+
+log = logging.getLogger("anyrank.resume")
+
+LATEST = "latest"
+TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
+REMOVED = ".removed-"
+MIN_KEPT = 2
+
+
+class RunFolder:
+    """The files of one run. Used by one rank, the first."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store = store
+        self.path = path
+
+    def join(self, name: str) -> str:
+        """The path of a thing in the folder."""
+        return join_path(self.path, name)
+
+    def names(self) -> list[str]:
+        """What is in the folder; nothing when it is not there.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        with reading(self.path):
+            try:
+                return self.store.names(self.path)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def committed(self) -> list[tuple[int, str]]:
+        """Step and name of what claims to be committed, the newest first.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        with reading(self.path):
+            return [one for one in steps_of(self.names()) if self._has_manifest(one[1])]
+
+    def claimed(self) -> list[tuple[int, str]]:
+        """As `committed`, with what lost its manifest since: damage, and no empty place.
+
+        Where nothing is renamed, a step without a manifest is one whose save died.
+
+        Raises:
+            CheckpointError: the storage does not say.
+        """
+        if not self.store.renames:
+            return self.committed()
+        return [(n, one) for n, one in steps_of(self.names()) if self._was_renamed(n, one)]
+
+    def _was_renamed(self, step: int, name: str) -> bool:
+        """Whether a folder got its name in a commit, behind its manifest."""
+        if name != step_name(step):
+            return self._has_manifest(name)
+        return not self.store.is_file(self.join(name))
+
+    def may_be_sound(self, error: Exception) -> bool:
+        """Whether a step was not read because a disk did not hand it out: no proof of damage.
+
+        An object store that does not answer is the network: the next try may get through.
+        """
+        causes = (error, error.__cause__)
+        return self.store.renames and any(isinstance(one, OSError | LoadError) for one in causes)
+
+    def _has_manifest(self, name: str) -> bool:
+        return self.store.is_file(join_path(self.join(name), MANIFEST))
+
+    def begin(self, step: int, run: str) -> str:
+        """An empty folder for a step, after what dead saves of this run left is cleaned up.
+
+        Raises:
+            CheckpointError: the step is there already, or the folder cannot be made.
+        """
+        with storing(self.path):
+            self.store.make_folder(self.path)
+            self._clean(run)
+            final = self.join(step_name(step))
+            if self._has_manifest(step_name(step)):
+                raise CheckpointError(
+                    f"{final}: is committed already: a step is saved once; save after the next "
+                    "step_done, or use another folder for another run"
+                )
+            if not self.store.renames:
+                return final
+            if self.store.is_dir(final):
+                aside = self.set_aside(step_name(step), "bad-damaged")
+                log.warning("%s: has lost its manifest, and is now %s", final, aside)
+            path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
+            self.store.make_folder(path)
+            return path
+
+    def check_run(self, run: str | None) -> None:
+        """Refuse to mix two runs in one folder.
+
+        Raises:
+            CheckpointError: the newest readable step is of another run than this one, or there
+                are steps, none can be read, and one may be sound.
+        """
+        unread: CheckpointError | None = None
+        for step, name in self.claimed():
+            try:
+                other = read_manifest(self.store, self.join(name)).run
+            except CorruptCheckpoint:
+                continue
+            except CheckpointError as error:
+                if not self.may_be_sound(error):
+                    raise
+                unread = unread or error
+                continue
+            if other != run:
+                raise CheckpointError(
+                    f"{self.path}: holds step {step} of another run ({other[:8]}): resume that "
+                    "one before saving, or give this run a folder of its own"
+                )
+            return
+        if unread is not None:
+            raise unread
+
+    def _clean(self, run: str) -> None:
+        """Remove what dead saves of this run, and retention that was killed, left behind.
+
+        A run that has no step yet has no lasting id: all saves that died are its own. Where nothing
+        is renamed, every step without a manifest is one: the lock leaves no other run that could
+        be writing.
+        """
+        names = self.names()
+        dead = [name for name in names if name.startswith(REMOVED)]
+        is_first = not self.claimed()
+        for name in names:
+            match = TEMPORARY.match(name)
+            if match and (is_first or match[2] == run[:8]):
+                dead.append(name)
+        for name in dead:
+            with contextlib.suppress(OSError):
+                self.store.remove_folder(self.join(name))
+        if not self.store.renames:
+            for _, name in steps_of(names):
+                if not self._has_manifest(name):
+                    self.store.remove_folder(self.join(name))
+
+    def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
+        """Make a written step exist; its name. After this it survives a power cut."""
+        write_file(self.store, join_path(temporary, MANIFEST), manifest.to_bytes())
+        name = step_name(step)
+        if self.store.renames:
+            with storing(self.path):
+                self.store.sync_folder(temporary)
+                self.store.rename(temporary, self.join(name))
+                self.store.sync_folder(self.path)
+        return name
+
+    def tidy(self, name: str, keep: int, keep_every: int | None) -> list[str]:
+        """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
+
+        Never goes under two steps whose files all are there and have their sizes: bytes are
+        compared by `verify="full"` alone, as that reads everything.
+        """
+        removed: list[str] = []
+        try:
+            self._point_at(name)
+            steps = self.committed()
+            count = max(keep, MIN_KEPT)
+            old = [one for step, one in steps[count:] if keep_every is None or step % keep_every]
+            if old and self._has_good([one for _, one in steps[:count]]):
+                for one in old:
+                    self._remove(one)
+                    removed.append(one)
+        except (OSError, AnyrankError) as error:
+            log.warning("%s: old steps were not removed: %s", self.path, error)
+        return removed
+
+    def _has_good(self, names: Sequence[str]) -> bool:
+        """Whether enough of these steps are good; no more are read than it takes to know."""
+        good = (name for name in names if self._is_good(name))
+        return len([*itertools.islice(good, MIN_KEPT)]) == MIN_KEPT
+
+    def _is_good(self, name: str) -> bool:
+        try:
+            manifest = read_manifest(self.store, self.join(name))
+            check_sizes(self.store, self.join(name), manifest)
+        except (OSError, AnyrankError):
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Un-commit first, so that a kill in between leaves no half step that looks whole."""
+        if self.store.renames:
+            hidden = self.join(f"{REMOVED}{name}-{uuid.uuid4().hex[:8]}")
+            self.store.rename(self.join(name), hidden)
+            self.store.remove_folder(hidden)
+            return
+        self.store.remove(join_path(self.join(name), MANIFEST))
+        self.store.remove_folder(self.join(name))
+
+    def _point_at(self, name: str) -> None:
+        """The `latest` file is a hint for people and scripts; nothing here reads it."""
+        if not self.store.renames:
+            write_file(self.store, self.join(LATEST), f"{name}\n".encode())
+            return
+        fresh = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
+        write_file(self.store, fresh, f"{name}\n".encode())
+        self.store.rename(fresh, self.join(LATEST))
+
+    def abandon(self, step: int) -> list[str]:
+        """Set aside the steps after this one, from which the run now branches off."""
+        newer = [name for number, name in self.claimed() if number > step]
+        aside = [self.set_aside(name, "superseded") for name in newer]
+        if aside:
+            log.warning(
+                "%s: the run goes on from step %d; newer ones are now %s",
+                self.path,
+                step,
+                ", ".join(aside),
+            )
+        return aside
+
+    def set_aside(self, name: str, why: str) -> str:
+        """Take a step out of the way without deleting it; its new name."""
+        taken = set(self.names())
+        fresh = next(
+            one
+            for number in range(len(taken) + 2)
+            if (one := f".{why}-{name}" + (f".{number}" if number else "")) not in taken
+        )
+        with storing(self.path):
+            self.store.rename(self.join(name), self.join(fresh))
+        return fresh
+
+    def examine(self, name: str, sizes: bool = True) -> tuple[Manifest, dict[str, bytes]]:
+        """The manifest of a step, whose files all have the right sizes, or the small ones only.
+
+        Beside it what is in the small files, by name.
+
+        Raises:
+            CorruptCheckpoint: a file is gone or is not what was written.
+            CheckpointError: the storage does not say.
+        """
+        path = self.join(name)
+        with reading(path):
+            manifest = read_manifest(self.store, path)
+            if step_name(manifest.step) != name:
+                raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
+            return manifest, check_sizes(self.store, path, manifest, data=sizes)
+
+    def saved(self) -> list[SavedStep]:
+        """The committed steps, the newest first; damaged ones are left out."""
+        found: list[SavedStep] = []
+        for _, name in self.committed():
+            with contextlib.suppress(AnyrankError):
+                found.append(describe(self.examine(name)[0], self.join(name)))
+        return found
