@@ -739,7 +739,7 @@ def test_a_process_that_ends_finishes_its_background_save(tmp_path: Path, disk: 
         [sys.executable, "-c", END_OF_PROCESS, str(tmp_path), disk],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
     committed = (tmp_path / "step-00000000" / "anyrank.json").exists()
