@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,20 +19,25 @@ from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.model_tensors import find_targets
-from anyrank.random_state.saved_streams import Outcome as StreamOutcome
-from anyrank.random_state.saved_streams import check_scopes, fingerprints, read_blob, restore
-from anyrank.resume.part_types import Fill, Fitted, Stored, own_name
+from anyrank.random_state.saved_streams import (
+    RankCoords,
+    StreamOutcome,
+    capture,
+    check_scopes,
+    digests_of,
+    from_json,
+    restore,
+)
+from anyrank.resume.part_types import Fill, Fitted, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import STREAMS, rank_coords
+from anyrank.resume.saving import rank_coords
 from anyrank.resume.select_step import Found, Unreadable, verified_in_words
 from anyrank.resume.state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
-
-SMALL_BUFFER = 1 << 20
 
 
 class Resuming:
@@ -44,7 +48,6 @@ class Resuming:
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
         self.hollow = False
-        self.streams: list[bytes] = []
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
@@ -56,7 +59,6 @@ class Resuming:
 
         Raises:
             CheckpointError: all problems, in one list.
-            CorruptCheckpoint: the saved random streams are damaged.
         """
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
@@ -73,8 +75,6 @@ class Resuming:
         def here() -> bool:
             if problems:
                 raise CheckpointError(self._told(problems))
-            with _unreadable():
-                self._read_streams()
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
             self.fitted = self.state.fit(records, stored, self.ranks.index)
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
@@ -146,18 +146,6 @@ class Resuming:
             verify=self.found.verify,
         )
 
-    def _read_streams(self) -> None:
-        """The first rank's streams, and those of the rank with this one's number."""
-        self.streams = []
-        with self._reader(self.found.listing, SMALL_BUFFER) as reader:
-            for index in dict.fromkeys((0, self.ranks.index)):
-                stored = self.found.listing.tensors.get(own_name(STREAMS, index))
-                if stored is not None:
-                    self.streams.append(bytes(reader.read_whole(stored).tolist()))
-                    read_blob(self.streams[-1])
-        if not self.streams:
-            raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")
-
     def _commit(self) -> None:
         faults.point("resume.commit")
         for one in self.fitted.values():
@@ -185,25 +173,22 @@ class Resuming:
         Raises:
             CheckpointError: they came out equal or different where their scope says otherwise.
         """
-        seat = rank_coords(self.state, self.ranks)
-        generators = self.state.generators
-        scopes: Any = self.found.manifest.streams
+        saved = from_json(self.found.manifest.streams)
+        coords, generators = rank_coords(self.state, self.ranks), self.state.generators
 
-        def here() -> tuple[Any, dict[str, str], dict[str, StreamOutcome]]:
-            same = self.ranks.index < self.found.manifest.saved_on["ranks"]
+        def here() -> tuple[RankCoords, dict[str, str], dict[str, StreamOutcome]]:
             outcomes = restore(
-                self.streams[-1] if same else None,
-                self.streams[0],
-                scopes,
-                seat,
+                saved,
+                coords,
                 seed=self.state.seed,
                 samples=self.state.samples,
                 generators=generators,
+                torch_version=self.found.manifest.versions.get("torch", ""),
             )
-            return seat, fingerprints(generators), outcomes
+            return coords, digests_of(capture(generators)), outcomes
 
         gathered = self.ranks.together("restoring the random streams", here)
-        check_scopes(gathered, scopes)
+        check_scopes(gathered, saved.scopes())
         return gathered[0][2]
 
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:

@@ -25,32 +25,46 @@ from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.run_folder import INDEX, Place, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
-from anyrank.random_state.saved_streams import Place as RankCoords
-from anyrank.random_state.saved_streams import capture, fingerprints, observed_scopes
-from anyrank.resume.part_types import Saved, differences, own_name
+from anyrank.random_state.saved_streams import (
+    RankCoords,
+    SavedStreams,
+    StreamState,
+    capture,
+    digests_of,
+)
+from anyrank.resume.part_types import Saved, differences
 from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of, hold
+from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-STREAMS = "streams"
-
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank tells the others about its state."""
+    """What a rank shows the others of its state.
+
+    Attributes:
+        shared: part -> digest of what has to be equal on all ranks.
+        records: part -> digest of what may differ between ranks and is then kept for each.
+        coordinates: of the rank on the meshes of its tensors.
+        coords: of the rank itself.
+        streams: random stream -> digest of its state.
+        unsynced: name -> digest of tensors that nothing keeps equal.
+        step, run: of the state.
+        compared: which replicas earlier saves compared.
+    """
 
     shared: dict[str, str]
     records: dict[str, str]
     coordinates: Coordinates
-    seat: RankCoords
-    prints: dict[str, str]
-    loose: dict[str, str]
+    coords: RankCoords
+    streams: dict[str, str]
+    unsynced: dict[str, str]
     step: int
     run: str | None
     compared: History
@@ -64,15 +78,13 @@ class Snapshot:
         items: this rank's boxes.
         records: part -> JSON.
         aliases: of tied tensors.
-        scopes: of the random streams.
-        header: step, epoch, samples, run, lineage, layout.
+        header: the manifest's other fields: step, epoch, samples, run, lineage, streams and so on.
         replicas: compared before anything is written.
     """
 
     items: list[Item]
     records: dict[str, Any]
     aliases: dict[str, str]
-    scopes: dict[str, str]
     header: dict[str, Any]
     replicas: Replicas
 
@@ -112,25 +124,25 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ where they must not.
     """
-    made: list[tuple[dict[str, Saved], bytes]] = []
+    local: list[tuple[dict[str, Saved], dict[str, StreamState]]] = []  # not sent to other ranks
 
     def here() -> RankSummary:
         state.check_usable()
-        parts, seat = state.save(ranks.index), rank_coords(state, ranks)
-        made.append((parts, capture(seat, state.generators)))
-        return _brought(state, parts, seat)
+        parts, streams = state.save(ranks.index), capture(state.generators)
+        local.append((parts, streams))
+        return _summary(state, parts, rank_coords(state, ranks), digests_of(streams))
 
-    answers = ranks.together("collecting the state", here)
-    ((parts, blob),) = made
-    _compare(parts, answers, ranks)
-    records = _records(parts, answers, ranks)
+    summaries = ranks.together("collecting the state", here)
+    ((parts, states),) = local
+    _compare(parts, summaries, ranks)
+    records = _records(parts, summaries, ranks)
+    streams = _streams(summaries, states, ranks)
     own = [
         held
-        for part, one in parts.items()
-        for held in one.own
-        if not one.by_rank or "by_rank" in records[part] or ranks.index == 0
+        for part, saved in parts.items()
+        for held in saved.own
+        if not saved.by_rank or "by_rank" in records[part] or ranks.index == 0
     ]
-    own.append(_streams_tensor(ranks.index, blob))
     header = {
         "step": state.step,
         "epoch": state.epoch,
@@ -138,14 +150,16 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         "run": state.run,
         "lineage": state.lineage,
         "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(_tensors(parts))},
-        "differed": _differing(answers, ranks),
+        "differed": _differing(summaries, ranks),
+        "streams": streams.to_json(),
     }
-    aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
-    scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
-    coordinates = {rank: one.coordinates for rank, one in zip(ranks.ranks, answers, strict=True)}
+    aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
+    coordinates = {
+        rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
+    }
     items = _items(parts, own, coordinates, ranks.rank)
-    replicas = _replicas(state, parts, coordinates, answers[0].compared, ranks)
-    return Snapshot(items, records, aliases, dict(scopes), header, replicas)
+    replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
+    return Snapshot(items, records, aliases, header, replicas)
 
 
 def _replicas(
@@ -157,40 +171,49 @@ def _replicas(
 ) -> Replicas:
     """What this save compares; what may change from now on is digested at once. All ranks."""
     state.compared = compared
-    loose = {name for one in parts.values() for name in one.loose}
-    replicas = Replicas(choose(parts, coordinates, ranks.rank, loose, compared), compared)
+    unsynced = {name for saved in parts.values() for name in saved.unsynced}
+    replicas = Replicas(choose(parts, coordinates, ranks.rank, unsynced, compared), compared)
     ranks.together("digesting the replicas", replicas.start(ranks, steady=False))
     return replicas
 
 
-def _brought(state: TrainState, parts: Mapping[str, Saved], seat: RankCoords) -> RankSummary:
-    """What this rank tells the others.
+def _summary(
+    state: TrainState, parts: Mapping[str, Saved], coords: RankCoords, streams: dict[str, str]
+) -> RankSummary:
+    """This rank's summary.
 
     Raises:
         CheckpointError: two tensors of one name.
     """
-    _refuse_doubled(parts)
+    _refuse_duplicates(parts)
     shared = {
         part: _digest(
-            [[held.describe() for held in one.tensors], None if one.by_rank else one.record]
+            [[held.describe() for held in saved.tensors], None if saved.by_rank else saved.record]
         )
-        for part, one in parts.items()
+        for part, saved in parts.items()
     }
     records = {
-        part: _digest([one.record, [content_hash(held.local()) for held in one.own]])
-        for part, one in parts.items()
-        if one.by_rank
+        part: _digest([saved.record, [content_hash(held.local()) for held in saved.own]])
+        for part, saved in parts.items()
+        if saved.by_rank
     }
-    loose = {
+    unsynced = {
         held.name: content_hash(held.local())
-        for one in parts.values()
-        for held in one.tensors
-        if held.name in one.loose
+        for saved in parts.values()
+        for held in saved.tensors
+        if held.name in saved.unsynced
     }
-    prints = fingerprints(state.generators)
-    where = coordinates_of(_tensors(parts))
-    rest = (state.step, state.run, state.compared)
-    return RankSummary(shared, records, where, seat, prints, loose, *rest)
+    return RankSummary(
+        shared=shared,
+        records=records,
+        coordinates=coordinates_of(_tensors(parts)),
+        coords=coords,
+        streams=streams,
+        unsynced=unsynced,
+        step=state.step,
+        run=state.run,
+        compared=state.compared,
+    )
 
 
 def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
@@ -206,14 +229,14 @@ def _items(
 ) -> list[Item]:
     """What this rank writes: its part of what all hold, and its own."""
     tensors = _tensors(parts)
-    first = {name for one in parts.values() for name in one.loose}
-    first |= {held.name for one in parts.values() if not one.strict for held in one.tensors}
-    steady = {name for one in parts.values() for name in one.steady}
+    first = {name for saved in parts.values() for name in saved.unsynced}
+    first |= {h.name for saved in parts.values() if not saved.strict for h in saved.tensors}
+    steady = {name for saved in parts.values() for name in saved.steady}
     writes = plan_writes(tensors, coordinates, by_first=first)
     return items_of(tensors, own, writes, rank, steady)
 
 
-def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
+def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
     """Two values under one name would be one tensor in the checkpoint.
 
     Raises:
@@ -231,9 +254,9 @@ def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
 
 
 def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
-    """Buffers that are not alike on all ranks; the first rank's are saved, which is told."""
-    first = answers[0].loose
-    names = sorted(name for name in first if any(one.loose[name] != first[name] for one in answers))
+    """Buffers that are not alike on all ranks; the first rank's are saved, with a warning."""
+    first = answers[0].unsynced
+    names = sorted(n for n in first if any(a.unsynced[n] != first[n] for a in answers))
     if names and ranks.index == 0:
         log.warning(
             "%d buffers differ between the ranks; rank %d's are saved: %s",
@@ -244,9 +267,18 @@ def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
     return names
 
 
-def _streams_tensor(index: int, blob: bytes) -> Held:
-    data = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    return hold(own_name(STREAMS, index), data)
+def _streams(
+    summaries: Sequence[RankSummary], states: Mapping[str, StreamState], ranks: Ranks
+) -> SavedStreams:
+    """The random streams of all ranks; each state comes from the first rank that has it.
+    All ranks.
+    """
+    digests = [summary.streams for summary in summaries]
+    earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
+    own = {s.digest: s for s in states.values() if s.digest not in earlier}
+    every = ranks.gather(own, "collecting the random streams")
+    merged = {digest: state for one in every for digest, state in one.items()}
+    return SavedStreams([summary.coords for summary in summaries], digests, merged)
 
 
 def _digest(value: Any) -> str:
@@ -377,5 +409,4 @@ def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
         versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
         files=files,
         parts=snapshot.records,
-        streams=snapshot.scopes,
     )
