@@ -82,7 +82,7 @@ class Manifest:
     files: dict[str, FileRecord]
     parts: dict[str, Any]
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, Any] = field(default_factory=dict[str, Any])
+    streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
