@@ -14,24 +14,24 @@ from typing import Literal
 from anyrank.data.loader import ElasticLoader
 from anyrank.data.position import Position
 from anyrank.data.step import Step
-from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
+from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.run_folder import SavedStep
 from anyrank.files.store import store_for
 from anyrank.resume.cadence import cadence
 from anyrank.resume.loop import (
     Loop,
+    StepCounter,
     StepHooks,
     left_by_break,
     loader_of,
-    lost_step,
     stop_condition,
 )
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.restore import Resuming, log_report
+from anyrank.resume.restore import log_report, resume_newest
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
-from anyrank.resume.select_step import VERIFY, Found, find, narrow
+from anyrank.resume.select_step import VERIFY, StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState
 from anyrank.world.group import Group
@@ -114,9 +114,7 @@ class Checkpoints:
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
-        self._counted = 0  # steps that this object has completed
-        self._body: tuple[Step, StepHooks] | None = None  # what the loop is in
-        self._was_broken_off = False  # whether an exception left the body of the last loop
+        self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
@@ -148,33 +146,21 @@ class Checkpoints:
         ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
         which = narrow(which)
         self.wait()
-        fitted: list[Resuming] = []
-
-        def fit(found: Found) -> str | None:
-            resuming = Resuming(self._state, found, ranks, skip)
-            try:
-                resuming.fit()
-                resuming.fill()
-            except CorruptCheckpoint as error:
-                return str(error)
-            fitted.append(resuming)
-            return None
-
-        found = find(self._folder, which, self._verify, ranks, fit)
-        if found is None:
+        search = StepSearch(self._folder, which, self._verify, ranks)
+        resuming = resume_newest(self._state, search, ranks, skip)
+        if resuming is None:
             if which == "must":
                 raise CheckpointError(
                     f"{self.path}: holds no checkpoint, and resume('must') never starts anew: "
                     "check the path, or use 'auto'"
                 )
             return None
-        (resuming,) = fitted
-        leaves_newer = isinstance(which, int) or bool(found.left)
-        self._writer.branch = found.manifest.step if leaves_newer else None
+        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
         report = resuming.report(self._folder, self._verify)
+        self._writer.branch = report.step if leaves_newer else None
         self._writer.on_disk = (self._state.step, self._state.run)
         if ranks.index == 0:
-            log_report(report, found.manifest.differed)
+            log_report(report, resuming.found.manifest.differed)
         return report
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -210,36 +196,22 @@ class Checkpoints:
         self._signals.watch()
         check = self._state.check_usable
         self._open().same_arguments("steps", limits, CheckpointError, check)
-        self._is_training, self._was_broken_off = True, False
+        self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
-                    hooks.stepped = False
-                    self._body = step, hooks
+                    self._counter.enter_body(step, hooks)
                     try:
                         yield step
                     except GeneratorExit:
-                        self._leave_body(left_by_break())
+                        self._counter.leave_body(left_by_break())
                         raise
-                    self._body = None
+                    self._counter.end_body()
                     self.step_done()
                     if is_finished():
                         break
-        if self._counted:
+        if self._counter.completed:
             self.save()
-
-    def _leave_body(self, on_purpose: bool) -> None:
-        """Account for a body that did not run to its end. Each rank by itself; raises nothing."""
-        if self._body is None:
-            return
-        (step, hooks), self._body = self._body, None
-        self._was_broken_off = not on_purpose
-        if not hooks.stepped:
-            loader_of(self._state).abandon_step()  # the weights are those of the step before
-        elif on_purpose and step.is_complete:
-            self._count()
-        else:
-            self._state.poison = lost_step(step, on_purpose)
 
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
@@ -263,7 +235,7 @@ class Checkpoints:
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)
-        self._count()
+        self._counter.count()
         mine, wishes = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
         try:
             if any(flag[0] for flag in flags):
@@ -280,15 +252,6 @@ class Checkpoints:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
             raise SystemExit(128 + signal.SIGTERM)
-
-    def _count(self) -> None:
-        """Count a step whose optimizer has stepped. Each rank by itself."""
-        state = self._state
-        if isinstance(state.data, Position):
-            state.data.commit()
-            state.samples = state.data.samples
-        state.step += 1
-        self._counted += 1
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -380,7 +343,9 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
-            self._leave_body(on_purpose=False)  # still open: somebody holds the loop's iterator
+            self._counter.leave_body(
+                on_purpose=False
+            )  # still open: somebody holds the loop's iterator
             if self._is_training and self._ranks is not None:
                 self._save_last(self._ranks)
             self.wait()
@@ -391,9 +356,12 @@ class Checkpoints:
         """Save the last completed step, where no rank has moved the state since."""
 
         def here() -> tuple[bool, bool]:
-            if not self._was_broken_off:
+            if not self._counter.was_broken_off:
                 self._state.check_usable()
-            return self._counted > 0, self._was_broken_off or self._writer.is_within_step
+            return (
+                self._counter.completed > 0,
+                self._counter.was_broken_off or self._writer.is_within_step,
+            )
 
         flags = ranks.together("leaving the loop", here)
         if any(was_broken_off for _, was_broken_off in flags):

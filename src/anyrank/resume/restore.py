@@ -1,4 +1,4 @@
-"""One resume: find the newest good step, fit everything, then fill it; random streams come last."""
+"""One resume: find the newest whole step, match every part, fill it; random streams are last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from anyrank.resume.part_types import Fill, Fitted, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
-from anyrank.resume.select_step import Found, Unreadable, verified_in_words
+from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
 from anyrank.resume.state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -40,10 +40,32 @@ from anyrank.world.ranks import Ranks
 log = logging.getLogger("anyrank.resume")
 
 
-class Resuming:
-    """Fits a state to a step, and fills it. Its methods are called by all ranks, in order."""
+def resume_newest(
+    state: TrainState, search: StepSearch, ranks: Ranks, skip: Sequence[str]
+) -> Resuming | None:
+    """Restore the newest step that is whole; None where the run has none. All ranks.
 
-    def __init__(self, state: TrainState, found: Found, ranks: Ranks, skip: Sequence[str]) -> None:
+    Raises:
+        CheckpointError: the step does not match the state, or reading it failed.
+    """
+    while (selected := search.next()) is not None:
+        resuming = Resuming(state, selected, ranks, skip)
+        try:
+            resuming.match()
+            resuming.fill()
+        except (CorruptCheckpoint, Unreadable) as error:
+            search.reject(selected, error)
+        else:
+            return resuming
+    return None
+
+
+class Resuming:
+    """Matches a state with a step, and fills it. All ranks call its methods, in order."""
+
+    def __init__(
+        self, state: TrainState, found: Selected, ranks: Ranks, skip: Sequence[str]
+    ) -> None:
         self.state, self.found, self.ranks = state, found, ranks
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
@@ -54,7 +76,7 @@ class Resuming:
         manifest = found.manifest
         self.same_ranks = manifest.saved_on["ranks"] == ranks.size
 
-    def fit(self) -> None:
+    def match(self) -> None:
         """Compare everything with the step. Nothing is changed.
 
         Raises:
