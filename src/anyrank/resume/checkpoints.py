@@ -33,7 +33,7 @@ from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.select_step import VERIFY, StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -194,7 +194,7 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        check = self._state.check_usable
+        check = run_parts(self._state).check_usable
         self._open().same_arguments("steps", limits, CheckpointError, check)
         self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
@@ -228,7 +228,7 @@ class Checkpoints:
         self._is_training = True
 
         def here() -> tuple[bool, int | None, bool]:
-            self._state.check_usable()
+            run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
                 self._state.data.check_complete()
             due = self._is_first and self._cadence.is_due(self._state.step + 1, self._last_save)
@@ -357,7 +357,7 @@ class Checkpoints:
 
         def here() -> tuple[bool, bool]:
             if not self._counter.was_broken_off:
-                self._state.check_usable()
+                run_parts(self._state).check_usable()
             return (
                 self._counter.completed > 0,
                 self._counter.was_broken_off or self._writer.is_within_step,

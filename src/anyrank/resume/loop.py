@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.optim import Optimizer
-
 from anyrank.data.loader import ElasticLoader
 from anyrank.data.position import Position
 from anyrank.data.step import Step
 from anyrank.resume.background import innermost
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
@@ -42,8 +40,8 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
-        self._handles = [innermost(o).register_step_post_hook(self._note) for o in optimizers]
+        optimizers = map(innermost, run_parts(state).optimizers())
+        self._handles = [one.register_step_post_hook(self._note) for one in optimizers]
 
     def _note(self, *_: Any) -> None:
         self.stepped = True
@@ -97,7 +95,7 @@ class StepCounter:
         elif on_purpose and step.is_complete:
             self.count()
         else:
-            self._state.poison = lost_step(step, on_purpose)
+            run_parts(self._state).unusable = lost_step(step, on_purpose)
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""

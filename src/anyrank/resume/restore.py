@@ -33,7 +33,7 @@ from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
 from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -66,7 +66,8 @@ class Resuming:
     def __init__(
         self, state: TrainState, found: Selected, ranks: Ranks, skip: Sequence[str]
     ) -> None:
-        self.state, self.found, self.ranks = state, found, ranks
+        self.state, self.inner = state, run_parts(state)
+        self.found, self.ranks = found, ranks
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
         self.hollow = False
@@ -85,8 +86,8 @@ class Resuming:
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
         problems: list[str] = []
-        gone = [name for name in records if name not in self.state.parts]
-        new = [n for n in self.state.parts if n not in manifest.parts and n not in self.skip]
+        gone = [name for name in records if name not in self.inner.parts]
+        new = [n for n in self.inner.parts if n not in manifest.parts and n not in self.skip]
         if gone:
             problems.append(f"the checkpoint has {', '.join(gone)}, the state does not")
         if new:
@@ -98,7 +99,7 @@ class Resuming:
             if problems:
                 raise CheckpointError(self._told(problems))
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
-            self.fitted = self.state.fit(records, stored, self.ranks.index)
+            self.fitted = self.inner.match(records, stored, self.ranks.index)
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._told(wrong))
@@ -108,7 +109,7 @@ class Resuming:
 
     def _told(self, problems: Sequence[str]) -> str:
         path = self.found.name
-        now = "as it was" if self.state.poison is None else "half restored from a damaged step"
+        now = "as it was" if self.inner.unusable is None else "half restored from a damaged step"
         return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
 
     def fill(self) -> None:
@@ -119,7 +120,7 @@ class Resuming:
             CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
                 restores it whole.
         """
-        self.state.poison = half_restored("it was interrupted")  # until it is whole
+        self.inner.unusable = half_restored("it was interrupted")  # until it is whole
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
@@ -127,12 +128,14 @@ class Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
+            self.inner.unusable = half_restored(
+                (str(error) or type(error).__name__).splitlines()[0]
+            )
             text = f"{error}\n  the state is half restored: resume again before it is used"
             known = (CorruptCheckpoint, Unreadable)
             kind = type(error) if isinstance(error, known) else CheckpointError
             raise kind(text, causes=getattr(error, "causes", None)) from error
-        self.state.poison = None
+        self.inner.unusable = None
 
     def _read(self) -> None:
         fills = [fill for one in self.fitted.values() for fill in one.fills]
@@ -179,13 +182,13 @@ class Resuming:
         self.state.lineage = [*manifest.lineage, here]
 
     def _rebuild(self) -> None:
-        for one in self.state.parts.values():
+        for one in self.inner.parts.values():
             if isinstance(one, nn.Module):
                 targets = find_targets(one)
                 rebuild(
                     targets,
                     self.ranks,
-                    Initialiser(one, self.state.seed),
+                    Initialiser(one, self.inner.seed),
                     default_device(targets),
                 )
 
@@ -196,13 +199,13 @@ class Resuming:
             CheckpointError: they came out equal or different where their scope says otherwise.
         """
         saved = from_json(self.found.manifest.streams)
-        coords, generators = rank_coords(self.state, self.ranks), self.state.generators
+        coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
 
         def here() -> tuple[RankCoords, dict[str, str], dict[str, StreamOutcome]]:
             outcomes = restore(
                 saved,
                 coords,
-                seed=self.state.seed,
+                seed=self.inner.seed,
                 samples=self.state.samples,
                 generators=generators,
                 torch_version=self.found.manifest.versions.get("torch", ""),

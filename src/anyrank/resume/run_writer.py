@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.optim import Optimizer
-
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -102,8 +100,7 @@ class RunWriter:
             self._note(replace(record, stall_seconds=time.perf_counter() - start), snapshot)
             self._call_back_on_all(ranks)
             return
-        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
-        self._background.watch(optimizers)
+        self._background.watch(run_parts(state).optimizers())
         assert writers is not None
         self._background.start(snapshot, ranks, writers)
         self._background.stall += time.perf_counter() - start
@@ -111,7 +108,7 @@ class RunWriter:
 
     def _prepare(self, is_first: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
-        self._state.check_usable()
+        run_parts(self._state).check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "

@@ -36,7 +36,7 @@ from anyrank.resume.part_types import Saved, differences
 from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
@@ -127,8 +127,9 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     local: list[tuple[dict[str, Saved], dict[str, StreamState]]] = []  # not sent to other ranks
 
     def here() -> RankSummary:
-        state.check_usable()
-        parts, streams = state.save(ranks.index), capture(state.generators)
+        inner = run_parts(state)
+        inner.check_usable()
+        parts, streams = inner.save(ranks.index), capture(inner.generators)
         local.append((parts, streams))
         return _summary(state, parts, rank_coords(state, ranks), digests_of(streams))
 
@@ -170,7 +171,7 @@ def _replicas(
     ranks: Ranks,
 ) -> Replicas:
     """What this save compares; what may change from now on is digested at once. All ranks."""
-    state.compared = compared
+    run_parts(state).compared = compared
     unsynced = {name for saved in parts.values() for name in saved.unsynced}
     replicas = Replicas(choose(parts, coordinates, ranks.rank, unsynced, compared), compared)
     ranks.together("digesting the replicas", replicas.start(ranks, steady=False))
@@ -212,7 +213,7 @@ def _summary(
         unsynced=unsynced,
         step=state.step,
         run=state.run,
-        compared=state.compared,
+        compared=run_parts(state).compared,
     )
 
 
