@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 import uuid
@@ -18,7 +16,6 @@ import torch
 from anyrank import faults
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
-from anyrank.files.content_hash import content_hash
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
@@ -32,42 +29,24 @@ from anyrank.random_state.saved_streams import (
     capture,
     digests_of,
 )
-from anyrank.resume.part_types import Saved, differences
+from anyrank.resume.part_types import Saved
 from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState, run_parts
-from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of
+from anyrank.resume.summary import (
+    RankSummary,
+    compare,
+    differing,
+    records_of,
+    summarize,
+    tensors_of,
+)
+from anyrank.tensors.sharded_tensor import Coordinates, Held
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """What a rank shows the others of its state.
-
-    Attributes:
-        shared: part -> digest of what has to be equal on all ranks.
-        records: part -> digest of what may differ between ranks and is then kept for each.
-        coordinates: of the rank on the meshes of its tensors.
-        coords: of the rank itself.
-        streams: random stream -> digest of its state.
-        unsynced: name -> digest of tensors that nothing keeps equal.
-        step, run: of the state.
-        compared: which replicas earlier saves compared.
-    """
-
-    shared: dict[str, str]
-    records: dict[str, str]
-    coordinates: Coordinates
-    coords: RankCoords
-    streams: dict[str, str]
-    unsynced: dict[str, str]
-    step: int
-    run: str | None
-    compared: History
 
 
 @dataclass
@@ -131,12 +110,12 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         local.append((parts, streams))
-        return _summary(state, parts, rank_coords(state, ranks), digests_of(streams))
+        return summarize(state, parts, rank_coords(state, ranks), digests_of(streams))
 
     summaries = ranks.together("collecting the state", here)
     ((parts, states),) = local
-    _compare(parts, summaries, ranks)
-    records = _records(parts, summaries, ranks)
+    compare(parts, summaries, ranks)
+    records = records_of(parts, summaries, ranks)
     streams = _streams(summaries, states, ranks)
     own = [
         held
@@ -150,8 +129,8 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         "samples": state.samples,
         "run": state.run,
         "lineage": state.lineage,
-        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(_tensors(parts))},
-        "differed": _differing(summaries, ranks),
+        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
+        "differed": differing(summaries, ranks),
         "streams": streams.to_json(),
     }
     aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
@@ -178,50 +157,6 @@ def _replicas(
     return replicas
 
 
-def _summary(
-    state: TrainState, parts: Mapping[str, Saved], coords: RankCoords, streams: dict[str, str]
-) -> RankSummary:
-    """This rank's summary.
-
-    Raises:
-        CheckpointError: two tensors of one name.
-    """
-    _refuse_duplicates(parts)
-    shared = {
-        part: _digest(
-            [[held.describe() for held in saved.tensors], None if saved.by_rank else saved.record]
-        )
-        for part, saved in parts.items()
-    }
-    records = {
-        part: _digest([saved.record, [content_hash(held.local()) for held in saved.own]])
-        for part, saved in parts.items()
-        if saved.by_rank
-    }
-    unsynced = {
-        held.name: content_hash(held.local())
-        for saved in parts.values()
-        for held in saved.tensors
-        if held.name in saved.unsynced
-    }
-    return RankSummary(
-        shared=shared,
-        records=records,
-        coordinates=coordinates_of(_tensors(parts)),
-        coords=coords,
-        streams=streams,
-        unsynced=unsynced,
-        step=state.step,
-        run=state.run,
-        compared=run_parts(state).compared,
-    )
-
-
-def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
-    """What the ranks hold together: the same list on all of them."""
-    return [held for one in parts.values() for held in one.tensors]
-
-
 def _items(
     parts: Mapping[str, Saved],
     own: Sequence[Held],
@@ -229,43 +164,12 @@ def _items(
     rank: int,
 ) -> list[Item]:
     """What this rank writes: its part of what all hold, and its own."""
-    tensors = _tensors(parts)
+    tensors = tensors_of(parts)
     first = {name for saved in parts.values() for name in saved.unsynced}
     first |= {h.name for saved in parts.values() if not saved.strict for h in saved.tensors}
     steady = {name for saved in parts.values() for name in saved.steady}
     writes = plan_writes(tensors, coordinates, by_first=first)
     return items_of(tensors, own, writes, rank, steady)
-
-
-def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
-    """Two values under one name would be one tensor in the checkpoint.
-
-    Raises:
-        CheckpointError: names the first.
-    """
-    seen: set[str] = set()
-    for part, one in parts.items():
-        for name in [*(held.name for held in (*one.tensors, *one.own)), *one.aliases]:
-            if name in seen:
-                raise CheckpointError(
-                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "'.' in it reads like a table within a table, 1 like '1')"
-                )
-            seen.add(name)
-
-
-def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
-    """Buffers that are not alike on all ranks; the first rank's are saved, with a warning."""
-    first = answers[0].unsynced
-    names = sorted(n for n in first if any(a.unsynced[n] != first[n] for a in answers))
-    if names and ranks.index == 0:
-        log.warning(
-            "%d buffers differ between the ranks; rank %d's are saved: %s",
-            len(names),
-            ranks.ranks[0],
-            ", ".join(names[:10]),
-        )
-    return names
 
 
 def _streams(
@@ -280,52 +184,6 @@ def _streams(
     every = ranks.gather(own, "collecting the random streams")
     merged = {digest: state for one in every for digest, state in one.items()}
     return SavedStreams([summary.coords for summary in summaries], digests, merged)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
-
-
-def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
-    """Raise, on all ranks, what differs between them. All ranks."""
-    first = answers[0]
-    for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
-        if other.shared.keys() != first.shared.keys():
-            raise CheckpointError(
-                f"the ranks' states have different parts: rank {ranks.ranks[0]} "
-                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}"
-            )
-        if (other.step, other.run) != (first.step, first.run):
-            raise CheckpointError(
-                f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
-                f"{rank} at {other.step}: call step_done on all ranks after each step"
-            )
-    wrong = [p for p in first.shared if len({one.shared[p] for one in answers}) > 1]
-    if not wrong:
-        return
-    part = wrong[0]
-    mine = parts[part]
-    tables = [[str(one) for one in held.describe()] for held in mine.tensors]
-    every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
-    for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
-        if other != every[0]:
-            raise CheckpointError(
-                f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
-                f"{differences(every[0], other)}: make it alike on all ranks"
-            )
-    raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
-
-
-def _records(
-    parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
-) -> dict[str, Any]:
-    """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
-    records = {part: one.record for part, one in parts.items()}
-    for part in answers[0].records:
-        if len({one.records[part] for one in answers}) > 1:
-            trees = [one["tree"] for one in ranks.gather(records[part])]
-            records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
-    return records
 
 
 def _layout_in_words(tensors: Sequence[Held]) -> str:

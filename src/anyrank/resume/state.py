@@ -53,6 +53,17 @@ class TrainState:
     Raises:
         TypeError: a part that is neither module nor optimizer nor stateful.
         ValueError: a part with a reserved name; a scheduler that steps once for each process.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ema = torch.optim.swa_utils.AveragedModel(model)
+        state = anyrank.TrainState(model, optimizer, seed=1, ema=ema)
+        with anyrank.Checkpoints("runs/a", state) as ckpts:
+            ckpts.save()
+            print(ckpts.resume().components)  # model, optimizer, ema and streams: exact
+        assert (state.step, state.samples, state.epoch) == (0, 0, 0)
     """
 
     def __init__(
