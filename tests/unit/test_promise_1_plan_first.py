@@ -111,7 +111,7 @@ def test_a_plan_with_replicas_on_several_nodes(tmp_path: Path) -> None:
 
 def test_a_mesh_that_does_not_multiply_to_the_world(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "w.safetensors")
-    with pytest.raises(anyrank.LoadError, match="a mesh of 2x3 has 6 ranks, not 8"):
+    with pytest.raises(ValueError, match="a mesh of 2x3 has 6 ranks, not 8"):
         anyrank.plan(net(), tmp_path / "w.safetensors", world_size=8, mesh=(2, 3))
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from anyrank.files.formats import Source
 from anyrank.loading.execute_load import LoadExecutor
-from anyrank.loading.match_model import Options, Prepared
+from anyrank.loading.match_model import Prepared
 from anyrank.loading.memory_meter import Meter, collector_paused
-from anyrank.loading.plan_load import agree_on_options, prepare
+from anyrank.loading.options import Options
+from anyrank.loading.plan_load import prepare
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
@@ -82,21 +83,13 @@ def load(
         UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
         RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
             on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify)
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
-        options = agree_on_options(
-            ranks,
-            "load",
-            lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
-            missing=missing,
-            unexpected=unexpected,
-            cast=cast,
-            rename=rename,
-            strategy=strategy,
-            verify=bool(verify),
-        )
+        options.agree(ranks, "load", model, source)
         prepared = prepare(model, source, ranks, options)
         memory = source if isinstance(source, Mapping) else None
         filling = LoadExecutor(model, prepared, ranks, memory, meter, progress)

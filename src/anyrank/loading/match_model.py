@@ -17,12 +17,12 @@ from anyrank.files.listing import Listing, join
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.options import Options
 from anyrank.loading.own_code import OwnCode
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.names import (
     Match,
     Near,
-    Rename,
     inner_prefix,
     match,
     renamer,
@@ -31,31 +31,7 @@ from anyrank.tensors.names import (
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor
 
-MISSING = ("error", "init", "keep")
-UNEXPECTED = ("error", "ignore")
-CAST = ("float", "any")
 SHOWN = 10
-
-
-@dataclass(frozen=True)
-class Options:
-    """The caller's choices, checked."""
-
-    missing: str = "error"
-    unexpected: str = "error"
-    cast: str = "float"
-    rename: Rename = None
-    strategy: str = "auto"
-    buffer_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("missing", MISSING), ("unexpected", UNEXPECTED), ("cast", CAST)):
-            if getattr(self, name) not in allowed:
-                raise LoadError(
-                    f"{name}={getattr(self, name)!r} is unknown; give one of {', '.join(allowed)}"
-                )
-        if self.buffer_bytes is not None and self.buffer_bytes < 1:
-            raise LoadError(f"buffer_bytes={self.buffer_bytes} is not a positive number of bytes")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
 from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.options import check_choice, check_model
 from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
 from anyrank.world.group import Group
@@ -51,14 +52,23 @@ def materialize(
     Raises:
         LoadError: tensors that no rule writes, named, or arguments that differ between ranks; on
             all ranks, and nothing is changed.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
+
+    def check() -> None:
+        check_model(model)
+        if not callable(init):
+            check_choice("init", init, ("auto",))
+        if device is not None:
+            _device_of(device)
+
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
-        ranks.same_arguments("materialize", {"init": init}, LoadError)
+        ranks.same_arguments("materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
         mine: list[Target] = []
         ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
-        place = default_device(mine) if device is None else torch.device(device)
+        place = default_device(mine) if device is None else _device_of(device)
         meter.watch({place, *(target.tensor.device for target in mine)})
         rule = None if init == "auto" else init
         initialiser = Initialiser(model, seed, rule)
@@ -112,3 +122,10 @@ def materialize(
         bytes_sent=[0] * len(host),
         seconds=max(seconds),
     )
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from anyrank.files.formats import Source, list_memory, list_source
 from anyrank.files.storage import storage_for
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.allocate import default_buffer
-from anyrank.loading.match_model import Options, Prepared, fit
+from anyrank.loading.match_model import Prepared, fit
+from anyrank.loading.options import Options
 from anyrank.loading.strategy import decide
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
@@ -38,21 +39,6 @@ class SourceInfo:
     there: bool
     in_memory: bool
     seed: int
-
-
-def agree_on_options(
-    ranks: Ranks, call: str, make: Callable[[], Options], **arguments: object
-) -> Options:
-    """This rank's options, checked; the arguments by which they are made are equal on all ranks.
-
-    `buffer_bytes` may differ: the smallest counts.
-
-    Raises:
-        LoadError: an unknown option, or arguments that differ; on all ranks.
-    """
-    made: list[Options] = []
-    ranks.same_arguments(call, arguments, LoadError, lambda: made.append(make()))
-    return made[0]
 
 
 def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:

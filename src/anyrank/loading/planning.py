@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
-from anyrank.loading.match_model import Options, Prepared
-from anyrank.loading.plan_load import agree_on_options, prepare
+from anyrank.loading.match_model import Prepared
+from anyrank.loading.options import Options, check_choice, check_count, check_model, check_source
+from anyrank.loading.plan_load import prepare
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
@@ -78,25 +78,21 @@ def plan(
         verify: count the bytes that a comparison with the source's checksums would read as well.
 
     Raises:
-        LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
+        LoadError: as `load` would.
+        ValueError, TypeError: an argument that is wrong in itself, as for `load`; or a mesh that
+            does not multiply to `world_size`.
     """
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, verify=verify)
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:
-            options = agree_on_options(
-                ranks,
-                "plan",
-                lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
-                missing=missing,
-                unexpected=unexpected,
-                cast=cast,
-                rename=rename,
-                strategy=strategy,
-                verify=bool(verify),
-            )
+            options.agree(ranks, "plan", model, source)
             prepared = prepare(model, source, ranks, options)
             made = _plan_of(prepared, ranks.ranks, ranks.nodes)
         return _with_check(made, prepared) if verify else made
-    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
+    sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+    check_model(model)
+    check_source(source)
+    options.check()
     prepared = prepare(model, source, one_process(), options)
     tensors = [
         Tensor(
@@ -106,7 +102,7 @@ def plan(
         if t.kind != "derived"
     ]
     buffer, name = prepared.buffer_bytes, prepared.listing.format
-    made = closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, name)
+    made = closed_form(tensors, sizes, ranks_per_node, strategy, buffer, name)
     absent = [prepared.targets[i].name for i in prepared.match.missing]
     made = replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
     return _with_check(made, prepared) if verify else made
@@ -144,8 +140,11 @@ def plan_source(
         dtype: of the model's floating tensors; default: the source's.
 
     Raises:
-        LoadError, UnsafeFile: as `load`.
+        LoadError, UnsafeFile, ValueError, TypeError: as `plan`.
     """
+    sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+    check_choice("strategy", strategy, STRATEGIES)
+    check_source(source)
     listing = list_source(source)
     tensors = [
         Tensor(
@@ -157,13 +156,37 @@ def plan_source(
         for key, t in listing.tensors.items()
     ]
     buffer = buffer_bytes or BUFFER_BYTES.get()
-    return closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, listing.format)
+    return closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing.format)
+
+
+def _mesh_sizes(
+    world_size: int | None, mesh: Sequence[int] | None, ranks_per_node: int | None
+) -> tuple[int, ...]:
+    """Sizes of the mesh's axes.
+
+    Raises:
+        ValueError, TypeError: an argument that is no positive whole number, or a mesh that does not
+            multiply to `world_size`.
+    """
+    sizes = tuple(mesh) if mesh is not None else (1 if world_size is None else world_size,)
+    for name, values in (
+        ("mesh", sizes),
+        ("world_size", [world_size]),
+        ("ranks_per_node", [ranks_per_node]),
+    ):
+        for value in values:
+            if value is not None:
+                check_count(name, value)
+    world = math.prod(sizes)
+    if world_size is not None and world != world_size:
+        shape = "x".join(map(str, sizes))
+        raise ValueError(f"a mesh of {shape} has {world} ranks, not {world_size}")
+    return sizes
 
 
 def closed_form(
     tensors: Sequence[Tensor],
-    world_size: int | None,
-    mesh: Sequence[int] | None,
+    sizes: tuple[int, ...],
     ranks_per_node: int | None,
     strategy: str,
     buffer: int,
@@ -172,14 +195,7 @@ def closed_form(
     """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks'
     boxes.
     """
-    sizes = tuple(mesh) if mesh is not None else (world_size or 1,)
     world = math.prod(sizes)
-    if any(size < 1 for size in sizes) or (world_size is not None and world != world_size):
-        raise LoadError(
-            f"a mesh of {'x'.join(map(str, sizes))} has {world} ranks, not {world_size}"
-        )
-    if strategy not in STRATEGIES:
-        raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
     per_node = min(ranks_per_node or 8, world)
     nodes = [rank // per_node for rank in range(world)]
     shards, copies = sizes[-1], world // sizes[-1]

@@ -25,7 +25,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     replacement applied in order, or a callable.
 
     Raises:
-        LoadError: a regex that does not compile, or another type.
+        ValueError: a regex that does not compile, or an entry that is no pair.
+        TypeError: another type.
     """
     if rename is None:
         return lambda key: key
@@ -45,7 +46,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
     except (re.error, TypeError, ValueError) as error:
-        raise LoadError(
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
             f"rename= takes a dict, pairs of (regex, replacement) or a callable: {error}"
         ) from error
 
