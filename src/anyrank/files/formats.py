@@ -148,6 +148,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
         stored[key] = StoredTensor(key, shape, value.dtype, (chunk,))
-        files.append(FileInfo(key, value.numel() * value.element_size(), "", in_memory=True))
+        nbytes = value.numel() * value.element_size()
+        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
     made = Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
     return replace(made, versions=versions_of(tensors))

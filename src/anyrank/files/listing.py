@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import torch
+
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
 
@@ -23,6 +25,7 @@ class FileInfo:
         in_memory: the bytes are a tensor's, not a file's.
         place: machine and file number of a local file; another place holds another copy.
         ends: digest of a local file's first and last bytes, by which copies are known for equal.
+        tensor: for a tensor in memory, on the rank that has it, the tensor.
     """
 
     path: str
@@ -32,6 +35,7 @@ class FileInfo:
     in_memory: bool = False
     place: str = ""
     ends: str = ""
+    tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,10 @@ class Listing:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def without_memory(self) -> Listing:
+        """The same headers, to be sent: without the tensors of a source in memory."""
+        return replace(self, files=tuple(replace(info, tensor=None) for info in self.files))
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
         """The same files, other names or views."""

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,7 +37,6 @@ class Reader:
 
     Args:
         listing: what the sources hold.
-        memory: the tensors of an in-memory source, by key.
         buffer_bytes: most bytes of staging memory, over all threads.
         threads: how many threads read.
         check: called between blocks; raises to stop early.
@@ -49,7 +47,6 @@ class Reader:
     def __init__(
         self,
         listing: Listing,
-        memory: Mapping[str, Any] | None,
         *,
         buffer_bytes: int,
         threads: int = 1,
@@ -58,7 +55,6 @@ class Reader:
         verify: bool = False,
     ) -> None:
         self.listing = listing
-        self.memory = memory or {}
         self.buffer_bytes = buffer_bytes
         self.threads = threads
         self.check = check
@@ -166,7 +162,8 @@ class Reader:
 
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read
-        source = self.memory[self.listing.files[read.chunk.file].path].detach()
+        source = self.listing.files[read.chunk.file].tensor
+        assert source is not None  # readers are ranks that have the source
         start = source.storage_offset() + read.chunk.offset // source.element_size()
         start += read.chunk.element_offset(read.box)
         view = source.as_strided(read.box.sizes, read.chunk.strides, start)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
 
 from anyrank.files.formats import Source
-from anyrank.loading.execute_load import LoadExecutor
-from anyrank.loading.match_model import Prepared
+from anyrank.loading.execute_load import execute_load
 from anyrank.loading.memory_meter import Meter, collector_paused
 from anyrank.loading.options import Options
-from anyrank.loading.plan_load import prepare
+from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
-    compare_doubled,
+    compare_duplicates,
     compare_replicas,
     count_nonfinite,
 )
@@ -90,39 +89,36 @@ def load(
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
         options.agree(ranks, "load", model, source)
-        prepared = prepare(model, source, ranks, options)
-        memory = source if isinstance(source, Mapping) else None
-        filling = LoadExecutor(model, prepared, ranks, memory, meter, progress)
-        said = ["replicas"] if verify else []
-        if verify:
-            said += _check_source(prepared, ranks, memory)
-        filling.fill()
-        filling.finish()
+        plan = plan_load(model, source, ranks, options)
+        verified = ["replicas", *_check_source(plan, ranks)] if verify else []
+        result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}
         if verify:
-            loaded = [t for t in prepared.targets if t.kind != "derived"]
+            loaded = [t for t in plan.match.tensors if t.kind != "derived"]
             compare_replicas(loaded, ranks)
             nonfinite = count_nonfinite(loaded, ranks)
-        report = filling.report(", ".join(said), nonfinite)
-    _tell(report, ranks)
+        report = result.report(plan, ", ".join(verified), nonfinite)
+    _log(report, ranks)
     return report
 
 
-def _check_source(prepared: Prepared, ranks: Ranks, memory: Mapping[str, Any] | None) -> list[str]:
-    readers = prepared.decision.readers or ranks.ranks
+def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
+    """Compare the source with its checksums; what was compared, in words. All ranks."""
+    readers = plan.decision.readers or ranks.ranks
+    listing = plan.match.listing
 
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
-        compare_doubled(prepared.listing, memory, prepared.match.doubled)
+        compare_duplicates(listing, plan.match.duplicates)
         number, count = readers.index(ranks.rank), len(readers)
-        return check_files(prepared.listing, number, count, ranks.check)
+        return check_files(listing, number, count, ranks.check)
 
-    said = next((words for words in ranks.together("checking the files", check) if words), [])
-    return said or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
+    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
 
 
-def _tell(report: LoadReport, ranks: Ranks) -> None:
+def _log(report: LoadReport, ranks: Ranks) -> None:
     """Log on the first rank; what differs from a plain, whole load is a warning (promise 8)."""
     if ranks.index:
         return

@@ -5,7 +5,7 @@ that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,116 +19,110 @@ from anyrank.loading.conversions import converted, declared_ignorable
 from anyrank.loading.model_tensors import Target, find_targets
 from anyrank.loading.options import Options
 from anyrank.loading.own_code import OwnCode
-from anyrank.loading.strategy import Decision
 from anyrank.tensors.names import (
-    Match,
     Near,
     inner_prefix,
     match,
     renamer,
     wrong_prefix,
 )
-from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
 
 
-@dataclass
-class Prepared:
-    """A load that can only fail by I/O from here on.
+@dataclass(frozen=True)
+class ModelMatch:
+    """What fills each tensor of a model, as this rank sees its own model and the source.
 
     Attributes:
-        targets: every tensor of the model.
-        stored: index of a target -> its bytes.
-        compared: index of a frozen target -> bytes that must be what the target holds in the end.
-        initialise: indices of targets that a rule fills.
-        keep: indices of missing targets that keep their values.
-        match: names, for the report.
+        tensors: every tensor of the model; the numbers below are positions in it.
+        listing: the source under the model's names, with the sources of frozen parts.
+        stored: tensor -> its bytes.
+        compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
+        initialise: tensors that a rule fills.
+        keep: missing tensors that keep their values.
+        missing: names of the tensors that the source does not hold, adapters aside.
+        unexpected: keys of the source that the model has no use for.
+        duplicates: keys of a tied tensor's other ends -> the key that is loaded.
         ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
         frozen: frozen parts -> the source of their own that fills them.
-        retie: tensors whose declared tie was broken -> the tensor to hang in their place.
-        own_code: of modules that load_state_dict would have run.
-        decision: who reads.
-        buffer_bytes: staging memory; the smallest that any rank has, since exchanges need one size.
-        coordinates: of every rank, by global rank.
-        rebuild: whether any rank has non-persistent buffers on meta.
-        in_place: whether any rank writes into memory that held values before.
+        retie: tensor whose declared tie was broken -> the tensor that takes its place.
+        own_code: code of modules that load_state_dict would have run.
     """
 
-    targets: list[Target]
+    tensors: list[Target]
     listing: Listing
-    seed: int
     stored: dict[int, StoredTensor]
     compared: dict[int, StoredTensor]
     initialise: list[int]
     keep: list[int]
-    match: Match
+    missing: list[str]
+    unexpected: list[str]
+    duplicates: dict[str, str]
     ignored: list[str]
     frozen: dict[str, str]
     retie: dict[int, int]
     own_code: OwnCode
-    decision: Decision = field(init=False)
-    coordinates: dict[int, Coordinates] = field(init=False)
-    buffer_bytes: int = field(init=False)
-    rebuild: bool = False
-    in_place: bool = False
 
     @property
-    def adapters_kept(self) -> bool:
-        """Whether the model has adapters that are real and not in the source; equal on all
-        ranks.
-        """
-        return any(self.targets[index].adapter for index in self.keep)
+    def keeps_adapters(self) -> bool:
+        """Whether adapters of the model are real and not in the source; equal on all ranks."""
+        return any(self.tensors[index].adapter for index in self.keep)
 
 
-def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prepared:
+def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMatch:
     """Match a model with a listing, by this rank alone.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    targets = find_targets(model)
-    loadable = [i for i, target in enumerate(targets) if target.kind != "derived"]
-    listing = _without_other_parts(targets, listing)
-    listing, rename = converted(model, targets, listing, renamer(options.rename))
-    found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
+    tensors = find_targets(model)
+    loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+    listing = _without_other_parts(tensors, listing)
+    listing, rename = converted(model, tensors, listing, renamer(options.rename))
+    found = match([tensors[i].wanted() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
+    listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     missing = [loadable[i] for i in found.missing]
-    listing, frozen, compared = _frozen_sources(model, targets, stored, listing)
     missing = [i for i in missing if i not in stored and i not in compared]
-    retie = _declared_ties(model, targets, missing, stored)
+    retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
-    ignored = _ignorable(found.unexpected, targets, model, rename)
-    known = set(ignored)
-    found.unexpected = [key for key in found.unexpected if key not in known]
-    absent = [i for i in missing if not targets[i].adapter]
-    problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
+    ignored = _ignorable(found.unexpected, tensors, model, rename)
+    unexpected = [key for key in found.unexpected if key not in set(ignored)]
+    absent = [i for i in missing if not tensors[i].adapter]
+    filled = [*stored.items(), *compared.items()]
+    problems = _problems(tensors, filled, absent, unexpected, options)
     if problems:
-        if listing.skipped:
-            problems.append(_listed("not looked at in the source", list(listing.skipped)))
-        where = listing.files[0].path if listing.files else "the source"
-        where = "the table" if listing.format == "memory" else where
-        title = f"{where} ({listing.format}) does not fit the model:"
-        raise LoadError("\n".join([title, *problems]))
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"
-    initialise = [i for i in missing if targets[i].is_meta or (init and not targets[i].adapter)]
-    keep = sorted(set(missing).difference(initialise))
-    found.missing = absent
-    return Prepared(
-        targets,
-        listing,
-        seed,
-        stored,
-        compared,
-        initialise,
-        keep,
-        found,
-        ignored,
-        frozen,
-        retie,
-        OwnCode(model, listing, renamer(options.rename)),
+    initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    return ModelMatch(
+        tensors=tensors,
+        listing=listing,
+        stored=stored,
+        compared=compared,
+        initialise=initialise,
+        keep=sorted(set(missing).difference(initialise)),
+        missing=[tensors[i].name for i in absent],
+        unexpected=unexpected,
+        duplicates=found.doubled,
+        ignored=ignored,
+        frozen=frozen,
+        retie=retie,
+        own_code=OwnCode(model, listing, renamer(options.rename)),
     )
+
+
+def _title(listing: Listing) -> str:
+    where = listing.files[0].path if listing.files else "the source"
+    where = "the table" if listing.format == "memory" else where
+    return f"{where} ({listing.format}) does not fit the model:"
+
+
+def _skipped(listing: Listing) -> list[str]:
+    skipped = list(listing.skipped)
+    return [_listed("not looked at in the source", skipped)] if skipped else []
 
 
 def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
@@ -219,7 +213,7 @@ def _problems(
     targets: list[Target],
     stored: list[tuple[int, StoredTensor]],
     absent: list[int],
-    found: Match,
+    unexpected: list[str],
     options: Options,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
@@ -229,7 +223,7 @@ def _problems(
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     if options.missing == "error" and unfilled:
         lines.append(
-            _listed("missing in the source", unfilled, Near(found.unexpected))
+            _listed("missing in the source", unfilled, Near(unexpected))
             + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
             "'keep'"
         )
@@ -238,10 +232,10 @@ def _problems(
             _listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
             + "\n  to go on: missing='init'"
         )
-    if options.unexpected == "error" and found.unexpected:
+    if options.unexpected == "error" and unexpected:
         lines.append(
-            _listed("unexpected in the source", found.unexpected, Near(unfilled or names))
-            + _renaming(found.unexpected, unfilled)
+            _listed("unexpected in the source", unexpected, Near(unfilled or names))
+            + _renaming(unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:

@@ -47,8 +47,9 @@ class Options:
         renamer(self.rename)
         if self.buffer_bytes is not None:
             check_count("buffer_bytes", self.buffer_bytes)
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify={self.verify!r}: give True or False")
+        verify: object = self.verify
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify={verify!r}: give True or False")
         if not (
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):

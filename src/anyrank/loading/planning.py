@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from anyrank.files.formats import Source, list_source
-from anyrank.loading.match_model import Prepared
+from anyrank.files.listing import Listing
+from anyrank.loading.match_model import ModelMatch
 from anyrank.loading.options import Options, check_choice, check_count, check_model, check_source
-from anyrank.loading.plan_load import prepare
+from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
@@ -74,7 +75,8 @@ def plan(
         mesh: sizes of the axes, the sharded one last: (2, 8) is HSDP with 2 replicas of 8 shards.
         ranks_per_node: for `world_size` and `mesh`; default: at most 8.
         missing, unexpected, cast, rename, strategy, buffer_bytes, process_group: as for `load`.
-        progress: taken so that a load's arguments fit; no payload moves, so there is none to show.
+        progress: ignored, as no payload moves; accepted so that the arguments of a load can be
+            passed on.
         verify: count the bytes that a comparison with the source's checksums would read as well.
 
     Raises:
@@ -86,31 +88,31 @@ def plan(
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:
             options.agree(ranks, "plan", model, source)
-            prepared = prepare(model, source, ranks, options)
-            made = _plan_of(prepared, ranks.ranks, ranks.nodes)
-        return _with_check(made, prepared) if verify else made
-    sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
-    check_model(model)
-    check_source(source)
-    options.check()
-    prepared = prepare(model, source, one_process(), options)
-    tensors = [
-        Tensor(
-            t.name, t.shape, prepared.stored[i].dtype if i in prepared.stored else t.dtype, t.dtype
+            agreed = plan_load(model, source, ranks, options)
+            made = _plan_of(agreed, ranks.ranks, ranks.nodes)
+    else:
+        sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+        check_model(model)
+        check_source(source)
+        options.check()
+        agreed = plan_load(model, source, one_process(), options)
+        listing, tensors = agreed.match.listing, _dtypes(agreed.match)
+        made = closed_form(
+            tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing.format
         )
-        for i, t in enumerate(prepared.targets)
-        if t.kind != "derived"
-    ]
-    buffer, name = prepared.buffer_bytes, prepared.listing.format
-    made = closed_form(tensors, sizes, ranks_per_node, strategy, buffer, name)
-    absent = [prepared.targets[i].name for i in prepared.match.missing]
-    made = replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
-    return _with_check(made, prepared) if verify else made
+    match = agreed.match
+    made = replace(made, missing=match.missing, unexpected=match.unexpected)
+    return _with_check(made, match.listing) if verify else made
 
 
-def _with_check(made: LoadPlan, prepared: Prepared) -> LoadPlan:
+def _dtypes(match: ModelMatch) -> list[Tensor]:
+    loadable = [(i, t) for i, t in enumerate(match.tensors) if t.kind != "derived"]
+    stored = {i: tensor.dtype for i, tensor in match.stored.items()}
+    return [Tensor(t.name, t.shape, stored.get(i, t.dtype), t.dtype) for i, t in loadable]
+
+
+def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
     """The plan of a load that compares the files with their checksums first, each byte once."""
-    listing = prepared.listing
     checked = sum(info.size for info in listing.files if info.sha256)
     checked += sum(record.stop - record.start for record in listing.checksums)
     checked += sum(listing.files[number].size for number in listing.sums)
@@ -230,18 +232,18 @@ def closed_form(
     )
 
 
-def _plan_of(prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
-    """The plan of a prepared load, from every rank's pieces."""
+def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
+    """The forecast of an agreed plan, from every rank's pieces."""
     share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
     model_bytes = source_bytes = 0
-    name, readers = prepared.decision.name, prepared.decision.readers
-    for index, target in enumerate(prepared.targets):
+    name, readers = plan.decision.name, plan.decision.readers
+    for index, target in enumerate(plan.match.tensors):
         if target.kind == "derived":
             continue
-        stored = prepared.stored.get(index)
+        stored = plan.match.stored.get(index)
         model_bytes += math.prod(target.shape) * target.dtype.itemsize
         source_bytes += stored.nbytes if stored is not None else 0
-        for pieces, members in replicas(index, target, prepared.coordinates).items():
+        for pieces, members in replicas(index, target, plan.coordinates).items():
             numel = sum(piece.box.numel for piece in pieces)
             for member in members:
                 share[member] += numel * target.dtype.itemsize
@@ -253,20 +255,17 @@ def _plan_of(prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int]) -> 
                 read[taker] += nbytes if name == "own" else nbytes // len(takers)
                 others = len(members) - (taker in members)
                 sent[taker] += 0 if name == "own" else nbytes * others // len(takers)
-    lists = [list(one.values()) for one in (share, read, sent)]
-    made = _made(
-        prepared.decision,
+    return _made(
+        plan.decision,
         nodes,
-        lists[0],
-        lists[1],
-        lists[2],
-        prepared.buffer_bytes,
-        prepared.listing.format,
+        list(share.values()),
+        list(read.values()),
+        list(sent.values()),
+        plan.buffer_bytes,
+        plan.match.listing.format,
         model_bytes,
         source_bytes,
     )
-    absent = [prepared.targets[i].name for i in prepared.match.missing]
-    return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
 
 
 def _made(
@@ -280,13 +279,13 @@ def _made(
     model_bytes: int,
     source_bytes: int,
 ) -> LoadPlan:
-    staged = [min(buffer, max(one, other)) for one, other in zip(read, sent, strict=True)]
-    peak = [one + most for one, most in zip(share, staged, strict=True)]
+    staged = [min(buffer, max(pair)) for pair in zip(read, sent, strict=True)]
+    peak = [sum(pair) for pair in zip(share, staged, strict=True)]
     count = max(nodes) + 1
     node_read, node_peak = [0] * count, [0] * count
-    for node, one, most in zip(nodes, read, peak, strict=True):
-        node_read[node] = min(node_read[node] + one, source_bytes)  # then it is in the page cache
-        node_peak[node] += most
+    for node, nbytes, peak_bytes in zip(nodes, read, peak, strict=True):
+        node_read[node] = min(node_read[node] + nbytes, source_bytes)  # the rest is in the cache
+        node_peak[node] += peak_bytes
     seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
     return LoadPlan(
         decision.name, decision.reason, len(nodes), count, model_bytes, source_bytes, share, read,

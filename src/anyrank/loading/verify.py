@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from anyrank.errors import CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import check_file, read_sums
@@ -77,20 +76,20 @@ class Crc32:
         return f"{self.value:08x}"
 
 
-def compare_doubled(
-    listing: Listing, memory: Mapping[str, Any] | None, doubled: Mapping[str, str]
-) -> None:
+def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
     """Compare the ends of tied tensors that a source holds more than once. Each rank by itself.
 
     Raises:
         LoadError: two ends hold different values, so that tying them would drop one.
     """
-    with Reader(listing, memory, buffer_bytes=BLOCK_BYTES) as reader:
-        for key, taken in doubled.items():
-            one, other = (reader.read_whole(listing.tensors[name]) for name in (key, taken))
-            if content_hash(one) != content_hash(other):
+    with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+        for key, loaded in duplicates.items():
+            hashes = {
+                content_hash(reader.read_whole(listing.tensors[name])) for name in (key, loaded)
+            }
+            if len(hashes) > 1:
                 raise LoadError(
-                    f"{key} and {taken} are one tensor in the model, and hold different values in "
+                    f"{key} and {loaded} are one tensor in the model, and hold different values in "
                     "the source: untie them in the model, or remove the one that does not count"
                 )
 

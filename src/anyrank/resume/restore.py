@@ -139,7 +139,6 @@ class Resuming:
         threads = read_threads(self.ranks.ranks_on_node)
         return Reader(
             listing,
-            None,
             buffer_bytes=buffer,
             threads=threads,
             check=self.ranks.check,

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from anyrank.world.watch import Watch
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
@@ -207,10 +208,26 @@ class Ranks:
             AnyrankError: of the class that the first failing rank raised, with every cause;
                 RankError for an exception that is not anyrank's own, and for a rank that died.
         """
-        value, cause = None, None
+        return self.own_and_all(what, lambda: (None, work()))[1]
+
+    def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
+        """As `together`, for work with two results: one stays on this rank, one goes to all. All
+        ranks.
+
+        Args:
+            what: as for `together`.
+            work: returns (anything at all, what the other ranks get, which pickles).
+
+        Returns:
+            This rank's own first result, the very object, and every rank's second one.
+
+        Raises:
+            AnyrankError: as `together`.
+        """
+        own, value, cause = None, None, None
         self.round += 1
         try:
-            value = work()
+            own, value = work()
         except Exception as error:
             if self.lines is None:
                 raise
@@ -221,7 +238,7 @@ class Ranks:
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
             raise joined(what, failures, self.size) from cause
-        return [answer.value for answer in answers]
+        return cast("S", own), [answer.value for answer in answers]
 
     def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
         """Run `work` on one rank and return its result on every rank. All ranks.
@@ -229,19 +246,18 @@ class Ranks:
         Raises:
             AnyrankError: as `together`.
         """
-        made: list[T] = []
-        data = b""
 
-        def here() -> tuple[int, bytes]:
-            nonlocal data
-            if self.rank == rank:
-                made.append(work())
-                data = b"" if self.lines is None else pickle.dumps(made[0])
-            return len(data), data if len(data) <= HEAD_BYTES // 2 else b""  # what travels along
+        def here() -> tuple[tuple[T | None, bytes], tuple[int, bytes]]:
+            value = work() if self.rank == rank else None
+            sent = self.lines is not None and self.rank == rank
+            data = pickle.dumps(value) if sent else b""
+            small = data if len(data) <= HEAD_BYTES // 2 else b""  # travels with its length
+            return (value, data), (len(data), small)
 
-        length, small = max(self.together(what, here))
+        (value, data), every = self.own_and_all(what, here)
         if self.lines is None:
-            return made[0]
+            return cast("T", value)
+        length, small = max(every)
         if small:
             return pickle.loads(small)  # noqa: S301 - from our own rank
         payload = _as_tensor(data, length)
