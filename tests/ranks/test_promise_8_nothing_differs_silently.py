@@ -111,7 +111,7 @@ def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
     assert list(report.initialised) == [name]
     assert report.missing == [name]
     assert 0.01 < float(weights[name].std()) < 0.04  # the model's initializer_range is 0.02
-    assert any("first values" in text and name in text for text in told)
+    assert any("initial values" in text and name in text for text in told)
 
 
 def test_a_missing_key_on_meta_cannot_be_kept(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ class Tied(nn.Module):
 def test_both_ends_of_a_tie_in_the_source(caplog: pytest.LogCaptureFixture) -> None:
     same = {"one.weight": torch.ones(2, 2), "other.weight": torch.ones(2, 2)}
     report = anyrank.load(Tied(), same)
-    assert report.doubled == {"other.weight": "one.weight"}
-    assert "one.weight was taken, and not compared" in caplog.text
+    assert report.duplicates == {"other.weight": "one.weight"}
+    assert "one.weight was loaded, and not compared" in caplog.text
     anyrank.load(Tied(), same, verify=True)
     differ = {**same, "other.weight": torch.zeros(2, 2)}
     with pytest.raises(anyrank.LoadError, match=r"hold different values in\s+the source"):

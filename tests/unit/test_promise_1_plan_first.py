@@ -63,10 +63,10 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(net(), source)
     assert str(caught.value) == (
-        "the table (memory) does not fit the model:\n"
+        "the dict (memory) does not fit the model:\n"
         "missing in the source (1):\n"
         "  1.weight (near: 1.wieght)\n"
-        "  to go on: rename=..., or missing='init' for the model's own first values, or 'keep'\n"
+        "  to go on: rename=..., or missing='init' for the model's own initial values, or 'keep'\n"
         "unexpected in the source (1):\n"
         "  1.wieght (near: 1.weight)\n"
         "  to go on: rename=..., or unexpected='ignore'\n"

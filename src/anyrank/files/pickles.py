@@ -226,7 +226,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     """The table of weights in a checkpoint, and what else it holds.
 
     It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state lies beside the table of weights.
+    do, the one with more of them: a generator's state may lie alongside the weights.
 
     Raises:
         LoadError: there is none.
@@ -247,7 +247,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
         f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
-        "give the table itself, as torch.load(path, weights_only=True)[key]"
+        "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
 
 

@@ -30,7 +30,7 @@ INDEX = "tensors.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavedBox:
     """Where one box of a tensor lies: the file, and the byte of its first element.
 
     Attributes:
@@ -257,7 +257,7 @@ def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> St
     return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def index_of(places: Iterable[Place], aliases: Mapping[str, str]) -> bytes:
+def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
     """`tensors.json`, from every rank's places."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}

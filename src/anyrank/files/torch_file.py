@@ -46,7 +46,7 @@ class RangeIO(io.RawIOBase):
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the table of weights is found by
+    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the dict of weights is found by
     rule.
 
     Raises:

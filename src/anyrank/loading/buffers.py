@@ -9,13 +9,13 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.loading.replace import Replacement, replace
 from anyrank.world.ranks import Ranks
 
 
 def rebuild(
-    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> dict[str, str]:
     """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
 
@@ -33,7 +33,7 @@ def rebuild(
 
 
 def rebuilt_values(
-    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> tuple[dict[str, str], list[Replacement]]:
     """As `rebuild`, and the buffers are still to be put in place."""
     derived = {target.name: target for target in targets if target.kind == "derived"}

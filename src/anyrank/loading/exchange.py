@@ -15,9 +15,8 @@ import torch
 from anyrank import faults
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
-from anyrank.tensors.box import Box
 from anyrank.tensors.plan import Read, plan_reads
-from anyrank.tensors.sharded_tensor import Coordinates, Held, replicas
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Interrupted, Ranks
@@ -52,7 +51,7 @@ class Wanted:
     """
 
     index: int
-    held: Held
+    held: ShardedTensor
     stored: StoredTensor
     local: torch.Tensor
 
@@ -121,8 +120,8 @@ def plan_transfers(
         for pieces, members in replicas(one.index, one.held, coordinates).items():
             who = tuple(readers) if readers is not None else members
             for read in plan_reads(one.stored, pieces):
-                for part in _parts(read, block):
-                    yield Transfer(number, part, who[turn % len(who)], members)
+                for box in read.box.cut(block // read.stored.dtype.itemsize):
+                    yield Transfer(number, read.part(box), who[turn % len(who)], members)
                     turn += 1
 
 
@@ -206,19 +205,3 @@ class Exchange:
 def _staging(transfer: Transfer) -> torch.Tensor:
     read = transfer.read
     return torch.empty(read.box.sizes, dtype=read.stored.dtype, device="cpu")
-
-
-def _parts(read: Read, block_bytes: int) -> Iterator[Read]:
-    """Row-wise parts of about `block_bytes` wanted bytes each; a long row is cut as well."""
-    sizes = read.box.sizes
-    if read.nbytes <= block_bytes or max(sizes, default=1) <= 1:
-        yield read
-        return
-    dim = next(d for d, n in enumerate(sizes) if n > 1)
-    rows = max(1, block_bytes * sizes[dim] // read.nbytes)
-    for low in range(0, sizes[dim], rows):
-        offsets, lengths = list(read.box.offsets), list(sizes)
-        offsets[dim] += low
-        lengths[dim] = min(rows, sizes[dim] - low)
-        part = read.part(Box(tuple(offsets), tuple(lengths)))
-        yield from _parts(part, block_bytes) if lengths[dim] == 1 else (part,)

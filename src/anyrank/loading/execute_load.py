@@ -18,7 +18,7 @@ from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.replace import Replacement, replace
@@ -62,7 +62,9 @@ class LoadResult:
             rebuilt=self.rebuilt,
             kept=[tensors[i].name for i in match.keep],
             tied={
-                t.name: [place.name for place in t.places[1:]] for t in tensors if len(t.places) > 1
+                t.name: [place.name for place in t.registrations[1:]]
+                for t in tensors
+                if len(t.registrations) > 1
             },
             cast={
                 tensors[i].name: f"{_short(stored.dtype)} -> {_short(tensors[i].dtype)}"
@@ -79,7 +81,7 @@ class LoadResult:
             nonfinite=nonfinite,
             verified=verified,
             skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
-            doubled=match.duplicates,
+            duplicates=match.duplicates,
             tensors=len({*match.stored, *match.compared}),
             bytes_read=list(read),
             bytes_sent=list(sent),
@@ -281,11 +283,11 @@ class _Executor:
     def _tie_again(self) -> None:
         targets = self.match.tensors
         for index, source in self.match.retie.items():
-            for place in targets[index].places:
+            for place in targets[index].registrations:
                 setattr(place.module, place.attribute, targets[source].tensor)
-                targets[source].places.append(place)
+                targets[source].registrations.append(place)
 
-    def _filled(self) -> list[Target]:
+    def _filled(self) -> list[ModelTensor]:
         return [self.match.tensors[index] for index in self.match.stored]
 
     def _compare_frozen(self) -> None:
@@ -312,7 +314,7 @@ class _Executor:
             return
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
-                for place in target.places:
+                for place in target.registrations:
                     setattr(place.module, place.attribute, target.tensor.to(self.device))
 
 

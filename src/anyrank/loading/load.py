@@ -57,7 +57,7 @@ def load(
             folder, anyrank run), a list of files, or a dict of tensors. None on ranks that have
             none, which then receive their share from those that do.
         missing: for tensors that the source does not hold: "error", "init" for the model's own
-            first values (the same on any number of ranks), or "keep" for those it has.
+            initial values (the same on any number of ranks), or "keep" for those it has.
         unexpected: for keys that the model has no place for: "error" or "ignore".
         cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
             can.
@@ -124,23 +124,26 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
         return
     log.info("%s", report)
     for title, items in (
-        ("given first values, being absent from the source", list(report.initialised)),
-        ("kept as they were, being absent from the source", report.kept),
-        ("ignored, having no place in the model", report.unexpected),
         (
-            "or modules with load_state_dict code of their own",
+            "given initial values, as the source does not hold them",
+            list(report.initialised),
+        ),
+        ("kept as they were, as the source does not hold them", report.kept),
+        ("ignored, as the model has none of these names", report.unexpected),
+        (
+            "or modules have load_state_dict code that was not run",
             [f"{name} {reason}" for name, reason in report.own_code_not_run.items()],
         ),
-        ("made new objects, as something else referred to the meta tensor", report.renewed),
+        ("are new objects, as something else referred to the meta tensor", report.renewed),
         ("not finite", list(report.nonfinite)),
     ):
         if items:
             log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
-    if report.doubled and not report.verified:
+    if report.duplicates and not report.verified:
         log.warning(
-            "the source holds both ends of tied tensors; %s was taken, and not compared: "
-            "verify=True does",
-            ", ".join(list(report.doubled.values())[:10]),
+            "the source holds tied tensors more than once; %s was loaded, and not compared with "
+            "the others: verify=True does",
+            ", ".join(list(report.duplicates.values())[:10]),
         )
     if "no checksums" in report.verified:
         log.warning("%s", report.verified)

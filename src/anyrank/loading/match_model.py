@@ -16,13 +16,13 @@ from anyrank.files.formats import list_source
 from anyrank.files.listing import Listing, join
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.conversions import converted, declared_ignorable
-from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
 from anyrank.loading.options import Options
 from anyrank.loading.own_code import OwnCode
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
-    match,
+    match_keys,
     renamer,
     wrong_prefix,
 )
@@ -51,7 +51,7 @@ class ModelMatch:
         own_code: code of modules that load_state_dict would have run.
     """
 
-    tensors: list[Target]
+    tensors: list[ModelTensor]
     listing: Listing
     stored: dict[int, StoredTensor]
     compared: dict[int, StoredTensor]
@@ -77,11 +77,11 @@ def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMa
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    tensors = find_targets(model)
+    tensors = find_tensors(model)
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     listing = _without_other_parts(tensors, listing)
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
-    found = match([tensors[i].wanted() for i in loadable], listing.tensors, rename)
+    found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     missing = [loadable[i] for i in found.missing]
@@ -106,7 +106,7 @@ def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMa
         keep=sorted(set(missing).difference(initialise)),
         missing=[tensors[i].name for i in absent],
         unexpected=unexpected,
-        duplicates=found.doubled,
+        duplicates=found.duplicates,
         ignored=ignored,
         frozen=frozen,
         retie=retie,
@@ -116,7 +116,7 @@ def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMa
 
 def _title(listing: Listing) -> str:
     where = listing.files[0].path if listing.files else "the source"
-    where = "the table" if listing.format == "memory" else where
+    where = "the dict" if listing.format == "memory" else where
     return f"{where} ({listing.format}) does not fit the model:"
 
 
@@ -125,9 +125,9 @@ def _skipped(listing: Listing) -> list[str]:
     return [_listed("not looked at in the source", skipped)] if skipped else []
 
 
-def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
+def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
     """The weights of a checkpoint that holds an optimizer and other things beside them."""
-    known = {name for target in targets for place in target.places for name in place.names}
+    known = {name for target in targets for place in target.registrations for name in place.names}
     prefix = inner_prefix(listing.tensors, known)
     if prefix is None:
         return listing
@@ -137,7 +137,7 @@ def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
 
 
 def _frozen_sources(
-    model: nn.Module, targets: list[Target], stored: dict[int, StoredTensor], listing: Listing
+    model: nn.Module, targets: list[ModelTensor], stored: dict[int, StoredTensor], listing: Listing
 ) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
     """Fill frozen parts from their own sources; what the source holds of them is for comparison."""
     frozen: dict[str, str] = {}
@@ -149,8 +149,8 @@ def _frozen_sources(
         if source is None or not indices:
             continue
         own = list_source(source)
-        inner = [target for target in find_targets(part) if target.kind != "derived"]
-        found = match([target.wanted() for target in inner], own.tensors, lambda key: key)
+        inner = [target for target in find_tensors(part) if target.kind != "derived"]
+        found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         prefix = f"{name}/"  # no key of the source can be meant by it
         listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
@@ -166,7 +166,7 @@ def _frozen_sources(
     return listing, frozen, compared
 
 
-def _is_pinned(target: Target) -> bool:
+def _is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
     info: Any = getattr(target.frozen, "anyrank_frozen", None)
     return info is not None and info.tensors is not None and not target.is_meta
@@ -177,16 +177,23 @@ def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
 
 
 def _declared_ties(
-    model: nn.Module, targets: list[Target], missing: list[int], stored: Mapping[int, StoredTensor]
+    model: nn.Module,
+    targets: list[ModelTensor],
+    missing: list[int],
+    stored: Mapping[int, StoredTensor],
 ) -> dict[int, int]:
     """Missing tensors that the model says are others' (to_empty unties them): tied again, if
     plain.
     """
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    names = {name: i for i, t in enumerate(targets) for place in t.places for name in place.names}
+    names = {
+        name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
+    }
     ties: dict[int, int] = {}
     for index in missing:
-        partner = next((declared[n] for n in targets[index].places[0].names if n in declared), None)
+        partner = next(
+            (declared[n] for n in targets[index].registrations[0].names if n in declared), None
+        )
         source = names.get(partner) if partner is not None else None
         if source is None or source not in stored:
             continue
@@ -196,10 +203,10 @@ def _declared_ties(
 
 
 def _ignorable(
-    keys: Sequence[str], targets: list[Target], model: nn.Module, rename: Any
+    keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
 ) -> list[str]:
     """Keys of non-persistent buffers, and those that the model itself says are of no use."""
-    derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
+    derived = {n for t in targets if t.kind == "derived" for p in t.registrations for n in p.names}
     prefix = getattr(model, "base_model_prefix", "")
     declared = declared_ignorable(model)
     return [
@@ -210,21 +217,23 @@ def _ignorable(
 
 
 def _problems(
-    targets: list[Target],
+    targets: list[ModelTensor],
     stored: list[tuple[int, StoredTensor]],
     absent: list[int],
     unexpected: list[str],
     options: Options,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
-    names = [name for target in targets for place in target.places for name in place.names[-1:]]
+    names = [
+        name for target in targets for place in target.registrations for name in place.names[-1:]
+    ]
     unfilled = [targets[i].name for i in absent]
     lines: list[str] = []
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     if options.missing == "error" and unfilled:
         lines.append(
             _listed("missing in the source", unfilled, Near(unexpected))
-            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
+            + "\n  to go on: rename=..., or missing='init' for the model's own initial values, or "
             "'keep'"
         )
     elif options.missing == "keep" and on_meta:
@@ -245,7 +254,7 @@ def _problems(
     return lines
 
 
-def _unwritable(target: Target) -> str | None:
+def _unwritable(target: ModelTensor) -> str | None:
     """Why the memory of a real tensor cannot take values one by one."""
     tensor = target.tensor
     if target.is_meta or target.layout is not None:
@@ -268,7 +277,7 @@ def _unwritable(target: Target) -> str | None:
     return None
 
 
-def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:
+def _misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
     if stored.shape != target.shape:
         return (
             f"{target.name}: the model has shape {list(target.shape)}, "

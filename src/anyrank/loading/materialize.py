@@ -1,4 +1,4 @@
-"""`anyrank.materialize`: first values for a model on meta, the same for any number of ranks."""
+"""`anyrank.materialize`: initial values for a model on meta, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
 from anyrank.loading.options import check_choice, check_model
 from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
@@ -30,7 +30,7 @@ def materialize(
     init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
     process_group: Group = None,
 ) -> LoadReport:
-    """Give every tensor on meta its first values; what is real already stays as it is.
+    """Give every tensor on meta its initial values; what is real already stays as it is.
 
     Every rank of the group calls it. Values depend on the first rank's torch seed and on the
     tensors' names alone, so a model that is sharded over any number of ranks starts with the same
@@ -67,7 +67,7 @@ def materialize(
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
         ranks.same_arguments("materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
-        tensors, _ = ranks.own_and_all("looking at the model", lambda: (find_targets(model), None))
+        tensors, _ = ranks.own_and_all("looking at the model", lambda: (find_tensors(model), None))
         default = default_device(tensors) if device is None else _device_of(device)
         meter.watch({default, *(tensor.tensor.device for tensor in tensors)})
         initialiser = Initialiser(model, seed, None if init == "auto" else init)
@@ -86,7 +86,7 @@ def materialize(
         initialised=rules,
         rebuilt=rebuilt,
         renewed=sorted({name for names in renewed for name in names}),
-        format="first values",
+        format="initial values",
         strategy="own",
         reason="each rank computes its own share",
         tensors=len(rules),
@@ -109,12 +109,12 @@ class _Filled:
     """
 
     rules: dict[str, str]
-    locals_: list[tuple[Target, torch.Tensor]]
-    magnitudes: list[Target]
+    locals_: list[tuple[ModelTensor, torch.Tensor]]
+    magnitudes: list[ModelTensor]
 
 
 def _fill(
-    tensors: list[Target], initialiser: Initialiser, default: torch.device, meter: Meter
+    tensors: list[ModelTensor], initialiser: Initialiser, default: torch.device, meter: Meter
 ) -> _Filled:
     """Allocate and initialise what is on meta. Each rank by itself.
 
@@ -138,7 +138,7 @@ def _fill(
         meter.sample()
     if without:
         raise LoadError(
-            f"no rule gives first values to {', '.join(without)}: give their modules a "
+            f"no rule gives initial values to {', '.join(without)}: give their modules a "
             "reset_parameters(), or pass init=a function of the module"
         )
     return filled

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
-from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
-from anyrank.tensors.sharded_tensor import Held, layout_of
+from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
+from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Registration:
     """Where a tensor hangs: `module.<attribute>`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass
-class Target(Held):
+class ModelTensor(ShardedTensor):
     """One tensor of the model, however often it hangs in it; its object never changes.
 
     Attributes:
@@ -53,16 +53,16 @@ class Target(Held):
     """
 
     kind: Kind
-    places: list[Place]
+    places: list[Registration]
     adapter: bool = False
     frozen: nn.Module | None = None
 
-    def wanted(self) -> Wanted:
+    def all_names(self) -> TensorNames:
         """What the matcher needs to know."""
-        return Wanted(tuple(place.names for place in self.places))
+        return TensorNames(tuple(place.names for place in self.registrations))
 
 
-def find_targets(model: nn.Module) -> list[Target]:
+def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and buffer of the model, in registration order, ties joined.
 
     FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
@@ -80,12 +80,12 @@ def find_targets(model: nn.Module) -> list[Target]:
                 "flat parameters are not the model's: load before it is wrapped, or use "
                 "fully_shard (FSDP2)"
             )
-    found: dict[int, Target] = {}
+    found: dict[int, ModelTensor] = {}
     for place, kind, frozen in _walk(model):
         tensor = getattr(place.module, place.attribute)
         known = found.get(id(tensor))
         if known is not None:
-            known.places.append(place)
+            known.registrations.append(place)
             if known.kind == "derived" and kind != "derived":
                 known.kind = kind
             continue
@@ -98,11 +98,11 @@ def find_targets(model: nn.Module) -> list[Target]:
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)
         held = (place.name, tensor, shape, layout, coordinate)
-        found[id(tensor)] = Target(*held, kind, [place], adapter, frozen)
+        found[id(tensor)] = ModelTensor(*held, kind, [place], adapter, frozen)
     return list(found.values())
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
     """Places by module, parameters before buffers, through the children that frozen parts hide."""
     seen: set[int] = set()
 
@@ -112,7 +112,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         clean: str,
         path: tuple[nn.Module, ...],
         frozen: nn.Module | None,
-    ) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+    ) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
         if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
             return
         seen.add(id(module))
@@ -125,7 +125,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         )
         for kind, table in tables:
             for name in [name for name, tensor in table.items() if tensor is not None]:
-                place = Place(_names(raw + name, clean + name, path), module, name, path)
+                place = Registration(_names(raw + name, clean + name, path), module, name, path)
                 yield place, "derived" if name in hidden else kind, frozen
         for name, child in module.__dict__["_modules"].items():
             if child is not None:
@@ -175,7 +175,7 @@ def _is_tuner(module: nn.Module) -> bool:
     return hasattr(module, "targeted_module_names")
 
 
-def _is_adapter(place: Place) -> bool:
+def _is_adapter(place: Registration) -> bool:
     """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
     parts = place.names[0].split(".")
     for depth, module in enumerate(place.path):

@@ -18,7 +18,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.tensors.names import WRAPPERS, candidates
 
 OF_LIBRARIES = ("torch.", "transformers.")
@@ -45,16 +45,16 @@ class OwnCode:
         self.ran: list[str] = []
         self.not_run: dict[str, str] = {}
 
-    def run(self, filled: list[Target]) -> None:
+    def run(self, filled: list[ModelTensor]) -> None:
         """Run it on what was loaded, which is in place.
 
         Raises:
             LoadError: the code of a module fails.
         """
         ours = {id(module): path for path, module in self.modules}
-        inside: dict[int, list[tuple[Target, str]]] = {}
+        inside: dict[int, list[tuple[ModelTensor, str]]] = {}
         for target in filled if ours else ():
-            for place in target.places:
+            for place in target.registrations:
                 owner = next((id(m) for m in place.path if id(m) in ours), None)
                 if owner is not None:
                     below = f"{ours[owner]}." if ours[owner] else ""
@@ -129,7 +129,7 @@ def _takes_extra(kind: type[nn.Module]) -> bool:
     return kind.set_extra_state is not nn.Module.set_extra_state
 
 
-def _obstacle(mine: list[tuple[Target, str]]) -> str:
+def _obstacle(mine: list[tuple[ModelTensor, str]]) -> str:
     if any(target.layout is not None for target, _ in mine):
         return "is sharded, and its own load_state_dict code was not run"
     if any(target.frozen is not None for target, _ in mine):

@@ -12,7 +12,7 @@ from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.tensors.layout import Piece
 from anyrank.world.ranks import Ranks
 
@@ -113,7 +113,7 @@ def _feed(
         file.close()
 
 
-def compare_replicas(targets: list[Target], ranks: Ranks) -> int:
+def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
     """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
 
     Raises:
@@ -140,7 +140,7 @@ def compare_replicas(targets: list[Target], ranks: Ranks) -> int:
     return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
 
 
-def count_nonfinite(targets: list[Target], ranks: Ranks) -> dict[str, int]:
+def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
     """NaN and infinite values by tensor, over all ranks (replicas count once a rank). All ranks."""
 
     def count() -> dict[str, int]:

@@ -19,7 +19,7 @@ from anyrank.loading.allocate import buffer_for, default_device
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.model_tensors import find_targets
+from anyrank.loading.model_tensors import find_tensors
 from anyrank.random_state.saved_streams import Outcome as StreamOutcome
 from anyrank.random_state.saved_streams import check_scopes, fingerprints, read_blob, restore
 from anyrank.resume.part_types import Fill, Fitted, Stored, own_name
@@ -170,7 +170,7 @@ class Resuming:
     def _rebuild(self) -> None:
         for one in self.state.parts.values():
             if isinstance(one, nn.Module):
-                targets = find_targets(one)
+                targets = find_tensors(one)
                 rebuild(
                     targets,
                     self.ranks,

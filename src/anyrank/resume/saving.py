@@ -22,7 +22,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
-from anyrank.files.run_folder import INDEX, Place, index_of
+from anyrank.files.run_folder import INDEX, SavedBox, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.random_state.saved_streams import Place as RankCoords
@@ -32,7 +32,7 @@ from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of, hold
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, as_sharded, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
@@ -193,18 +193,18 @@ def _brought(state: TrainState, parts: Mapping[str, Saved], seat: RankCoords) ->
     return RankSummary(shared, records, where, seat, prints, loose, *rest)
 
 
-def _tensors(parts: Mapping[str, Saved]) -> list[Held]:
+def _tensors(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
     """What the ranks hold together: the same list on all of them."""
     return [held for one in parts.values() for held in one.tensors]
 
 
 def _items(
     parts: Mapping[str, Saved],
-    own: Sequence[Held],
+    own: Sequence[ShardedTensor],
     coordinates: Mapping[int, Coordinates],
     rank: int,
 ) -> list[Item]:
-    """What this rank writes: its part of what all hold, and its own."""
+    """What this rank writes: its part of what all as_sharded, and its own."""
     tensors = _tensors(parts)
     first = {name for one in parts.values() for name in one.loose}
     first |= {held.name for one in parts.values() if not one.strict for held in one.tensors}
@@ -244,9 +244,9 @@ def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
     return names
 
 
-def _streams_tensor(index: int, blob: bytes) -> Held:
+def _streams_tensor(index: int, blob: bytes) -> ShardedTensor:
     data = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    return hold(own_name(STREAMS, index), data)
+    return as_sharded(own_name(STREAMS, index), data)
 
 
 def _digest(value: Any) -> str:
@@ -295,7 +295,7 @@ def _records(
     return records
 
 
-def _layout_in_words(tensors: Sequence[Held]) -> str:
+def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
     """How most bytes lie on the ranks."""
     count: dict[str, int] = {}
     for held in tensors:
@@ -329,7 +329,7 @@ def write(
     header["run"], temporary = ranks.from_one("making the folder", first, begin)
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[Place], dict[str, FileRecord]]:
+    def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
         faults.point("save.write")
         try:
             return write_share(folder.store, temporary, name, snapshot.items, ranks.check)

@@ -40,6 +40,11 @@ class Piece:
     box: Box
     local: tuple[int, ...]
 
+    def part(self, box: Box) -> Piece:
+        """The piece, limited to a smaller box."""
+        inside = box.relative_to(self.box.offsets).shifted(self.local)
+        return Piece(box, inside.offsets)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

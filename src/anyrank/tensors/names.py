@@ -104,7 +104,7 @@ def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorNames:
     """A tensor of the model as the matcher sees it.
 
     Attributes:
@@ -116,23 +116,25 @@ class Wanted:
 
 
 @dataclass
-class Match:
+class KeyMatch:
     """Which key fills which tensor.
 
     Attributes:
         keys: index of the wanted tensor -> key in the file.
         missing: indices of wanted tensors without a key.
         unexpected: keys that fill nothing.
-        doubled: keys that a tied tensor did not need, with the key that filled it.
+        duplicates: keys that a tied tensor did not need, with the key that filled it.
     """
 
     keys: dict[int, str] = field(default_factory=dict[int, str])
     missing: list[int] = field(default_factory=list[int])
     unexpected: list[str] = field(default_factory=list[str])
-    doubled: dict[str, str] = field(default_factory=dict[str, str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str], str]) -> Match:
+def match_keys(
+    wanted: Sequence[TensorNames], keys: Iterable[str], rename: Callable[[str], str]
+) -> KeyMatch:
     """Give each wanted tensor its key.
 
     One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
@@ -148,7 +150,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
             for name in names:
                 places.setdefault(name, []).append((index, place))
     found: dict[tuple[int, int], str] = {}
-    result = Match()
+    result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
     adapters = {key for key, name in renamed.items() if of_adapter(name)}
     for key in sorted(renamed, key=lambda key: key not in adapters):
@@ -167,7 +169,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
     for (index, _), key in sorted(found.items()):
         first = result.keys.setdefault(index, key)
         if first != key:
-            result.doubled[key] = first
+            result.duplicates[key] = first
     direct = {index: key for index, key in result.keys.items() if key not in adapters}
     for index, want in enumerate(wanted):
         if index not in result.keys:
@@ -181,7 +183,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
 
 def _key_of_twin(
     index: int,
-    want: Wanted,
+    want: TensorNames,
     places: dict[str, list[tuple[int, int]]],
     direct: dict[int, str],
 ) -> str | None:

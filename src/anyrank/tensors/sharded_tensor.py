@@ -53,11 +53,6 @@ class Held:
     def local_numel(self) -> int:
         return sum(piece.box.numel for piece in self.pieces)
 
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of what this rank holds, in the tensor's dtype."""
-        return self.local_numel * self.dtype.itemsize
-
     def local(self) -> torch.Tensor:
         """This rank's memory, to be written to in place."""
         tensor: Any = self.tensor.detach()
@@ -68,7 +63,7 @@ class Held:
         return self.name, self.shape, str(self.dtype), str(self.layout)
 
 
-def hold(name: str, tensor: torch.Tensor) -> Held:
+def as_sharded(name: str, tensor: torch.Tensor) -> Held:
     """A tensor as this rank holds it.
 
     Raises:
