@@ -34,7 +34,7 @@ def block_bytes(nbytes: int) -> int:
     return max(MIN_BYTES, min(MAX_BYTES, 1 << power))
 
 
-def blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:
+def _blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:
     """The blocks from `start` to the end of the last extent: where each ends, and whether it lies
     between tensors.
     """
@@ -66,7 +66,7 @@ class BlockDigester:
         """Say where the next tensor lies, before its bytes come."""
         if nbytes:
             self.extents.append((offset, nbytes))
-            self.ends.extend(end for end, _ in blocks_of([(offset, nbytes)], self.planned))
+            self.ends.extend(end for end, _ in _blocks_of([(offset, nbytes)], self.planned))
             self.planned = offset + nbytes
 
     def update(self, view: memoryview) -> None:
@@ -202,7 +202,7 @@ def parse_sums(data: bytes, size: int) -> BlockSums:
     blocks += size > position
     if head + DIGEST_BYTES * blocks != len(data):
         raise ValueError(f"{len(data) - head} bytes of digests for {blocks} blocks")
-    made = [*blocks_of(extents), *([(size, True)] if size > position else [])]
+    made = [*_blocks_of(extents), *([(size, True)] if size > position else [])]
     return BlockSums(array("Q", [end for end, _ in made]), bytes(b for _, b in made), data[head:])
 
 

@@ -81,7 +81,7 @@ class LocalStorage:
         status = os.stat(path)
         place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
         version = str(status.st_mtime_ns)
-        return FileInfo(path, status.st_size, version, published_sha256(path), place=place)
+        return FileInfo(path, status.st_size, version, _published_sha256(path), place=place)
 
     def open(self, path: str) -> OpenFile:
         return LocalFile(path)
@@ -116,7 +116,7 @@ def is_copy(file: OpenFile, now: FileInfo, listed: FileInfo) -> bool:
     return digest_of_ends(file, now) == listed.ends
 
 
-class RemoteFile:
+class _RemoteFile:
     """A file behind fsspec, read by ranges."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
@@ -186,7 +186,7 @@ class RemoteStorage:
         return FileInfo(path, int(details["size"]), version)
 
     def open(self, path: str) -> OpenFile:
-        return RemoteFile(self.filesystem, path)
+        return _RemoteFile(self.filesystem, path)
 
 
 def storage_for(path: str) -> Storage:
@@ -252,7 +252,7 @@ def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: i
             left[0] = left[0][got:]
 
 
-def published_sha256(path: str) -> str | None:
+def _published_sha256(path: str) -> str | None:
     """The SHA-256 that came with a download, where one did.
 
     The Hugging Face cache names each large file's blob by its digest and links to it; a download

@@ -20,7 +20,7 @@ LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
 
 
-class RangeIO(io.RawIOBase):
+class _RangeIO(io.RawIOBase):
     """Bytes [start, start + size) of an open file as a seekable stream."""
 
     def __init__(self, file: OpenFile, start: int, size: int) -> None:
@@ -124,7 +124,7 @@ def read_zip(
         UnsafeFile: not a whole torch zip.
     """
     try:
-        archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
+        archive = zipfile.ZipFile(io.BufferedReader(_RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -158,7 +158,7 @@ def read_zip(
 
 
 def _read_legacy(file: OpenFile, path: str, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
-    stream = io.BufferedReader(RangeIO(file, 0, size), 1 << 16)
+    stream = io.BufferedReader(_RangeIO(file, 0, size), 1 << 16)
     magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
     system = pickles.load(stream, path)
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL:

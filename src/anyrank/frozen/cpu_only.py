@@ -45,9 +45,9 @@ def cpu_only() -> Generator[None]:
         AnyrankError: inside, by a call that would initialise the accelerator and has no form for
             the CPU; names its file and line. Once the process has initialised it, such calls pass.
     """
-    current = {one: one.current_device() for one in backends() if is_initialised(one)}
-    register_restorer()
-    with PROCESS, torch.device(CPU), Redirect():
+    current = {one: one.current_device() for one in _backends() if _is_initialised(one)}
+    _register_restorer()
+    with PROCESS, torch.device(CPU), _Redirect():
         try:
             yield
         finally:
@@ -55,7 +55,7 @@ def cpu_only() -> Generator[None]:
                 backend.set_device(index)
 
 
-class Redirect(TorchFunctionMode):
+class _Redirect(TorchFunctionMode):
     """Rewrites accelerators to the CPU in every torch call of the thread that holds it."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Redirect(TorchFunctionMode):
         own = torch.accelerator.current_accelerator()
         self.moves = (*MOVES, own.type) if own is not None else MOVES
 
-    def __enter__(self) -> Redirect:
+    def __enter__(self) -> _Redirect:
         self.before = getattr(THREAD, "block", None)
         THREAD.block = PROCESS.block
         super().__enter__()
@@ -77,42 +77,42 @@ class Redirect(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_staged():  # on a thread that has outlived the block
+        if not _is_inside():  # on a thread that has outlived the block
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is torch.device:
-            return redirect_device(args, kwargs)
+            return _redirect_device(args, kwargs)
         if name == "pin_memory":  # pinned pages belong to an accelerator's context
             return args[0]
         if name in self.moves and func is getattr(torch.Tensor, name, None):
             return torch.Tensor.to(args[0], CPU)
         position = INDEX_POSITION.get(name, -1)
-        args = tuple(on_cpu(value, index == position) for index, value in enumerate(args))
-        kwargs = {key: on_cpu(value, key == "device") for key, value in kwargs.items()}
+        args = tuple(_on_cpu(value, index == position) for index, value in enumerate(args))
+        kwargs = {key: _on_cpu(value, key == "device") for key, value in kwargs.items()}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
 
 
-def redirect_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def _redirect_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """`torch.device(...)` as it is inside: a bare index means an accelerator too."""
     if any(type(value) is int for value in args[:1]):
         return CPU
-    return on_cpu(torch.device(*args, **kwargs), False)
+    return _on_cpu(torch.device(*args, **kwargs), False)
 
 
-def on_cpu(value: Any, may_be_index: bool) -> Any:
+def _on_cpu(value: Any, may_be_index: bool) -> Any:
     """The CPU in place of an argument that names an accelerator; any other value as it is."""
     if isinstance(value, torch.device):
         return value if value.type in HOME else CPU
     if isinstance(value, str):
-        return value.replace("torch.cuda.", "torch.") if is_home(value) else "cpu"
+        return value.replace("torch.cuda.", "torch.") if _is_home(value) else "cpu"
     if isinstance(value, type) and value.__module__ == "torch.cuda":
         return f"torch.{value.__name__}"  # torch.cuda.FloatTensor and its like
     return "cpu" if may_be_index and type(value) is int else value
 
 
-def is_home(text: str) -> bool:
+def _is_home(text: str) -> bool:
     """Whether a text names no accelerator: the CPU, meta, or no device at all."""
     try:
         return torch.device(text).type in HOME
@@ -122,19 +122,19 @@ def is_home(text: str) -> bool:
 
 # -- torch.load -----------------------------------------------------------------------------------
 
-restorers: list[Callable[[Any, str], Any]] = []
+_restorers: list[Callable[[Any, str], Any]] = []
 
 
-def register_restorer() -> None:
+def _register_restorer() -> None:
     """Add our restorer to torch's, once per process: torch has no way to take one out again."""
-    if not restorers:
-        restorers.append(restore_on_cpu)
-        register_package(PRIORITY, lambda storage: None, restore_on_cpu)
+    if not _restorers:
+        _restorers.append(_restore_on_cpu)
+        register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
 
 
-def restore_on_cpu(storage: Any, location: str) -> Any:
+def _restore_on_cpu(storage: Any, location: str) -> Any:
     """The storage as read, on the CPU, for a location that is an accelerator; outside, nothing."""
-    return storage if is_staged() and location.split(":")[0] not in HOME else None
+    return storage if _is_inside() and location.split(":")[0] not in HOME else None
 
 
 # -- the process ----------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ def restore_on_cpu(storage: Any, location: str) -> Any:
 THREAD = threading.local()  # `block`: the number of the block that the thread is in
 
 
-def is_staged() -> bool:
+def _is_inside() -> bool:
     """Whether this thread is inside a block that is still open."""
     return getattr(THREAD, "block", None) == PROCESS.block
 
 
-class Process:
+class _Process:
     """What a block changes for the whole process: made by the first, undone by the last one out.
 
     Attributes:
@@ -163,9 +163,9 @@ class Process:
     def __enter__(self) -> None:
         with self.lock:
             if not self.num_inside:
-                self.changes.enter_context(follow_threads())
-                for backend in backends():
-                    self.changes.enter_context(guard(backend))
+                self.changes.enter_context(_follow_threads())
+                for backend in _backends():
+                    self.changes.enter_context(_guard(backend))
             self.num_inside += 1
 
     def __exit__(self, *exc_info: object) -> None:
@@ -176,11 +176,11 @@ class Process:
                 self.changes.close()
 
 
-PROCESS = Process()
+PROCESS = _Process()
 
 
 @contextmanager
-def follow_threads() -> Generator[None]:
+def _follow_threads() -> Generator[None]:
     """Stage the threads that start meanwhile: loaders read shards in pools of their own.
 
     The profile function of new threads is Python's one public way to run code in them. It puts back
@@ -190,7 +190,7 @@ def follow_threads() -> Generator[None]:
 
     def enter(frame: FrameType, event: Any, arg: Any) -> None:
         sys.setprofile(before)
-        Redirect().__enter__()
+        _Redirect().__enter__()
         if before is not None:
             before(frame, event, arg)
 
@@ -202,7 +202,7 @@ def follow_threads() -> Generator[None]:
 
 
 @contextmanager
-def guard(backend: Any) -> Generator[None]:
+def _guard(backend: Any) -> Generator[None]:
     """Refuse to initialise an accelerator on staged threads.
 
     The one place where anyrank replaces an attribute of torch, and for the block only: torch has no
@@ -217,7 +217,7 @@ def guard(backend: Any) -> Generator[None]:
     ]
 
     def refuse(function: Callable[..., Any], *args: Any) -> Any:
-        if is_staged() and not is_initialised(backend):
+        if _is_inside() and not _is_initialised(backend):
             name = backend.__name__
             raise AnyrankError(
                 f"{caller()}: this call initialises {name} inside anyrank.cpu_only(), which keeps "
@@ -235,7 +235,7 @@ def guard(backend: Any) -> Generator[None]:
             setattr(holder, name, function)
 
 
-def backends() -> list[Any]:
+def _backends() -> list[Any]:
     """The modules of accelerators that staged code may ask for."""
     own = torch.accelerator.current_accelerator()
     modules: list[Any] = [torch.cuda, torch.xpu]
@@ -244,12 +244,12 @@ def backends() -> list[Any]:
     return modules
 
 
-def is_initialised(backend: Any) -> bool:
+def _is_initialised(backend: Any) -> bool:
     """Whether the process uses it already; of torch's own, MPS alone does not say."""
     return hasattr(backend, "is_initialized") and backend.is_initialized()
 
 
-def caller() -> str:
+def _caller() -> str:
     """File and line of the innermost frame that is neither torch's nor ours."""
     inside = (str(Path(torch.__file__).parent), __file__)
     frame: FrameType | None = inspect.currentframe()

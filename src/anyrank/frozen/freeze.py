@@ -83,14 +83,14 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         )
     known: FrozenInfo = getattr(module, "anyrank_frozen", FrozenInfo())
     if not isinstance(module, FrozenModule):
-        module.__class__ = frozen_class(type(module))
-        stay_whole(module)
-        module.register_load_state_dict_post_hook(remember_loaded)
+        module.__class__ = _frozen_class(type(module))
+        _stay_whole(module)
+        module.register_load_state_dict_post_hook(_remember_loaded)
     for _, part in walk(module):
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
-    kept = known.source if source is None else paths(source)
+    kept = known.source if source is None else _paths(source)
     # Not by setattr: torch.compile's wrapper would give it to the module inside.
     module.__dict__["anyrank_frozen"] = FrozenInfo(kept, describe(module))
     return module
@@ -107,7 +107,7 @@ class FrozenModule(nn.Module):
         return cls.anyrank_plain_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild, (self.anyrank_plain_class,), self.__getstate__()
+        return _rebuild, (self.anyrank_plain_class,), self.__getstate__()
 
     def _get_name(self) -> str:
         return f"Frozen{super()._get_name()}"
@@ -148,13 +148,13 @@ class FrozenModule(nn.Module):
     ) -> None:
         # Only a parent's load has a prefix.
         if prefix and self.anyrank_frozen.source is not None:
-            keep_own(self, state_dict, prefix)
+            _keep_own(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = whereabouts(self)
+        before = _whereabouts(self)
         super()._apply(fn, recurse)
-        after = whereabouts(self)
+        after = _whereabouts(self)
         if after != before:
             if after[1] != before[1]:  # a cast on purpose is no damage
                 remember(self)
@@ -169,32 +169,32 @@ class FrozenModule(nn.Module):
 
 
 @functools.cache
-def frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass for a class. Of the same name, by which others look classes up."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
     if hasattr(plain, "__deepcopy__"):  # a copy of its own making is of the plain class
-        body["__deepcopy__"] = copy_and_freeze
+        body["__deepcopy__"] = _copy_and_freeze
     bases = (FrozenModule, plain)
     return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))
 
 
-def copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
+def _copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
     """Deep copy of a module whose class makes its own copies."""
     plain: Any = module.anyrank_plain_class
     copied: nn.Module = plain.__deepcopy__(module, memo)
     return freeze(copied, source=module.anyrank_frozen.source)
 
 
-def rebuild(plain: type[nn.Module]) -> nn.Module:
+def _rebuild(plain: type[nn.Module]) -> nn.Module:
     """An empty frozen module, for copy and pickle to fill."""
     module = plain.__new__(plain)
-    module.__class__ = frozen_class(plain)
-    stay_whole(module)
+    module.__class__ = _frozen_class(plain)
+    _stay_whole(module)
     return module
 
 
-def paths(source: Any) -> str | tuple[str, ...]:
+def _paths(source: Any) -> str | tuple[str, ...]:
     """A source as plain text, which copies and pickles."""
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
@@ -206,7 +206,7 @@ def paths(source: Any) -> str | tuple[str, ...]:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
+def _keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the part's own tensors into what its parent loads, so that nothing is missing or changes.
 
     Raises:
@@ -215,9 +215,9 @@ def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> N
     for key, own in module.state_dict(prefix=prefix, keep_vars=True).items():
         given = state_dict.get(key, own)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given is not own:
-            if own.is_meta or is_sharded(own) != is_sharded(given):
+            if own.is_meta or _is_sharded(own) != _is_sharded(given):
                 continue  # no value to protect yet, or torch's own error
-            if not equal(own, given):
+            if not _equal(own, given):
                 raise LoadError(
                     f"{key}: the checkpoint holds other values than the frozen part, whose source "
                     f"is {module.anyrank_frozen.source}: drop the keys {prefix}* from the "
@@ -226,20 +226,20 @@ def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> N
         state_dict[key] = own
 
 
-def equal(own: torch.Tensor, given: torch.Tensor) -> bool:
+def _equal(own: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether two tensors have the same bits, once both have the dtype of the first."""
-    mine, theirs = local(own), local(given).to(own.dtype)
+    mine, theirs = _local(own), _local(given).to(own.dtype)
     return own.shape == given.shape and content_hash(mine) == content_hash(theirs)
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
     return hasattr(tensor, "placements")
 
 
-def local(tensor: Any) -> torch.Tensor:
+def _local(tensor: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 # -- hashes ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def remember(module: nn.Module) -> None:
     module.__dict__["anyrank_frozen"] = replace(info, tensors=describe(module))
 
 
-def remember_loaded(module: nn.Module, incompatible: object) -> None:
+def _remember_loaded(module: nn.Module, incompatible: object) -> None:
     """The same after a parent has loaded the part, which it does only when that has no source."""
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
     if info.source is None:
@@ -264,7 +264,7 @@ def describe(module: nn.Module) -> dict[str, str] | None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.is_meta or is_sharded(tensor):
+        if tensor.is_meta or _is_sharded(tensor):
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
         found[name] = f"{dtype}{list(tensor.shape)} {content_hash(tensor)}"
@@ -301,7 +301,7 @@ def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 # -- devices, dtypes, FSDP2 -----------------------------------------------------------------------
 
 
-def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
+def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
     """The devices that the part's tensors are on, and their floating dtypes, each once."""
     tensors = [
         tensor
@@ -313,14 +313,14 @@ def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype
     return list(devices), list(dict.fromkeys(tensor.dtype for tensor in floats))
 
 
-def stay_whole(module: nn.Module) -> None:
+def _stay_whole(module: nn.Module) -> None:
     """Keep `fully_shard` of a parent off the part, as it keeps off what `replicate` has."""
-    key = registry_key()
+    key = _registry_key()
     if key is not None:
-        module.__dict__.setdefault(key, OwnUnit())
+        module.__dict__.setdefault(key, _OwnUnit())
 
 
-class OwnUnit(dict[str, Any]):
+class _OwnUnit(dict[str, Any]):
     """The record of composable parallelisms that a module has, as torch keeps it.
 
     It claims `replicate` until `fully_shard` is asked to shard this very module, and enters itself.
@@ -330,7 +330,7 @@ class OwnUnit(dict[str, Any]):
         return name == "replicate" and "fully_shard" not in self.keys()
 
 
-def registry_key() -> str | None:
+def _registry_key() -> str | None:
     """The attribute that holds the record: private to torch, there from 2.0 on.
 
     Where it is missing, FSDP2 shards a frozen part with its parent: right too, if less convenient.

@@ -25,7 +25,7 @@ MIN_BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class _Transfer:
     """One block: read by `reader`, wanted by `members` (global ranks).
 
     Attributes:
@@ -75,8 +75,8 @@ def move(
         return 0
     use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
     window = buffer_bytes // 2  # the rest is the reader's and the transport's
-    transfers = plan_transfers(wanted, coordinates, decision.readers, window)
-    exchange = Exchange(ranks, reader, lambda n: wanted[n].local)
+    transfers = _plan_transfers(wanted, coordinates, decision.readers, window)
+    exchange = _Exchange(ranks, reader, lambda n: wanted[n].local)
     exchange.run(transfers, window)
     return exchange.bytes_sent
 
@@ -99,12 +99,12 @@ def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
 
 
-def plan_transfers(
+def _plan_transfers(
     wanted: Sequence[Wanted],
     coordinates: Mapping[int, Coordinates],
     readers: Sequence[int] | None,
     window_bytes: int,
-) -> Iterator[Transfer]:
+) -> Iterator[_Transfer]:
     """Cut what all ranks want into blocks and give each one reader.
 
     Args:
@@ -121,13 +121,13 @@ def plan_transfers(
             who = tuple(readers) if readers is not None else members
             for read in plan_reads(one.stored, pieces):
                 for box in read.box.cut(block // read.stored.dtype.itemsize):
-                    yield Transfer(number, read.part(box), who[turn % len(who)], members)
+                    yield _Transfer(number, read.part(box), who[turn % len(who)], members)
                     turn += 1
 
 
-def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[Transfer]]:
+def _windows(transfers: Iterator[_Transfer], window_bytes: int) -> Iterator[list[_Transfer]]:
     """Consecutive transfers of at most `window_bytes` together (or one)."""
-    window: list[Transfer] = []
+    window: list[_Transfer] = []
     total = 0
     for transfer in transfers:
         if window and total + transfer.read.nbytes > window_bytes:
@@ -139,7 +139,7 @@ def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[T
         yield window
 
 
-class Exchange:
+class _Exchange:
     """Runs transfers on one rank. All ranks run the same list.
 
     Args:
@@ -156,14 +156,14 @@ class Exchange:
         self.locals_of = locals_of
         self.bytes_sent = 0
 
-    def run(self, transfers: Iterator[Transfer], window_bytes: int) -> None:
+    def run(self, transfers: Iterator[_Transfer], window_bytes: int) -> None:
         """Fill this rank's share.
 
         Raises:
             Interrupted: another rank failed.
             LoadError: this rank failed to read.
         """
-        for window in windows(transfers, window_bytes):
+        for window in _windows(transfers, window_bytes):
             problem: Exception | None = None
             staged: dict[int, torch.Tensor] = {}
             mine = [(n, t) for n, t in enumerate(window) if t.reader == self.ranks.rank]
@@ -181,7 +181,7 @@ class Exchange:
                     local = self.locals_of(transfer.target)
                     copy_into(local[transfer.read.local_slices()], staged[number])
 
-    def _pass_on(self, window: Sequence[Transfer], staged: dict[int, torch.Tensor]) -> None:
+    def _pass_on(self, window: Sequence[_Transfer], staged: dict[int, torch.Tensor]) -> None:
         rank = self.ranks.rank
         sent, received = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
         for number, transfer in enumerate(window):
@@ -202,6 +202,6 @@ class Exchange:
             raise Interrupted
 
 
-def _staging(transfer: Transfer) -> torch.Tensor:
+def _staging(transfer: _Transfer) -> torch.Tensor:
     read = transfer.read
     return torch.empty(read.box.sizes, dtype=read.stored.dtype, device="cpu")

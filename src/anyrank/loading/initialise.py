@@ -81,7 +81,7 @@ class Initialiser:
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
         with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
-            torch.manual_seed(derived_seed(self.seed, target.name))
+            torch.manual_seed(_derived_seed(self.seed, target.name))
             for last, call in self._rules(target):
                 try:
                     call()
@@ -172,7 +172,7 @@ def _lora_choice(place: Registration) -> tuple[str, Any]:
     return adapter, kind
 
 
-def derived_seed(seed: int, name: str) -> int:
+def _derived_seed(seed: int, name: str) -> int:
     """A seed of its own for each name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

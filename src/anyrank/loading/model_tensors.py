@@ -155,7 +155,7 @@ def _is_peft(module: nn.Module) -> bool:
 
 @cache
 def _is_peft_class(kind: type[nn.Module]) -> bool:
-    return plain_of(kind).__module__.startswith("peft.")
+    return _plain_of(kind).__module__.startswith("peft.")
 
 
 def _is_wrapping(module: nn.Module, child: str) -> bool:
@@ -188,10 +188,10 @@ def _is_adapter(place: Registration) -> bool:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
-    return plain_of(type(module))
+    return _plain_of(type(module))
 
 
-def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
+def _plain_of(kind: type[nn.Module]) -> type[nn.Module]:
     """`plain_class` of a class."""
     while True:
         order = kind.__mro__

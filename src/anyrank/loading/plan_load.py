@@ -23,7 +23,7 @@ from anyrank.world.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class SourceInfo:
+class _SourceInfo:
     """What a rank was given as a source, and whether it is there.
 
     Attributes:
@@ -158,10 +158,10 @@ def _given(source: Source | None) -> Source:
     return source
 
 
-def _look(source: Source | None) -> SourceInfo:
+def _look(source: Source | None) -> _SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
-        return SourceInfo("a dict of tensors" if source else "", bool(source), seed)
+        return _SourceInfo("a dict of tensors" if source else "", bool(source), seed)
     several = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
     visible = True
@@ -173,10 +173,10 @@ def _look(source: Source | None) -> SourceInfo:
             raise
         except Exception as error:  # each of fsspec's file systems has errors of its own
             raise LoadError(f"{path}: cannot be reached: {error}") from error
-    return SourceInfo(", ".join(paths), visible, seed)
+    return _SourceInfo(", ".join(paths), visible, seed)
 
 
-def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
+def _agreed_reader(sources: Sequence[_SourceInfo], ranks: Ranks) -> int:
     """The rank whose headers count: the first that sees the source.
 
     Raises:

@@ -35,7 +35,7 @@ START_SEC = 0.1  # headers and agreement
 
 
 @dataclass(frozen=True)
-class Tensor:
+class _Tensor:
     """What the closed form needs of one tensor."""
 
     name: str
@@ -97,7 +97,7 @@ def plan(
         options.check()
         agreed = plan_load(model, source, one_process(), options)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
-        made = closed_form(
+        made = _closed_form(
             tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing.format
         )
     match = agreed.match
@@ -105,10 +105,10 @@ def plan(
     return _with_check(made, match.listing) if verify else made
 
 
-def _dtypes(match: ModelMatch) -> list[Tensor]:
+def _dtypes(match: ModelMatch) -> list[_Tensor]:
     loadable = [(i, t) for i, t in enumerate(match.tensors) if t.kind != "derived"]
     stored = {i: tensor.dtype for i, tensor in match.stored.items()}
-    return [Tensor(t.name, t.shape, stored.get(i, t.dtype), t.dtype) for i, t in loadable]
+    return [_Tensor(t.name, t.shape, stored.get(i, t.dtype), t.dtype) for i, t in loadable]
 
 
 def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
@@ -149,7 +149,7 @@ def plan_source(
     check_source(source)
     listing = list_source(source)
     tensors = [
-        Tensor(
+        _Tensor(
             key,
             t.shape,
             t.dtype,
@@ -158,7 +158,7 @@ def plan_source(
         for key, t in listing.tensors.items()
     ]
     buffer = buffer_bytes or BUFFER_BYTES.get()
-    return closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing.format)
+    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing.format)
 
 
 def _mesh_sizes(
@@ -186,8 +186,8 @@ def _mesh_sizes(
     return sizes
 
 
-def closed_form(
-    tensors: Sequence[Tensor],
+def _closed_form(
+    tensors: Sequence[_Tensor],
     sizes: tuple[int, ...],
     ranks_per_node: int | None,
     strategy: str,

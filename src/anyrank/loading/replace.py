@@ -73,12 +73,12 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
             done.append(one)
             one.toggle()
     except BaseException:
-        take_back(done[:-1])
+        _take_back(done[:-1])
         raise
     return [one.target.name for one in done if not one.same]
 
 
-def take_back(replacements: Iterable[Replacement]) -> None:
+def _take_back(replacements: Iterable[Replacement]) -> None:
     """Undo `replace`: what was on meta is there again."""
     for one in replacements:
         one.toggle()

@@ -44,7 +44,7 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
             )
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
-        digest = Crc32()
+        digest = _Crc32()
         _feed(path, record.start, record.stop, digest.update, check)
         if digest.hexdigest() != record.digest:
             raise LoadError(
@@ -63,7 +63,7 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
     return said
 
 
-class Crc32:
+class _Crc32:
     """zlib's CRC-32 with hashlib's methods."""
 
     def __init__(self) -> None:

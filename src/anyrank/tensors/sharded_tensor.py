@@ -14,7 +14,7 @@ from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local
 
 
 @dataclass
-class Held:
+class ShardedTensor:
     """One tensor that the ranks hold, each its share or each the whole.
 
     Attributes:
@@ -63,14 +63,14 @@ class Held:
         return self.name, self.shape, str(self.dtype), str(self.layout)
 
 
-def as_sharded(name: str, tensor: torch.Tensor) -> Held:
+def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
     """A tensor as this rank holds it.
 
     Raises:
         LoadError: a tensor subclass or placement whose bytes cannot be placed.
     """
     layout, coordinate = layout_of(tensor, name)
-    return Held(name, tensor, tuple(tensor.shape), layout, coordinate)
+    return ShardedTensor(name, tensor, tuple(tensor.shape), layout, coordinate)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -152,14 +152,14 @@ class Coordinates:
         return self.table[self.which[index]]
 
 
-def coordinates_of(tensors: Sequence[Held]) -> Coordinates:
+def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
     """This rank's place in the mesh of each tensor, by which others know what it holds."""
     table = tuple(dict.fromkeys(held.coordinate for held in tensors))
     return Coordinates(table, tuple(table.index(held.coordinate) for held in tensors))
 
 
 def replicas(
-    index: int, held: Held, coordinates: Mapping[int, Coordinates]
+    index: int, held: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
     """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
 

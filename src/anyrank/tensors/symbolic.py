@@ -199,7 +199,7 @@ class SymbolicTensor:
         return SymbolicTensor(StoredTensor(self.stored.name, shape, self.dtype, tuple(chunks)))
 
 
-def cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     """The tensors one after the other along a dim."""
     first = tensors[0]
     dim = _dim(dim, first.ndim)
@@ -219,9 +219,9 @@ def cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     return SymbolicTensor(StoredTensor(first.stored.name, shape, first.dtype, tuple(chunks)))
 
 
-def stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     """The tensors side by side along a new dim."""
-    return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _regrouped(chunk: Chunk, sizes: Sequence[int], itemsize: int) -> list[Chunk] | None:
@@ -309,9 +309,9 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.cat: cat,
-    torch.concat: cat,
-    torch.stack: stack,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    torch.stack: _stack,
     torch.chunk: SymbolicTensor.chunk,
     torch.split: SymbolicTensor.split,
     torch.narrow: SymbolicTensor.narrow,

@@ -20,13 +20,13 @@ def rank_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    index = local_rank()
+    index = _local_rank()
     if index is None:
         index = torch.accelerator.current_device_index()
     return torch.device(accelerator.type, index if index < torch.accelerator.device_count() else 0)
 
 
-def local_rank() -> int | None:
+def _local_rank() -> int | None:
     """This process's number on its machine, as its launcher says, or None."""
     for name in LOCAL_RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
