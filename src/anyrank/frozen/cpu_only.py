@@ -220,7 +220,7 @@ def _guard(backend: Any) -> Generator[None]:
         if _is_inside() and not _is_initialised(backend):
             name = backend.__name__
             raise AnyrankError(
-                f"{caller()}: this call initialises {name} inside anyrank.cpu_only(), which keeps "
+                f"{_caller()}: this call initialises {name} inside anyrank.cpu_only(), which keeps "
                 f"loaders off the accelerator, and it has no form for the CPU: call it outside, or "
                 f"give the rank its device before the block ({name}.set_device(LOCAL_RANK))"
             )
