@@ -36,16 +36,24 @@ def cpu_only() -> Generator[None]:
     what is built on them. Nothing is asked of the loader. Move the result to the rank's device
     afterwards, or wrap it, or leave that to `load`.
 
+    ```python
+    torch.save({"weight": torch.ones(2)}, "vae.pt")
+    with anyrank.cpu_only():
+        state = torch.load("vae.pt", map_location="cuda")  # anywhere inside a third-party loader
+        made = torch.zeros(2, device="cuda:0")
+    assert state["weight"].is_cpu and made.is_cpu
+    ```
+
     Holds for the thread that enters and for threads started inside, nests, and ends with the block,
     also by an exception. Each rank enters by itself. What is on an accelerator already stays there.
-    A `torch.device` made inside is the CPU's and stays so. TorchScript files name their device in
+    A `torch.device` made inside is the CPU and stays the CPU. TorchScript files name their device in
     C++: give `torch.jit.load` a map_location.
 
     Raises:
         AnyrankError: inside, by a call that would initialise the accelerator and has no form for
             the CPU; names its file and line. Once the process has initialised it, such calls pass.
     """
-    current = {one: one.current_device() for one in _backends() if _is_initialised(one)}
+    current = {each: each.current_device() for each in _backends() if _is_initialised(each)}
     _register_restorer()
     with PROCESS, torch.device(CPU), _Redirect():
         try:
@@ -148,7 +156,7 @@ def _is_inside() -> bool:
 
 
 class _Process:
-    """What a block changes for the whole process: made by the first, undone by the last one out.
+    """What a block changes for the whole process: done by the first to enter, undone by the last.
 
     Attributes:
         block: number of the block; blocks that overlap in time share one, and none has it again.
@@ -181,7 +189,7 @@ PROCESS = _Process()
 
 @contextmanager
 def _follow_threads() -> Generator[None]:
-    """Stage the threads that start meanwhile: loaders read shards in pools of their own.
+    """Keep threads that start meanwhile on the CPU: loaders read shards in pools of their own.
 
     The profile function of new threads is Python's one public way to run code in them. It puts back
     the one that was there at its first call.
@@ -203,7 +211,7 @@ def _follow_threads() -> Generator[None]:
 
 @contextmanager
 def _guard(backend: Any) -> Generator[None]:
-    """Refuse to initialise an accelerator on staged threads.
+    """Refuse to initialise an accelerator inside the block.
 
     The one place where anyrank replaces an attribute of torch, and for the block only: torch has no
     hook before initialisation, and both its Python and its C++ look this function up when they need
@@ -236,7 +244,7 @@ def _guard(backend: Any) -> Generator[None]:
 
 
 def _backends() -> list[Any]:
-    """The modules of accelerators that staged code may ask for."""
+    """The modules of accelerators that a loader may ask for."""
     own = torch.accelerator.current_accelerator()
     modules: list[Any] = [torch.cuda, torch.xpu]
     if own is not None and own.type not in ("cuda", "xpu"):

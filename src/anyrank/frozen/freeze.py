@@ -1,9 +1,9 @@
 """`anyrank.freeze`: a part of a model that stays as it is, wherever its parent goes.
 
 The module's class is swapped for a subclass made on the spot, as `fully_shard` does it: names,
-attributes and isinstance stay, and copies keep it. The subclass answers a parent's questions for
-modules, parameters, buffers and state with nothing, and a direct caller's as ever. That takes the
-part out of DDP, of optimizers and of checkpoints without knowing which of them asks.
+attributes and isinstance stay, and copies keep it. Asked by a parent for its modules, parameters,
+buffers and state, the subclass answers with nothing; asked directly, it answers as usual. That takes
+the part out of DDP, of optimizers and of checkpoints without knowing which of them asks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,20 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients pass.
     - A parent's `parameters()`, `buffers()` and `modules()` leave it out, so DDP neither broadcasts
-      nor reduces it, and optimizers do not hold it. Asked directly, it lists them as ever.
+      nor reduces it, and optimizers do not hold it. Asked directly, it lists them as usual.
     - `fully_shard` of a parent leaves it whole and where it is. `fully_shard` of the part itself
       shards it, before or after; parents then list it.
     - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does without it,
       and `load` fills it from there. Without one, it is saved and loaded with its parent.
     - It moves, casts, copies, pickles and compiles with its parent.
+
+    ```python
+    model = torch.nn.ModuleDict({"vae": torch.nn.Linear(2, 2), "net": torch.nn.Linear(2, 2)})
+    anyrank.freeze(model["vae"], source="vae.safetensors")
+    assert [name for name, _ in model.named_parameters()] == ["net.weight", "net.bias"]
+    assert not model.train()["vae"].training
+    assert list(model.state_dict()) == ["net.weight", "net.bias"]
+    ```
 
     Args:
         module: any module; its type becomes a subclass of the same name.
@@ -123,7 +131,7 @@ class FrozenModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """As ever for a direct caller; nothing for a parent, whose recursion passes a memo.
+        """As usual for a direct caller; nothing for a parent, whose recursion passes a memo.
 
         Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
         """
@@ -131,14 +139,14 @@ class FrozenModule(nn.Module):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever for a direct caller; for a parent, which passes a dict, nothing with a source."""
+        """As usual for a direct caller; for a parent, which passes a dict, nothing with a source."""
         destination = args[0] if args else kwargs.get("destination")
         if destination is not None and self.anyrank_frozen.source is not None:
             return destination
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, asked directly: the way to give it other values."""
+        """As usual, called directly: the way to give it new values."""
         result = super().load_state_dict(*args, **kwargs)
         remember(self)
         return result
@@ -277,7 +285,7 @@ def check_frozen(module: nn.Module) -> None:
     Nothing is compared while it was or is on meta or sharded.
 
     Raises:
-        LoadError: a tensor changed, came or went; names the first.
+        LoadError: a tensor changed, is new or is gone; names the first.
     """
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
     now = describe(module)

@@ -50,15 +50,26 @@ def load(
     shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
     meta stays as it was when a load fails, also in the middle of reading.
 
+    ```python
+    with anyrank.meta():  # no memory for parameters yet
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
+    weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
+    report = anyrank.load(model, weights)  # or a path or URL
+    assert torch.equal(model[1].weight, weights["1.weight"])
+    missing, unexpected = report
+    assert not missing and not unexpected
+    ```
+
     Args:
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
             real or on meta, or half of both.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
             folder, anyrank run), a list of files, or a dict of tensors. None on ranks that have
-            none, which then receive their share from those that do.
-        missing: for tensors that the source does not hold: "error", "init" for the model's own
-            initial values (the same on any number of ranks), or "keep" for those it has.
-        unexpected: for keys that the model has no place for: "error" or "ignore".
+            no source: they receive their share from ranks that do.
+        missing: what to do with tensors that the source does not hold: "error"; "init" gives them
+            the model's own initial values, the same on any number of ranks; "keep" leaves them.
+        unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
         cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
             can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of

@@ -1,6 +1,4 @@
-"""The tensors of a model: what they are called, how they lie on the ranks, and which hang
-together.
-"""
+"""The tensors of a model: their names, their layouts on the ranks, and which are tied."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Where a tensor hangs: `module.<attribute>`.
+    """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
-        names: the names that mean this place, `named_parameters()`'s first.
+        names: the names that mean this entry, `named_parameters()`'s first.
         path: the modules from the root to `module`, both included.
     """
 
@@ -43,22 +41,22 @@ class Registration:
 
 @dataclass
 class ModelTensor(ShardedTensor):
-    """One tensor of the model, however often it hangs in it; its object never changes.
+    """One tensor of the model, with all its names.
 
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
-        places: where it hangs; several when it is tied.
+        registrations: where the model has it; several when it is tied.
         adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
         frozen: the module passed to `freeze()` that it belongs to, if any.
     """
 
     kind: Kind
-    places: list[Registration]
+    registrations: list[Registration]
     adapter: bool = False
     frozen: nn.Module | None = None
 
     def all_names(self) -> TensorNames:
-        """What the matcher needs to know."""
+        """All names that a source may have for it."""
         return TensorNames(tuple(place.names for place in self.registrations))
 
 

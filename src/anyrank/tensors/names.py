@@ -108,8 +108,8 @@ class TensorNames:
     """A tensor of the model as the matcher sees it.
 
     Attributes:
-        names: for each place where the tensor hangs (several when tied), the names that mean it,
-            the best first.
+        names: for each place of the model that has the tensor (several when tied), the names that
+            mean the place, the best first.
     """
 
     names: tuple[tuple[str, ...], ...]
