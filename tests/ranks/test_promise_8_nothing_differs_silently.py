@@ -142,8 +142,8 @@ def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
     torch.save({k: torch.ones_like(v) for k, v in whole.items()}, tmp_path / "pytorch_model.bin")
     weights, report, _ = run("llama", str(tmp_path))
     assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])
-    assert any("consolidated.safetensors: passed over" in note for note in report.skipped)
-    assert any("pytorch_model.bin: passed over" in note for note in report.skipped)
+    assert any("consolidated.safetensors: skipped" in note for note in report.skipped)
+    assert any("pytorch_model.bin: skipped" in note for note in report.skipped)
 
 
 @pytest.mark.parametrize("change", ["half", "turned", "longer"])

@@ -63,7 +63,7 @@ class BlockDigester:
         self.digests = bytearray()
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Say where the next tensor lies, before its bytes come."""
+        """Announce where the next tensor lies, before its bytes."""
         if nbytes:
             self.extents.append((offset, nbytes))
             self.ends.extend(end for end, _ in _blocks_of([(offset, nbytes)], self.planned))
@@ -85,7 +85,7 @@ class BlockDigester:
         self.hash, self.done = self.new(), self.position
 
     def to_bytes(self) -> bytes:
-        """The file of the checksums, when all bytes are taken."""
+        """The file of the checksums, once all bytes are digested."""
         if self.position > self.done:
             self._close()
         flat = [number for extent in self.extents for number in extent]
@@ -116,7 +116,7 @@ class BlockSums:
         return self.ends[first - 1] if first else 0, self.ends[last]
 
     def cut(self, start: int, stop: int, most: int) -> int:
-        """Where to end a read from `start`, of at most so many bytes: at the end of a block."""
+        """Where to end a read from `start`, of at most `most` bytes: at the end of a block."""
         if stop - start <= most:
             return stop
         last = self.ends[bisect_right(self.ends, start + most) - 1]

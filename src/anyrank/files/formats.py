@@ -33,7 +33,7 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listi
     (lambda names: True, huggingface.list_folder),
 )
 
-# File formats by ending; other endings are told apart by their first bytes.
+# File formats by ending; files with another ending are recognised by their first bytes.
 FILES: dict[str, Callable[[Storage, str], Listing]] = {
     ".safetensors": safetensors.list_file,
     ".pt": torch_file.list_file,

@@ -39,7 +39,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         if chosen is None:
             continue
         others = tuple(
-            f"{name}: passed over, {chosen} was chosen"
+            f"{name}: skipped, {chosen} was chosen"
             for name in names
             if name.endswith(tuple(e for e, _ in LISTERS)) and name != chosen
         )

@@ -47,7 +47,7 @@ class TensorRef:
 
 
 class Inert:
-    """Stands for an object that nobody needs; takes what the pickle gives it and drops it."""
+    """Stands for an object that is not needed; accepts what the pickle gives it and drops it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -89,7 +89,7 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
 }
 
-# Plain data that training scripts store beside weights. Never constructed, so never harmful.
+# Plain data that training scripts store along with weights. Never constructed, so never harmful.
 INERT_MODULES = (
     "argparse.",
     "pathlib.",

@@ -1,4 +1,4 @@
-"""Bytes at rest into tensors: sorted by offset, coalesced, read straight to their destination where
+"""Stored bytes into tensors: sorted by offset, coalesced, read straight to their destination where
 dtype and layout allow, else through a small fixed buffer in which the cast happens."""
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class _Slot:
 class _Worker:
     """One thread's staging memory and its loop.
 
-    Copies go into the streams that were current for the caller, behind what it has asked of the
+    Copies go into the streams that were current for the caller, after what it has asked of the
     destinations. A thread's own current device is 0, and so would be the device of its events.
     """
 
@@ -239,7 +239,9 @@ class _Worker:
             sums.check(low, views, path)
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
-        for device in {one.destination.device for one, _ in staged if one.destination is not None}:
+        for device in {
+            part.destination.device for part, _ in staged if part.destination is not None
+        }:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
         self.reader.count(high - low)
@@ -260,7 +262,9 @@ class _Worker:
                 torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
-            self.buffers = itertools.cycle([_Slot(one, memory_of(one), []) for one in made])
+            self.buffers = itertools.cycle(
+                [_Slot(scratch, memory_of(scratch), []) for scratch in made]
+            )
         slot = next(self.buffers)
         while slot.busy:
             slot.busy.pop().synchronize()

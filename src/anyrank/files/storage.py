@@ -101,7 +101,7 @@ END_BYTES = 64 << 10  # headers, directories with checksums, and some of the wei
 
 
 def digest_of_ends(file: OpenFile, info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB, by which a copy is told from another file."""
+    """A digest of a file's first and last 64 KiB, which distinguishes a copy from another file."""
     length = min(END_BYTES, info.size)
     digest = hashlib.blake2b(digest_size=16)
     for offset in sorted({0, info.size - length}):
@@ -117,7 +117,7 @@ def is_copy(file: OpenFile, now: FileInfo, listed: FileInfo) -> bool:
 
 
 class _RemoteFile:
-    """A file behind fsspec, read by ranges."""
+    """A file that fsspec reads by ranges."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self.filesystem = filesystem
@@ -146,7 +146,7 @@ def asking(path: str) -> Generator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # each library has a tree of its own
+    except Exception as error:  # each library has its own exceptions
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error
 
 

@@ -109,7 +109,7 @@ def _sync_file_range() -> Any:
 
 
 class _RemoteSink:
-    """An object behind fsspec; it appears as a whole when it is finished.
+    """An object that fsspec writes; it appears as a whole when it is finished.
 
     What waits to be sent is PART_BYTES, and a copy of it while it is sent.
     """
@@ -170,11 +170,11 @@ class LocalStore(LocalStorage):
         missing = [path.rstrip("/") or "/"]
         while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):
             missing.append(above)
-        for one in reversed(missing):
-            if not os.path.isdir(one):
-                os.makedirs(one, exist_ok=True)
+        for folder in reversed(missing):
+            if not os.path.isdir(folder):
+                os.makedirs(folder, exist_ok=True)
                 with contextlib.suppress(PermissionError):  # a parent that may not be listed
-                    self.sync_folder(os.path.dirname(one) or ".")
+                    self.sync_folder(os.path.dirname(folder) or ".")
 
     def create(self, path: str) -> Sink:
         return _LocalSink(path)
@@ -255,7 +255,7 @@ def write_file(store: Store, path: str, data: bytes) -> Written:
     """Write a small file, durably.
 
     Raises:
-        CheckpointError: the device says no; the file may be there in part.
+        CheckpointError: the device refuses; the file may be there in part.
     """
     with storing(path):
         sink = store.create(path)

@@ -21,7 +21,7 @@ from anyrank.errors import AnyrankError
 CPU = torch.device("cpu")
 HOME = ("cpu", "meta")  # device types that pass as they are
 # Torch runs restorers in this order and 10 is its own first. Equal numbers make it compare the
-# functions, which fails: so none that somebody else is likely to take.
+# functions, which fails: so a number that nobody else is likely to use.
 PRIORITY = -7919
 MOVES = ("cuda", "xpu", "hpu", "mtia", "ipu")  # Tensor methods that name an accelerator
 INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index by position
@@ -46,8 +46,8 @@ def cpu_only() -> Generator[None]:
 
     Holds for the thread that enters and for threads started inside, nests, and ends with the block,
     also by an exception. Each rank enters by itself. What is on an accelerator already stays there.
-    A `torch.device` made inside is the CPU and stays the CPU. TorchScript files name their device in
-    C++: give `torch.jit.load` a map_location.
+    A `torch.device` made inside is the CPU for good. TorchScript files name their device in C++:
+    give `torch.jit.load` a map_location.
 
     Raises:
         AnyrankError: inside, by a call that would initialise the accelerator and has no form for
@@ -221,7 +221,10 @@ def _guard(backend: Any) -> Generator[None]:
     holders = [backend, *(getattr(backend, name, None) for name in ("memory", "random"))]
     names = ("_lazy_init",) if backend in (torch.cuda, torch.xpu) else ("_lazy_init", "set_device")
     found = [
-        (one, name, getattr(one, name)) for one in holders for name in names if hasattr(one, name)
+        (holder, name, getattr(holder, name))
+        for holder in holders
+        for name in names
+        if hasattr(holder, name)
     ]
 
     def refuse(function: Callable[..., Any], *args: Any) -> Any:
@@ -253,7 +256,7 @@ def _backends() -> list[Any]:
 
 
 def _is_initialised(backend: Any) -> bool:
-    """Whether the process uses it already; of torch's own, MPS alone does not say."""
+    """Whether the process uses it already; of torch's own backends, MPS alone does not show it."""
     return hasattr(backend, "is_initialized") and backend.is_initialized()
 
 

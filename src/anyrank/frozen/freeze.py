@@ -2,8 +2,8 @@
 
 The module's class is swapped for a subclass made on the spot, as `fully_shard` does it: names,
 attributes and isinstance stay, and copies keep it. Asked by a parent for its modules, parameters,
-buffers and state, the subclass answers with nothing; asked directly, it answers as usual. That takes
-the part out of DDP, of optimizers and of checkpoints without knowing which of them asks.
+buffers and state, the subclass answers with nothing; asked directly, it answers as usual. So DDP,
+optimizers and checkpoints do not see the part, whichever of them asks.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FrozenModule(nn.Module):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual for a direct caller; for a parent, which passes a dict, nothing with a source."""
+        """As usual for a direct caller; nothing for a parent (it passes a dict), with a source."""
         destination = args[0] if args else kwargs.get("destination")
         if destination is not None and self.anyrank_frozen.source is not None:
             return destination
@@ -166,8 +166,8 @@ class FrozenModule(nn.Module):
         if after != before:
             if after[1] != before[1]:  # a cast on purpose is no damage
                 remember(self)
-            # A LightningModule keeps its device and dtype beside its tensors. It learns of a move
-            # by the root's to(), which asks modules(), which leaves the part out: so tell it here.
+            # A LightningModule keeps its device and dtype as attributes. It learns of a move from
+            # the root's to(), which asks modules(), which leaves the part out: so call it here.
             devices, dtypes = after
             self.to(
                 device=devices[0] if len(devices) == 1 else None,
@@ -181,7 +181,7 @@ def _frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass for a class. Of the same name, by which others look classes up."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
-    if hasattr(plain, "__deepcopy__"):  # a copy of its own making is of the plain class
+    if hasattr(plain, "__deepcopy__"):  # its own copies are of the plain class
         body["__deepcopy__"] = _copy_and_freeze
     bases = (FrozenModule, plain)
     return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))

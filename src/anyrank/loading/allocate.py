@@ -52,7 +52,7 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
     """Whether the FSDP2 unit that owns a module keeps its parameters on the CPU.
 
     FSDP2 has no public name for its policy; where the private one is missing, the unit's real
-    parameters would tell, and a meta model without them goes to the device.
+    parameters would show it, and a meta model without them goes to the device.
     """
     unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None

@@ -85,7 +85,7 @@ def _fits_as_it_is(
 
 
 def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the model itself says that a key of its checkpoints is of no use."""
+    """Whether the model declares that a key of its checkpoints can be ignored."""
     inner = _pretrained(model)
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)

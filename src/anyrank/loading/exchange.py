@@ -46,7 +46,7 @@ class Wanted:
     Attributes:
         index: position of the tensor in the list that `coordinates` counts.
         held: the tensor, and what this rank holds of it.
-        stored: its bytes at rest.
+        stored: where its bytes are.
         local: this rank's memory, of the held tensor's local shape.
     """
 
@@ -73,7 +73,7 @@ def move(
     if decision.name == "own":
         read_own(wanted, reader, ranks)
         return 0
-    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
+    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     window = buffer_bytes // 2  # the rest is the reader's and the transport's
     transfers = _plan_transfers(wanted, coordinates, decision.readers, window)
     exchange = _Exchange(ranks, reader, lambda n: wanted[n].local)
@@ -84,17 +84,17 @@ def move(
 def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
     """Fill this rank's shares from the files, which are open. Each rank by itself.
 
-    Ranks start at different files, so that they do not all wait for the same one.
+    Ranks start at different files, so that they do not all wait for the same file.
 
     Raises:
         Interrupted: another rank failed.
         LoadError: this rank failed to read.
     """
-    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
+    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     jobs = [
-        Job(read, one.local[read.local_slices()])
-        for one in wanted
-        for read in plan_reads(one.stored, one.held.pieces)
+        Job(read, share.local[read.local_slices()])
+        for share in wanted
+        for read in plan_reads(share.stored, share.held.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
 
@@ -116,10 +116,10 @@ def _plan_transfers(
     """
     block = max(MIN_BLOCK_BYTES, window_bytes // len(coordinates))
     turn = 0
-    for number, one in enumerate(wanted):
-        for pieces, members in replicas(one.index, one.held, coordinates).items():
+    for number, share in enumerate(wanted):
+        for pieces, members in replicas(share.index, share.held, coordinates).items():
             who = tuple(readers) if readers is not None else members
-            for read in plan_reads(one.stored, pieces):
+            for read in plan_reads(share.stored, pieces):
                 for box in read.box.cut(block // read.stored.dtype.itemsize):
                     yield _Transfer(number, read.part(box), who[turn % len(who)], members)
                     turn += 1

@@ -45,7 +45,7 @@ class Initialiser:
         """Fill this rank's share of a target.
 
         Returns:
-            The name of the rule that had the last word, or None when the rules leave a part
+            The name of the rule that ran last, or None when the rules leave a part
             unwritten.
 
         Raises:
@@ -142,7 +142,7 @@ class Initialiser:
         return self.stand_ins[id(module)]
 
     def _swap(self, place: Registration, tensor: Any) -> Any:
-        """Put a tensor where the stand-in has another, and return that one."""
+        """Put a tensor into the stand-in, and return the tensor that it replaces."""
         owner = self._stand_in(place.module).__dict__
         table = owner["_parameters" if place.attribute in owner["_parameters"] else "_buffers"]
         old, table[place.attribute] = table[place.attribute], tensor
@@ -154,7 +154,7 @@ def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
 
 
 def _lora_choice(place: Registration) -> tuple[str, Any]:
-    """The adapter that a place belongs to, and how PEFT was told to initialise it.
+    """The adapter that a place belongs to, and how PEFT is configured to initialise it.
 
     Raises:
         LoadError: a kind that computes the adapter from the base weights.
@@ -173,7 +173,7 @@ def _lora_choice(place: Registration) -> tuple[str, Any]:
 
 
 def _derived_seed(seed: int, name: str) -> int:
-    """A seed of its own for each name."""
+    """A different seed for each name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,6 +1,4 @@
-"""A model against a listing: which bytes fill which tensor, and everything that is wrong with
-that.
-"""
+"""A model against a listing: which bytes fill which tensor, and every problem with that."""
 
 from __future__ import annotations
 
@@ -126,7 +124,7 @@ def _skipped(listing: Listing) -> list[str]:
 
 
 def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
-    """The weights of a checkpoint that holds an optimizer and other things beside them."""
+    """The weights of a checkpoint that also holds an optimizer or other parts."""
     known = {name for target in targets for place in target.registrations for name in place.names}
     prefix = inner_prefix(listing.tensors, known)
     if prefix is None:
@@ -182,9 +180,7 @@ def _declared_ties(
     missing: list[int],
     stored: Mapping[int, StoredTensor],
 ) -> dict[int, int]:
-    """Missing tensors that the model says are others' (to_empty unties them): tied again, if
-    plain.
-    """
+    """Missing tensors that the model declares tied (to_empty unties them): tied again, if plain."""
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     names = {
         name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
@@ -205,7 +201,7 @@ def _declared_ties(
 def _ignorable(
     keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
 ) -> list[str]:
-    """Keys of non-persistent buffers, and those that the model itself says are of no use."""
+    """Keys of non-persistent buffers, and keys that the model declares ignorable."""
     derived = {n for t in targets if t.kind == "derived" for p in t.registrations for n in p.names}
     prefix = getattr(model, "base_model_prefix", "")
     declared = declared_ignorable(model)
@@ -255,7 +251,7 @@ def _problems(
 
 
 def _unwritable(target: ModelTensor) -> str | None:
-    """Why the memory of a real tensor cannot take values one by one."""
+    """Why the elements of a real tensor cannot be written to."""
     tensor = target.tensor
     if target.is_meta or target.layout is not None:
         return None

@@ -31,7 +31,7 @@ def collector_paused() -> Generator[None]:
 
 
 def rss_anon() -> int:
-    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not tell.
+    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not show it.
 
     Not ru_maxrss and not RSS: both count the page cache that a mapping happens to touch.
     """

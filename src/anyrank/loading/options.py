@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -47,7 +48,7 @@ class Options:
         renamer(self.rename)
         if self.buffer_bytes is not None:
             check_count("buffer_bytes", self.buffer_bytes)
-        verify: object = self.verify
+        verify: Any = self.verify  # whatever was given
         if not isinstance(verify, bool):
             raise TypeError(f"verify={verify!r}: give True or False")
         if not (

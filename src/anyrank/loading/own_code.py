@@ -1,7 +1,7 @@
-"""What modules do themselves in `load_state_dict`: hooks, overrides, and extra state.
+"""Code of modules that runs in `load_state_dict`: hooks, overrides, and extra state.
 
 `load` moves bytes and does not go through `load_state_dict`. A module that would change values on
-the way is given what was loaded once more, through its own code, where it holds its tensors whole;
+the way is given the loaded values again, through its own code, where it holds its tensors whole;
 where it does not, the report and a WARNING name it. Code of torch itself, which only renames and
 counts versions, is not needed; transformers' own loader does not run its modules' either.
 """

@@ -190,7 +190,7 @@ def _agreed_reader(sources: Sequence[_SourceInfo], ranks: Ranks) -> int:
         (source, rank), (other, other_rank) = list(given.items())[:2]
         raise LoadError(
             f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
-            f"{other!r}; give all ranks the same one, or None to those that have none"
+            f"{other!r}; give all ranks the same source, or None to ranks that have no source"
         )
     seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
     return next(iter([*seeing, *given.values(), *ranks.ranks]))

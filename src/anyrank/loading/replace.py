@@ -1,4 +1,4 @@
-"""New memory in the place of meta tensors. The tensor objects stay the same ones where torch can.
+"""New memory in place of meta tensors. The tensor objects stay the same where torch can keep them.
 
 Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
 memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
@@ -69,19 +69,19 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
     """
     done: list[Replacement] = []
     try:
-        for one in replacements:
-            done.append(one)
-            one.toggle()
+        for replacement in replacements:
+            done.append(replacement)
+            replacement.toggle()
     except BaseException:
         _take_back(done[:-1])
         raise
-    return [one.target.name for one in done if not one.same]
+    return [each.target.name for each in done if not each.same]
 
 
 def _take_back(replacements: Iterable[Replacement]) -> None:
     """Undo `replace`: what was on meta is there again."""
-    for one in replacements:
-        one.toggle()
+    for replacement in replacements:
+        replacement.toggle()
 
 
 def put_in_place(target: ModelTensor, local: torch.Tensor) -> None:

@@ -57,10 +57,10 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
             check_file(info.path, read_sums(where, info.size), number, count, check)
         except CorruptCheckpoint as error:
             raise LoadError(str(error)) from error
-    said = [f"SHA-256 of {len(digests)} files"] if digests else []
-    said += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
-    said += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
-    return said
+    compared = [f"SHA-256 of {len(digests)} files"] if digests else []
+    compared += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
+    compared += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
+    return compared
 
 
 class _Crc32:
@@ -77,10 +77,10 @@ class _Crc32:
 
 
 def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
-    """Compare the ends of tied tensors that a source holds more than once. Each rank by itself.
+    """Compare the keys of tied tensors that a source holds more than once. Each rank by itself.
 
     Raises:
-        LoadError: two ends hold different values, so that tying them would drop one.
+        LoadError: two keys of a tied tensor hold different values, and the model can keep only one.
     """
     with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
         for key, loaded in duplicates.items():

@@ -149,12 +149,12 @@ def _nth_chunk(length: int, number: int, index: int) -> Interval:
 def _strided(intervals: list[Interval], factor: int, number: int, index: int) -> list[Interval]:
     """Chunk `index` of each of `factor` equal parts, one after the other."""
     length = _length(intervals)
-    taken: list[Interval] = []
+    parts: list[Interval] = []
     for part in range(factor):
         start, size = _nth_chunk(length, factor, part)
         inner, inner_size = _nth_chunk(size, number, index)
-        taken += _take(intervals, start + inner, inner_size)
-    return _merged(taken)
+        parts += _take(intervals, start + inner, inner_size)
+    return _merged(parts)
 
 
 def _length(intervals: list[Interval]) -> int:
@@ -163,14 +163,14 @@ def _length(intervals: list[Interval]) -> int:
 
 def _take(intervals: list[Interval], start: int, length: int) -> list[Interval]:
     """Elements [start, start + length) of the sequence that the intervals spell."""
-    taken: list[Interval] = []
+    parts: list[Interval] = []
     position = 0
     for first, size in intervals:
         low, high = max(start, position), min(start + length, position + size)
         if low < high:
-            taken.append((first + low - position, high - low))
+            parts.append((first + low - position, high - low))
         position += size
-    return taken
+    return parts
 
 
 def _merged(intervals: list[Interval]) -> list[Interval]:

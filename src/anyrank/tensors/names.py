@@ -139,7 +139,7 @@ def match_keys(
 
     One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
     a key of an adapter fills the adapter's copy alone, and before a key of the base does. A tied
-    tensor takes the key of its first place that has one.
+    tensor takes the key of its first place that has a key.
 
     Raises:
         LoadError: two keys mean the same place.
@@ -224,8 +224,8 @@ def _ends_alike(parts: list[str], other: str) -> int:
     others = other.split(".")
     common = 0
     for ours, theirs in ((parts, others), (reversed(parts), reversed(others))):
-        for one, two in zip(ours, theirs, strict=False):
-            if one != two:
+        for mine, other in zip(ours, theirs, strict=False):
+            if mine != other:
                 break
             common += 1
     return common

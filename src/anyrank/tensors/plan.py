@@ -18,7 +18,7 @@ class Read:
     """A box that one chunk holds and one rank wants.
 
     Attributes:
-        stored: the tensor at rest.
+        stored: the stored tensor.
         chunk: the chunk that holds the box.
         box: in global coordinates, inside the chunk and inside the piece.
         local: where the box starts in the rank's local tensor.
@@ -137,7 +137,7 @@ def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one, both included."""
+    """Elements from the first to the last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 

@@ -18,7 +18,7 @@ class ShardedTensor:
     """One tensor that the ranks hold, each its share or each the whole.
 
     Attributes:
-        name: how errors and reports call it.
+        name: in errors and reports.
         tensor: a plain tensor or DTensor, real or on meta.
         shape: global shape.
         layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
@@ -100,7 +100,7 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     shape = tuple(int(size) for size in mesh.shape)
     coordinate = mesh.get_coordinate()
-    layout = Layout(shape, tuple(placement_of(one, name) for one in placements))
+    layout = Layout(shape, tuple(placement_of(placement, name) for placement in placements))
     return layout, None if coordinate is None else tuple(coordinate)
 
 
@@ -130,7 +130,7 @@ def placement_of(placement: Any, name: str) -> Placement:
     """A placement of torch as plain data.
 
     Raises:
-        LoadError: it is partial, or of a kind that says no dim.
+        LoadError: it is partial, or names no dim.
     """
     if placement.is_replicate():
         return Placement("replicate")

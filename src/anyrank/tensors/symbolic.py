@@ -19,7 +19,7 @@ from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each is a read of its own
+MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each takes a separate read
 
 
 class SymbolicTensor:
@@ -54,7 +54,7 @@ class SymbolicTensor:
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Converters tell tensors from lists of them by isinstance.
+        # Converters distinguish tensors from lists of tensors by isinstance.
         return torch.Tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -143,8 +143,8 @@ class SymbolicTensor:
 
     def transpose(self, dim0: int, dim1: int) -> SymbolicTensor:
         order = list(range(self.ndim))
-        one, other = _dim(dim0, self.ndim), _dim(dim1, self.ndim)
-        order[one], order[other] = other, one
+        first, second = _dim(dim0, self.ndim), _dim(dim1, self.ndim)
+        order[first], order[second] = second, first
         return self.permute(order)
 
     def t(self) -> SymbolicTensor:

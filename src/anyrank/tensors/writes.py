@@ -37,8 +37,8 @@ def plan_writes(
 ) -> list[Write]:
     """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
 
-    What one rank alone holds, it writes. What several hold goes piece by piece, the largest first,
-    to the holder with the fewest bytes so far.
+    A rank writes what it alone holds. What several hold is assigned piece by piece, the largest
+    first, to the holder with the fewest bytes so far.
 
     Args:
         tensors: as this rank holds them, in the same order on all ranks.

@@ -1,4 +1,4 @@
-"""Errors and values as they travel between ranks, and how those of all ranks become one."""
+"""Errors and values that travel between ranks, and one error for those of all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank brings to an agreement."""
+    """One rank's result and failure."""
 
     value: Any
     failure: _Failure | None

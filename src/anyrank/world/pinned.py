@@ -52,7 +52,7 @@ def pages(nbytes: int) -> Any:
 
 
 def _unlock(module: Any, address: int, device: torch.device) -> None:
-    """Release a registration. Called by the collector: an error has nobody to reach."""
+    """Release a registration. Called by the collector, where an error reaches no caller."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
         module.cudart().cudaHostUnregister(address)

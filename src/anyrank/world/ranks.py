@@ -1,4 +1,4 @@
-"""The processes of one call: the same code with no process group, with one rank and with many.
+"""The processes of a call: the same code without a process group, on one rank and on many.
 
 All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
 mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
@@ -106,7 +106,7 @@ class Ranks:
             what: what is done here, the same on all ranks.
 
         Raises:
-            RankError: a rank has died or did not come, named where that can be told; or ranks do
+            RankError: a rank has died or did not come, named where that is known; or ranks do
                 something else here.
         """
         if self.lines is None:
@@ -134,7 +134,7 @@ class Ranks:
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
         every = [_as_tensor(b"", length) for _ in self.ranks]
         self.group.allgather(every, _as_tensor(data, length)).wait()
-        return [_as_bytes(one) for one in every]
+        return [_as_bytes(received) for received in every]
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -202,7 +202,7 @@ class Ranks:
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
 
-        `work` must not wait for other ranks, unless it goes on serving them after its own failure.
+        `work` must not wait for other ranks, unless it keeps serving them after its own failure.
 
         Raises:
             AnyrankError: of the class that the first failing rank raised, with every cause;
@@ -219,7 +219,7 @@ class Ranks:
             work: returns (anything at all, what the other ranks get, which pickles).
 
         Returns:
-            This rank's own first result, the very object, and every rank's second one.
+            This rank's own first result, the very object, and every rank's second.
 
         Raises:
             AnyrankError: as `together`.
@@ -304,7 +304,7 @@ class Ranks:
         if failed:
             raise same_error(call, failed, self.size, self.named) from problem
         for name in mine:
-            values = {r: table[name] for r, (table, _) in zip(self.ranks, every, strict=True)}
+            values = {r: given[name] for r, (given, _) in zip(self.ranks, every, strict=True)}
             if len(set(values.values())) > 1:
                 text = different(f"{call}(): {name}= differs between ranks", values, self.named)
                 raise error(f"{text}: give all ranks the same")

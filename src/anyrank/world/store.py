@@ -54,7 +54,7 @@ class Store:
         background.start("anyrank-store", partial(_serve, [inner], self.calls), self.close)
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
-        """What `work` returns for torch's store, within so many seconds.
+        """What `work` returns for torch's store, within the given seconds.
 
         Raises:
             StoreLost: it failed, or took longer; then `work` may still be running.
