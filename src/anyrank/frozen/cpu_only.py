@@ -36,13 +36,13 @@ def cpu_only() -> Generator[None]:
     what is built on them. Nothing is asked of the loader. Move the result to the rank's device
     afterwards, or wrap it, or leave that to `load`.
 
-    ```python
-    torch.save({"weight": torch.ones(2)}, "vae.pt")
-    with anyrank.cpu_only():
-        state = torch.load("vae.pt", map_location="cuda")  # anywhere inside a third-party loader
-        made = torch.zeros(2, device="cuda:0")
-    assert state["weight"].is_cpu and made.is_cpu
-    ```
+    Example::
+
+        torch.save({"weight": torch.ones(2)}, "vae.pt")
+        with anyrank.cpu_only():
+            state = torch.load("vae.pt", map_location="cuda")  # or deep inside a loader
+            made = torch.zeros(2, device="cuda:0")
+        assert state["weight"].is_cpu and made.is_cpu
 
     Holds for the thread that enters and for threads started inside, nests, and ends with the block,
     also by an exception. Each rank enters by itself. What is on an accelerator already stays there.

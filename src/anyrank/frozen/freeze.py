@@ -66,13 +66,13 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
       and `load` fills it from there. Without one, it is saved and loaded with its parent.
     - It moves, casts, copies, pickles and compiles with its parent.
 
-    ```python
-    model = torch.nn.ModuleDict({"vae": torch.nn.Linear(2, 2), "net": torch.nn.Linear(2, 2)})
-    anyrank.freeze(model["vae"], source="vae.safetensors")
-    assert [name for name, _ in model.named_parameters()] == ["net.weight", "net.bias"]
-    assert not model.train()["vae"].training
-    assert list(model.state_dict()) == ["net.weight", "net.bias"]
-    ```
+    Example::
+
+        model = torch.nn.ModuleDict({"vae": torch.nn.Linear(2, 2), "net": torch.nn.Linear(2, 2)})
+        anyrank.freeze(model["vae"], source="vae.safetensors")
+        assert [name for name, _ in model.named_parameters()] == ["net.weight", "net.bias"]
+        assert not model.train()["vae"].training
+        assert list(model.state_dict()) == ["net.weight", "net.bias"]
 
     Args:
         module: any module; its type becomes a subclass of the same name.

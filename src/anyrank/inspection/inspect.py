@@ -133,13 +133,13 @@ def inspect(source: Source) -> Inspection:
 
     Called by one process; ranks need not agree.
 
-    ```python
-    torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "w.pt")
-    found = anyrank.inspect("w.pt")
-    assert found.parameters == 9
-    assert [tensor.name for tensor in found.tensors] == ["weight", "bias"]
-    print(found)
-    ```
+    Example::
+
+        torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "w.pt")
+        found = anyrank.inspect("w.pt")
+        assert found.parameters == 9
+        assert [tensor.name for tensor in found.tensors] == ["weight", "bias"]
+        print(found)
 
     Args:
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP

@@ -50,16 +50,16 @@ def load(
     shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
     meta stays as it was when a load fails, also in the middle of reading.
 
-    ```python
-    with anyrank.meta():  # no memory for parameters yet
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
-    weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
-    report = anyrank.load(model, weights)  # or a path or URL
-    assert torch.equal(model[1].weight, weights["1.weight"])
-    missing, unexpected = report
-    assert not missing and not unexpected
-    ```
+    Example::
+
+        with anyrank.meta():  # no memory for parameters yet
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
+        weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
+        report = anyrank.load(model, weights)  # or a path or URL
+        assert torch.equal(model[1].weight, weights["1.weight"])
+        missing, unexpected = report
+        assert not missing and not unexpected
 
     Args:
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;

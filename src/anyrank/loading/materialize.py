@@ -37,13 +37,13 @@ def materialize(
     ones, bit by bit on the same kind of device, as on one rank. A rank holds its share and one
     whole tensor at a time.
 
-    ```python
-    with anyrank.meta():
-        model = torch.nn.Linear(8, 8)
-    torch.manual_seed(0)
-    report = anyrank.materialize(model, device="cpu")
-    assert report.initialised["weight"] == "Linear.reset_parameters"
-    ```
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.Linear(8, 8)
+        torch.manual_seed(0)
+        report = anyrank.materialize(model, device="cpu")
+        assert report.initialised["weight"] == "Linear.reset_parameters"
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel), before or after.

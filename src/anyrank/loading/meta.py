@@ -22,12 +22,12 @@ def meta() -> Generator[None]:
     have their values, since no file may hold them. `load` and `materialize` give the parameters
     memory, before or after the model is wrapped or sharded.
 
-    ```python
-    with anyrank.meta():
-        model = torch.nn.BatchNorm1d(8)
-    assert model.weight.is_meta
-    assert not model.running_var.is_meta
-    ```
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.BatchNorm1d(8)
+        assert model.weight.is_meta
+        assert not model.running_var.is_meta
 
     Acts on the thread that entered it only, and nests. Each rank enters by itself. A buffer that is
     computed from a parameter is on meta too: `load` rebuilds it, or names it.

@@ -68,14 +68,14 @@ def plan(
     yet: each tensor is then cut along its first dim over the last axis of the mesh and held alike
     along the axes before it (FSDP2, HSDP).
 
-    ```python
-    with anyrank.meta():
-        model = torch.nn.Linear(1024, 1024, bias=False)
-    weights = {"weight": torch.zeros(1024, 1024)}
-    plan = anyrank.plan(model, weights, world_size=8)
-    assert plan.share_bytes == [1024 * 1024 * 4 // 8] * 8
-    print(plan)
-    ```
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.Linear(1024, 1024, bias=False)
+        weights = {"weight": torch.zeros(1024, 1024)}
+        plan = anyrank.plan(model, weights, world_size=8)
+        assert plan.share_bytes == [1024 * 1024 * 4 // 8] * 8
+        print(plan)
 
     Args:
         model: as for `load`; for ranks that do not exist yet, plain, for instance on meta.

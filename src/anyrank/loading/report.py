@@ -14,13 +14,13 @@ SHOWN = 5
 class LoadReport:
     """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
 
-    ```python
-    model = torch.nn.Linear(2, 2)
-    report = anyrank.load(model, {"weight": torch.eye(2)}, missing="keep")
-    assert report.kept == ["bias"]
-    print(report)  # one screen
-    report.to_json()
-    ```
+    Example::
+
+        model = torch.nn.Linear(2, 2)
+        report = anyrank.load(model, {"weight": torch.eye(2)}, missing="keep")
+        assert report.kept == ["bias"]
+        print(report)  # one screen
+        report.to_json()
 
     Attributes:
         missing: tensors of the model that the source does not hold.
@@ -120,12 +120,12 @@ class LoadReport:
 class LoadPlan:
     """What a load would do. Lists have one entry per rank, in the group's order.
 
-    ```python
-    weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
-    plan = anyrank.plan(torch.nn.Linear(2, 2), weights, mesh=(2, 1))  # two whole copies
-    assert plan.read_bytes == [24, 24]
-    print(plan)
-    ```
+    Example::
+
+        weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
+        plan = anyrank.plan(torch.nn.Linear(2, 2), weights, mesh=(2, 1))  # two whole copies
+        assert plan.read_bytes == [24, 24]
+        print(plan)
 
     Attributes:
         strategy, reason: who reads, and why.
