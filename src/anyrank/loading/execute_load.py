@@ -19,6 +19,7 @@ from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
 from anyrank.loading.model_tensors import ModelTensor
+from anyrank.loading.own_code import OwnCodeRun
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.replace import Replacement, replace
@@ -37,12 +38,14 @@ class LoadResult:
         rules: tensors that were initialised -> the rule.
         rebuilt: non-persistent buffers -> the rule or rank that filled them.
         renewed: tensors whose objects could not be kept.
+        own_code: the modules' own code that was run.
         measured: of every rank.
     """
 
     rules: dict[str, str]
     rebuilt: dict[str, str]
     renewed: list[str]
+    own_code: OwnCodeRun
     measured: list[Measured]
 
     def report(self, plan: AgreedPlan, verified: str, nonfinite: dict[str, int]) -> LoadReport:
@@ -72,8 +75,8 @@ class LoadResult:
                 if stored.dtype != tensors[i].dtype
             },
             renewed=self.renewed,
-            own_code=match.own_code.ran,
-            own_code_not_run=match.own_code.not_run,
+            own_code=self.own_code.ran,
+            own_code_not_run=self.own_code.not_run,
             frozen=match.frozen,
             format=match.listing.format,
             strategy=plan.decision.name,
@@ -245,14 +248,15 @@ class _Executor:
 
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        self.ranks.together(
-            "running the modules' own code", lambda: self.match.own_code.run(self._filled())
+        own_code, _ = self.ranks.own_and_all(
+            "running the modules' own code", lambda: (self.match.own_code.run(self._filled()), None)
         )
         self._recompute_magnitudes()
         self._make_adapters_alike()
         self._move_buffers()
         renewed = sorted({name for _, names in answers for name in names})
-        return LoadResult(self.rules, rebuilt, renewed, [measured for measured, _ in answers])
+        measured = [each for each, _ in answers]
+        return LoadResult(self.rules, rebuilt, renewed, own_code, measured)
 
     def _recompute_magnitudes(self) -> None:
         """Those of new adapters of DoRA; all ranks have the same ones."""

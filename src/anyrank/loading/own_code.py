@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,13 +26,21 @@ OF_LIBRARIES = ("torch.", "transformers.")
 EXTRA = "_extra_state"
 
 
-class OwnCode:
-    """The modules of a model that have such code, and what a source holds for them.
+@dataclass(frozen=True)
+class OwnCodeRun:
+    """What became of the modules' own code.
 
     Attributes:
         ran: names of the modules whose code was run.
-        not_run: names of those whose code `load_state_dict` would have run, with the reason.
+        not_run: modules whose code `load_state_dict` would have run as well -> why it was not.
     """
+
+    ran: list[str] = field(default_factory=list[str])
+    not_run: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class OwnCode:
+    """The modules of a model that have such code, and what a source holds for them."""
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
         self.modules = list(_outermost(model))
@@ -42,10 +51,8 @@ class OwnCode:
         self.versions = {
             name: version for path, version in listing.versions.items() for name in candidates(path)
         }
-        self.ran: list[str] = []
-        self.not_run: dict[str, str] = {}
 
-    def run(self, filled: list[ModelTensor]) -> None:
+    def run(self, filled: list[ModelTensor]) -> OwnCodeRun:
         """Run it on what was loaded, which is in place.
 
         Raises:
@@ -60,15 +67,18 @@ class OwnCode:
                     below = f"{ours[owner]}." if ours[owner] else ""
                     entry = (target, place.names[0].removeprefix(below))
                     inside.setdefault(owner, []).append(entry)
+        done = OwnCodeRun()
         for path, module in self.modules:
             mine = inside.get(id(module), [])
             obstacle = _obstacle(mine)
             if obstacle:
-                self.not_run[_title(path)] = obstacle
+                done.not_run[_title(path)] = obstacle
             elif mine:
                 self._run(path, module, {name: target.tensor.detach() for target, name in mine})
+                done.ran.append(_title(path))
         for path, module in self.takers:
-            self._give_extra(path, module)
+            self._give_extra(path, module, done)
+        return done
 
     def _run(self, path: str, module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         given: Any = OrderedDict(state)
@@ -83,22 +93,21 @@ class OwnCode:
             raise LoadError(
                 f"{_title(path)}: its own load_state_dict code fails: {error}"
             ) from error
-        self.ran.append(_title(path))
 
-    def _give_extra(self, path: str, module: nn.Module) -> None:
+    def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
         key = f"{path}.{EXTRA}".lstrip(".")
         name = next((name for name in candidates(key) if name in self.extras), None)
         if name is None:
             return
         extra = self.extras[name]
         if extra is None:
-            self.not_run[_title(key)] = "is not plain data, and was not restored"
+            done.not_run[_title(key)] = "is not plain data, and was not restored"
             return
         try:
             module.set_extra_state(extra[0])
         except Exception as error:
             raise LoadError(f"{_title(path)}: set_extra_state fails: {error}") from error
-        self.ran.append(_title(key))
+        done.ran.append(_title(key))
 
 
 def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
