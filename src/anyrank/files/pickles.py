@@ -246,7 +246,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
         return entries, [str(k) for k in entries if k not in direct and str(k) not in extras]
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
-        f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
+        f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
 

@@ -217,8 +217,8 @@ class _Executor:
         rule = self.initialiser.fill(target, self._local(index))
         if rule is None:
             raise LoadError(
-                f"{target.name}: is not in the source, and no rule of the model gives it a first "
-                "value (looked for _init_weights, reset_parameters, init_weights)"
+                f"{target.name}: is not in the source, and no rule of the model initialises it "
+                "(looked for _init_weights, reset_parameters, init_weights)"
             )
         self.rules[target.name] = rule
 

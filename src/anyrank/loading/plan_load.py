@@ -144,7 +144,7 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
         for rank, others in zip(ranks.ranks, parts, strict=True):
             if others.get(name) != digest and None not in (digest, others.get(name)):
                 raise LoadError(
-                    f"the frozen part {name or 'itself'} differs between ranks: "
+                    f"the frozen part {name or '(the model itself)'} differs between ranks: "
                     f"rank {ranks.ranks[0]} has {digest}, rank {rank} has {others.get(name)}: "
                     "freeze the same weights on every rank"
                 )

@@ -90,7 +90,7 @@ def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
             if len(hashes) > 1:
                 raise LoadError(
                     f"{key} and {loaded} are one tensor in the model, and hold different values in "
-                    "the source: untie them in the model, or remove the one that does not count"
+                    "the source: untie them in the model, or remove the key that is wrong"
                 )
 
 

@@ -45,10 +45,8 @@ class SymbolicTensor:
         if own is None:
             raise LoadError(
                 f"a conversion calls {getattr(func, '__name__', func)}, which computes values; "
-                "anyrank "
-                "converts names and layouts only: convert the checkpoint with the library that "
-                "made it, "
-                "save it, and load that"
+                "anyrank converts names and layouts only: convert the checkpoint with the library "
+                "that made it, save it, and load the result"
             )
         return own(*args, **(kwargs or {}))
 
@@ -60,8 +58,8 @@ class SymbolicTensor:
     def __getattr__(self, name: str) -> Any:
         raise LoadError(
             f"a conversion uses .{name} of a tensor, which anyrank does not know without reading "
-            "it: "
-            "convert the checkpoint with the library that made it, save it, and load that"
+            "the tensor: convert the checkpoint with the library that made it, save it, and load "
+            "the result"
         )
 
     @property
