@@ -35,9 +35,7 @@ def block_bytes(nbytes: int) -> int:
 
 
 def _blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:
-    """The blocks from `start` to the end of the last extent: where each ends, and whether it lies
-    between tensors.
-    """
+    """The blocks from `start` on: where each ends, and whether it lies between tensors."""
     position = start
     for offset, nbytes in extents:
         if offset > position:

@@ -20,9 +20,7 @@ class OpenFile(Protocol):
     """A file opened for reading at offsets, from any thread."""
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill the buffers one after the other from `offset`; return bytes read, short at the
-        end.
-        """
+        """Fill the buffers in order from `offset`; return bytes read, fewer at the end."""
         ...
 
     def close(self) -> None:

@@ -46,8 +46,7 @@ class _RangeIO(io.RawIOBase):
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the dict of weights is found by
-    rule.
+    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
 
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
@@ -117,8 +116,7 @@ def stored_tensor(
 def read_zip(
     file: OpenFile, path: str, start: int, size: int
 ) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-    """Tree, storage key -> (byte offset, bytes), and checksums of a zip inside [start, start +
-    size).
+    """Tree, storage key -> (byte offset, bytes), and checksums of a zip at [start, start + size).
 
     Raises:
         UnsafeFile: not a whole torch zip.

@@ -15,9 +15,7 @@ from anyrank.world.device import rank_device
 
 
 def device_for(target: ModelTensor, default: torch.device) -> torch.device:
-    """Where a target's memory belongs: where it is, or for a meta tensor where its owner wants
-    it.
-    """
+    """The device of a real tensor, or the device where a meta tensor is to be."""
     if not target.is_meta:
         return target.local().device
     if target.layout is None:
@@ -29,9 +27,7 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
 
 
 def default_device(targets: list[ModelTensor]) -> torch.device:
-    """Where plain meta tensors go: to the model's real parameters, else to the rank's own
-    device.
-    """
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
     real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
     return real[0].local().device if real else rank_device()
 

@@ -189,9 +189,7 @@ class _Converter:
 
 
 def _unsharded(module: nn.Module) -> Any:
-    """The same module tree with the classes that the user wrote, which the mapping looks up by
-    name.
-    """
+    """The same module tree with the user's classes, which the mapping looks up by name."""
     kind = plain_class(module)
     copy: Any = kind.__new__(kind)
     copy.__dict__ = dict(module.__dict__)

@@ -225,9 +225,7 @@ class _Executor:
     # -- put in place -------------------------------------------------------------------------
 
     def put_in_place(self) -> LoadResult:
-        """Give the model what was read: everything, or nothing; then what follows from it. All
-        ranks.
-        """
+        """Give the model what was read: everything, or nothing. All ranks."""
         rebuilt: dict[str, str] = {}
         replacements: list[Replacement] = []
         if self.plan.rebuild:
@@ -310,9 +308,7 @@ class _Executor:
         self.to_compare.clear()
 
     def _move_buffers(self) -> None:
-        """Real CPU buffers of a plain model that came from meta follow its parameters to the
-        device.
-        """
+        """Move real CPU buffers of a plain model to the device that its parameters got."""
         moved = any(self.match.tensors[i].layout is None for i in self.allocated)
         if not moved or self.device.type == "cpu":
             return

@@ -74,9 +74,7 @@ class Initialiser:
         return name
 
     def _run(self, target: ModelTensor, device: torch.device) -> str | None:
-        """Run the rules under a seed of the tensor's own; the ambient generators are left as they
-        were.
-        """
+        """Run the rules under the tensor's seed; the global generators keep their states."""
         last: str | None = None
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type

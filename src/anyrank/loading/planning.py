@@ -203,9 +203,7 @@ def _closed_form(
     buffer: int,
     format_name: str,
 ) -> LoadPlan:
-    """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks'
-    boxes.
-    """
+    """Bytes by rank for first-dim shards over the last mesh axis; visits shards, not ranks."""
     world = math.prod(sizes)
     per_node = min(ranks_per_node or 8, world)
     nodes = [rank // per_node for rank in range(world)]

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d. A 0-d box has one
-    element.
-    """
+    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d; one if 0-d."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,9 +52,7 @@ class Box:
             yield Box(tuple(offsets), tuple(sizes))
 
     def cut(self, most: int) -> Iterator[Box]:
-        """Parts of at most `most` elements (or one), in row-major order, of whole rows where they
-        fit.
-        """
+        """Parts of at most `most` elements (or one), in row-major order, of whole rows first."""
         if self.numel <= max(1, most):
             yield self
             return

@@ -48,8 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a mesh. Which ranks the mesh has does not matter, only where in it one
-    is.
+    """How a tensor lies on a mesh, whatever ranks the mesh has.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.
@@ -105,9 +104,7 @@ def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
 def _dim_intervals(
     dim: int, size: int, layout: Layout, coordinate: Sequence[int]
 ) -> list[Interval]:
-    """Cut one dim once for each mesh axis that shards it, in the order in which they were
-    applied.
-    """
+    """Cut one dim once per mesh axis that shards it, in the order of the sharding."""
     intervals: list[Interval] = [(0, size)]
     for axis, split_factor in _cut_order(dim, layout):
         number, index = layout.mesh_shape[axis], coordinate[axis]

@@ -142,8 +142,6 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements follow one another in row-major order; strides of size-1 dims do not
-    matter.
-    """
+    """Whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
     wanted = row_major(sizes)
     return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))

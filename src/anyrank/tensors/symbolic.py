@@ -23,9 +23,7 @@ MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each takes a separate read
 
 
 class SymbolicTensor:
-    """A stored tensor that answers to the tensor methods and torch functions that only move
-    elements.
-    """
+    """A stored tensor with the methods and functions of torch that only move elements."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored

@@ -18,9 +18,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class _Failure:
-    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for
-    others.
-    """
+    """One rank's exception, as it travels. `kind` is None if it stopped because of others."""
 
     kind: type[AnyrankError] | None
     text: str

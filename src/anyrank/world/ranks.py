@@ -211,8 +211,7 @@ class Ranks:
         return self.own_and_all(what, lambda: (None, work()))[1]
 
     def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """As `together`, for work with two results: one stays on this rank, one goes to all. All
-        ranks.
+        """As `together`; each rank keeps a result of its own, and sends another. All ranks.
 
         Args:
             what: as for `together`.
@@ -322,9 +321,7 @@ class Ranks:
             raise Interrupted
 
     def roll_call(self, what: str) -> RankError:
-        """The error that names the ranks which no longer answer. For survivors of a broken
-        group.
-        """
+        """The error that names the ranks that no longer answer, for those that do."""
         assert self.lines is not None
         return self.lines.roll_call(self.rank, self._flag, self.watch.number, what)
 
