@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import anyrank
+
+WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 
 
 def checkpoints() -> anyrank.Checkpoints:
@@ -42,6 +45,22 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: saved().resume(),
         "step epoch samples path saved_on ranks lost_steps lost_samples set_aside components"
         " notes verified bytes_read seconds to_json",
+    ),
+    "LoadReport": (
+        lambda: anyrank.load(nn.Linear(2, 2), WEIGHTS),
+        "missing unexpected initialised rebuilt kept tied duplicates cast renewed own_code"
+        " own_code_not_run frozen format strategy reason nonfinite verified skipped tensors"
+        " bytes_read bytes_sent peak_host_bytes peak_device_bytes seconds to_json",
+    ),
+    "LoadPlan": (
+        lambda: anyrank.plan(nn.Linear(2, 2), WEIGHTS),
+        "strategy reason world_size nodes model_bytes source_bytes share_bytes read_bytes"
+        " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
+        " to_json",
+    ),
+    "the result of inspect": (
+        lambda: anyrank.inspect(WEIGHTS),
+        "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
     ),
 }
 

@@ -19,7 +19,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
-from anyrank.files.run_folder import INDEX, Place, index_of
+from anyrank.files.run_folder import INDEX, SavedBox, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.random_state.saved_streams import (
@@ -42,7 +42,7 @@ from anyrank.resume.summary import (
     summarize,
     tensors_of,
 )
-from anyrank.tensors.sharded_tensor import Coordinates, Held
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
@@ -159,7 +159,7 @@ def _replicas(
 
 def _items(
     parts: Mapping[str, Saved],
-    own: Sequence[Held],
+    own: Sequence[ShardedTensor],
     coordinates: Mapping[int, Coordinates],
     rank: int,
 ) -> list[Item]:
@@ -186,7 +186,7 @@ def _streams(
     return SavedStreams([summary.coords for summary in summaries], digests, merged)
 
 
-def _layout_in_words(tensors: Sequence[Held]) -> str:
+def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
     """How most bytes lie on the ranks."""
     count: dict[str, int] = {}
     for held in tensors:
@@ -220,7 +220,7 @@ def write(
     header["run"], temporary = ranks.from_one("making the folder", first, begin)
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[Place], dict[str, FileRecord]]:
+    def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
         faults.point("save.write")
         try:
             return write_share(folder.store, temporary, name, snapshot.items, ranks.check)

@@ -20,7 +20,7 @@ from anyrank.resume.part_types import (
     own_name,
 )
 from anyrank.resume.report import Outcome
-from anyrank.tensors.sharded_tensor import Held, hold
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         return Fitted(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
-    tensors: list[Held] = []
+    tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, where),) = table.items()
@@ -90,7 +90,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         else:
             device = None if like is None else like.device
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-        held = hold(where, tensor)
+        held = as_sharded(where, tensor)
         tensors.append(held)
         fitted.fills.append(Fill(held, saved, held.local(), stored.listing))
         return tensor
