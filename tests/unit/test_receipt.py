@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data import receipt as module
+from anyrank.data import receipts as module
 from anyrank.data.receipts import Receipt, receipt_of, receipt_of_range
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
