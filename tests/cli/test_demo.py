@@ -60,7 +60,7 @@ def worker_results(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_real_weights_load_as_transformers_loads_them_and_train(
     anyrank: Callable[[str], Result],
 ) -> None:
@@ -149,7 +149,7 @@ def losses_in(text: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +159,7 @@ def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
         capture_output=True,
         text=True,
         env=os.environ | demo.RANK_SETTINGS,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -58,7 +58,7 @@ def test_the_exit_code_is_the_scripts(
 def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
     process = start_and_wait(tmp_path)
     os.kill(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=40)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
     assert len(json.loads(said)["attempts"]) == 1
 
@@ -69,7 +69,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     below = list(descendants(process.pid))
     assert len(below) >= 3  # torchrun and two ranks
     process.kill()
-    process.communicate(timeout=40)
+    process.communicate(timeout=240)
     deadline = time.monotonic() + 40
     while any(map(is_running, below)) and time.monotonic() < deadline:
         time.sleep(0.05)

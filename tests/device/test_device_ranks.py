@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anyrank
 from anyrank.testing import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(600)]
 WIDTH = 128
 CPU = torch.device("cpu")
 ENV = {"ANYRANK_READ_THREADS": "2"}
@@ -158,7 +158,7 @@ JOBS: dict[str, Any] = {"load": load, "resume": resume, "tiled": tiled}
 
 
 def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
-    results = run_ranks(2, job, str(path), kind, *args, init=False, env=ENV, timeout=60)
+    results = run_ranks(2, job, str(path), kind, *args, init=False, env=ENV)
     assert [races for _, races, _ in results] == [[], []]
     assert [used for _, _, used in results] == [{0}, {1}]
     return [result for result, _, _ in results]

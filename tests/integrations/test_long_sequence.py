@@ -16,7 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize("start", [[], TORCHRUN], ids=["python", "torchrun"])
 def test_the_example_trains_where_plain_does_not_fit(start: list[str]) -> None:
     command = [sys.executable, *start, EXAMPLE, "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=58, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "allocate memory" in done.stdout
     assert "plain: fits" not in done.stdout

@@ -145,7 +145,7 @@ def test_retention_leaves_nothing_behind(url: str) -> None:
     ids=["before the data", "between data and manifest"],
 )
 def test_a_kill_before_the_manifest_leaves_no_checkpoint(url: str, fault: Fault) -> None:
-    ends = run_ranks(2, job_train, url, 3, faults=[fault], timeout=30)
+    ends = run_ranks(2, job_train, url, 3, faults=[fault])
     assert isinstance(ends[fault.rank], Died)
     assert "__0_0.distcp" in objects(url, NEWEST)
     assert "anyrank.json" not in objects(url, NEWEST)

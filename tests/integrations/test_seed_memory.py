@@ -109,7 +109,7 @@ def job(wrapper: str) -> tuple[list[float], list[torch.Tensor], int]:
 
 @pytest.mark.parametrize(("world", "wrapper"), [(2, "ddp"), (4, "ddp"), (2, "fsdp")])
 def test_a_model_of_two_towers_trains_as_the_plain_one(world: int, wrapper: str) -> None:
-    found = run_ranks(world, job, wrapper, timeout=55)
+    found = run_ranks(world, job, wrapper)
     for _, weights, copied in found:
         assert copied > 0
         for mine, first in zip(weights, found[0][1], strict=True):

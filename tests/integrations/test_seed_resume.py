@@ -72,7 +72,7 @@ def job(arguments: list[str], cards: int = 0) -> dict[str, Any]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run on one rank, never stopped."""
     folder = str(tmp_path_factory.mktemp("reference"))
-    return run_ranks(1, job, ["--folder", folder, "--stop", str(END)], timeout=40)[0]
+    return run_ranks(1, job, ["--folder", folder, "--stop", str(END)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
     """A run that was saved on 7 ranks, each of which had eight accelerators; what they returned."""
     folder = str(tmp_path_factory.mktemp("saved"))
     arguments = ["--folder", folder, "--stop", str(STOP)]
-    return folder, run_ranks(SAVED_ON, job, arguments, cards=8, timeout=40)
+    return folder, run_ranks(SAVED_ON, job, arguments, cards=8)
 
 
 def copied(folder: str, to: Path) -> str:
@@ -93,7 +93,7 @@ def once_each(results: list[dict[str, Any]]) -> list[int]:
     return sorted(index for result in results for index in set(result["ids"]))
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_seven_ranks_go_on_on_another_number(
     tmp_path: Path, ranks: int, reference: dict[str, Any], saved: tuple[str, list[dict[str, Any]]]
@@ -101,7 +101,7 @@ def test_seven_ranks_go_on_on_another_number(
     folder, first = saved
     arguments = ["--folder", copied(folder, tmp_path), "--resume"]
     for stop in (EPOCH, END):  # to the epoch's end, and on
-        results = run_ranks(ranks, job, [*arguments, "--stop", str(stop)], timeout=40)
+        results = run_ranks(ranks, job, [*arguments, "--stop", str(stop)])
         report = results[0]["report"]
         assert report.saved_on.ranks == (SAVED_ON if stop == EPOCH else ranks)
         moved = {str(report.components[part]) for part in ("model", "optimizer", "ema")}
@@ -167,6 +167,6 @@ def test_starts_are_not_mixed_up(
 
 def test_the_example_runs_unchanged_under_python(tmp_path: Path) -> None:
     command = [sys.executable, diffusion_resume.__file__, "--folder", str(tmp_path), "--stop", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("a new run with first weights\nloss ")

@@ -64,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "peft"), CASES)
 def test_same_weights_as_from_pretrained(tmp_path: Any, family: str, peft: bool) -> None:
     expected = save(family, tmp_path)
-    results = run_ranks(2, job_family, family, str(tmp_path), peft, timeout=60)
+    results = run_ranks(2, job_family, family, str(tmp_path), peft)
     for weights, report, tied in results:
         found = {plain_name(k): v for k, v in weights.items() if "lora_" not in k}
         assert found.keys() == expected.keys()
@@ -111,7 +111,7 @@ def job_real_adapters(folder: str) -> tuple[dict[str, torch.Tensor], Any]:
 
 def test_real_adapters_that_differ_become_alike(tmp_path: Any) -> None:
     save("llama", tmp_path)
-    (one, report), (other, _) = run_ranks(2, job_real_adapters, str(tmp_path), timeout=40)
+    (one, report), (other, _) = run_ranks(2, job_real_adapters, str(tmp_path))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     alike = [name for name, rule in report.initialised.items() if "different values" in rule]
     assert len(alike) == 2
@@ -173,7 +173,7 @@ def test_a_new_dora_adapter_does_nothing_on_the_base_that_was_loaded(
     torch.manual_seed(1)
     save("llama", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    for state in run_ranks(2, job_dora, str(tmp_path), start, timeout=40):
+    for state in run_ranks(2, job_dora, str(tmp_path), start):
         for name, magnitude in state.items():
             if "q_proj.lora_magnitude_vector" in name:
                 key = plain_name(name).partition(".lora_")[0] + ".weight"

@@ -79,7 +79,7 @@ def test_load_equals_torchs_own_sharding(
 
 def test_eight_ranks_of_uneven_fsdp_over_tensor_parallel(tmp_path: Any) -> None:
     path = save(tmp_path, **SIZES["uneven"])
-    run_ranks(8, job_layout, path, "fsdp_tp", SIZES["uneven"], "meta", "auto", timeout=40)
+    run_ranks(8, job_layout, path, "fsdp_tp", SIZES["uneven"], "meta", "auto")
 
 
 def job_ddp(path: str, order: str) -> tuple[dict[str, torch.Tensor], Any]:

@@ -341,7 +341,7 @@ def test_11_ranks_with_different_numbers_of_tiles_do_not_wait_for_each_other() -
         run_ranks(2, job_unit_in_tiles, "peer", timeout=4)
     for how in ("ours", "closure", "closure, checked", "argument", "method"):
         with pytest.raises(RanksFailed, match="between 1 and 3") as caught:
-            run_ranks(2, job_unit_in_tiles, how, timeout=20)
+            run_ranks(2, job_unit_in_tiles, how)
         assert "RankError" in str(caught.value)
     for how in ("inside", "equal"):
         assert run_ranks(2, job_unit_in_tiles, how) == [[True] * 4] * 2

@@ -69,9 +69,7 @@ def job_memory(folder: str, dtype: torch.dtype, strategy: str, shard: bool) -> t
 def test_a_rank_holds_its_share_and_a_bounded_buffer(
     big: str, dtype: torch.dtype, strategy: str, shard: bool, world: int
 ) -> None:
-    for share, peak, report in run_ranks(
-        world, job_memory, big, dtype, strategy, shard, timeout=60
-    ):
+    for share, peak, report in run_ranks(world, job_memory, big, dtype, strategy, shard):
         extra = peak - share
         assert share == LAYERS * WIDTH * WIDTH * dtype.itemsize // (world if shard else 1)
         assert extra < 16 * MIB, f"{extra / MIB:.1f} MiB beyond the share of {share / MIB:.1f} MiB"

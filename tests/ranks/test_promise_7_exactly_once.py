@@ -264,7 +264,7 @@ def test_any_number_of_ranks_sees_the_same_data_and_numbers(
     state: Any = None
     whole: dict[tuple[int, int], Any] = {}
     for world, steps in script:
-        results = run_ranks(world, job_run, state, steps, num_workers, timeout=40)
+        results = run_ranks(world, job_run, state, steps, num_workers)
         # These steps are lost with their process, and come again.
         part = merged(results)
         assert not whole.keys() & part.keys()

@@ -52,7 +52,7 @@ def job(family: str, source: Any, how: str, options: dict[str, Any]) -> tuple[An
 
 
 def run(family: str, source: Any, how: str = "meta", **options: Any) -> tuple[Any, Any, list[str]]:
-    results = run_ranks(2, job, family, source, how, options, timeout=40)
+    results = run_ranks(2, job, family, source, how, options)
     first, report, told = results[0]
     other = results[1][0]
     if isinstance(first, Exception):

@@ -57,7 +57,7 @@ def job_diverged(path: str, what: str, background: bool) -> str:
 @pytest.mark.parametrize("what", ["model", "strided", "optimizer"])
 def test_replicas_that_diverged_are_refused(tmp_path: Path, what: str, background: bool) -> None:
     name = "optimizer.state.1.weight.exp_avg" if what == "optimizer" else "model.1.weight"
-    for text in run_ranks(3, job_diverged, str(tmp_path), what, background, timeout=60):
+    for text in run_ranks(3, job_diverged, str(tmp_path), what, background):
         assert f"{name}: ranks [0, 2] unlike ranks [1]" in text
     assert not list(tmp_path.glob("step-*"))
 
@@ -78,7 +78,7 @@ def job_hybrid(path: str) -> list[str]:
 
 
 def test_replicas_of_shards_are_compared(tmp_path: Path) -> None:
-    for diverged, alike in run_ranks(4, job_hybrid, str(tmp_path), timeout=60):
+    for diverged, alike in run_ranks(4, job_hybrid, str(tmp_path)):
         assert "model.weight: ranks [1] unlike ranks [3]" in diverged
         assert alike == ""
 
@@ -110,7 +110,7 @@ def job_average(path: str, background: bool) -> Any:
 def test_an_average_of_the_first_rank_alone_is_saved_whole(
     tmp_path: Path, background: bool
 ) -> None:
-    told = run_ranks(2, job_average, str(tmp_path), background, timeout=60)
+    told = run_ranks(2, job_average, str(tmp_path), background)
     assert told[0][0] == {0.0}
     for _, notes in told:
         assert len([one for one in notes if "8 tensors differed between the ranks" in one]) == 2
@@ -137,7 +137,7 @@ def job_later(path: str) -> list[int]:
 
 
 def test_a_divergence_is_noticed_within_ten_saves(tmp_path: Path) -> None:
-    for noticed in run_ranks(2, job_later, str(tmp_path), timeout=120):
+    for noticed in run_ranks(2, job_later, str(tmp_path)):
         assert len(noticed) == 4
         assert max(noticed) <= EVERY
         assert len(set(noticed)) > 1  # each save compares another part

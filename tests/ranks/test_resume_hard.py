@@ -177,7 +177,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
     ("what", "match"), [("save", "within a step"), ("step_done", "is not complete")]
 )
 def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path, what: str, match: str) -> None:
-    answers = run_ranks(2, job_one_rank, str(tmp_path), what, timeout=15)
+    answers = run_ranks(2, job_one_rank, str(tmp_path), what)
     assert answers[0] == answers[1]
     assert answers[0][0] == "CheckpointError"
     assert match in answers[0][1]

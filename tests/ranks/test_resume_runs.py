@@ -80,7 +80,7 @@ def test_a_run_over_several_rank_counts_is_the_run_on_one(
         until = leg * STEPS // len(sizes)
         background = bool(leg % 2)
         results = run_ranks(
-            size, job, str(tmp_path / "run"), kind, until, torch.float64, background, timeout=40
+            size, job, str(tmp_path / "run"), kind, until, torch.float64, background
         )
         assert all(one == results[0] for one in results)
         losses += results[0][0]

@@ -72,13 +72,13 @@ def job(path: str, kind: str, save: bool) -> Any:
 def test_an_optimizer_that_cannot_be_saved_is_refused_by_name(
     tmp_path: Path, kind: str, said: str
 ) -> None:
-    for text in run_ranks(2, job, str(tmp_path), kind, True, timeout=60):
+    for text in run_ranks(2, job, str(tmp_path), kind, True):
         assert said in text
     assert not list(tmp_path.glob("step-*"))
 
 
 def test_state_by_rank_goes_on_with_as_many_ranks_only(tmp_path: Path) -> None:
-    assert run_ranks(2, job, str(tmp_path), "own", True, timeout=60) == [[0, 0], [1, 1]]
-    assert run_ranks(2, job, str(tmp_path), "own", False, timeout=60) == [[0, 0], [1, 1]]
-    for text in run_ranks(3, job, str(tmp_path), "own", False, timeout=60):
+    assert run_ranks(2, job, str(tmp_path), "own", True) == [[0, 0], [1, 1]]
+    assert run_ranks(2, job, str(tmp_path), "own", False) == [[0, 0], [1, 1]]
+    for text in run_ranks(3, job, str(tmp_path), "own", False):
         assert "optimizer: a ByRank whose state differed between the 2 ranks" in text

@@ -107,7 +107,7 @@ def job_raise(path: str, where: str, background: bool) -> tuple[str, str, float]
 def test_a_rank_that_raises_ends_the_run_on_all_within_seconds(
     tmp_path: Path, where: str, background: bool
 ) -> None:
-    first, second = run_ranks(2, job_raise, str(tmp_path), where, background, timeout=40)
+    first, second = run_ranks(2, job_raise, str(tmp_path), where, background)
     assert second[:2] == ("ValueError", "cannot decode image 17")
     assert first[0] == "RankError"
     assert max(first[2], second[2]) < DEADLINE_SEC
@@ -138,7 +138,7 @@ def job_raise_in_own_loop(path: str) -> tuple[str, str, float]:
 
 
 def test_an_exception_beside_a_background_save_keeps_its_cause(tmp_path: Path) -> None:
-    first, second = run_ranks(2, job_raise_in_own_loop, str(tmp_path), timeout=40)
+    first, second = run_ranks(2, job_raise_in_own_loop, str(tmp_path))
     assert second[:2] == ("ValueError", "cannot decode image 17")
     assert first[0] == "RankError"
     assert max(first[2], second[2]) < 2 * DEADLINE_SEC
@@ -169,7 +169,7 @@ def job_leave(path: str, how: str) -> tuple[str, float, int, list[int]]:
 
 
 def test_ranks_that_leave_at_other_steps_are_told_alike(tmp_path: Path) -> None:
-    answers = run_ranks(2, job_leave, str(tmp_path), "before the optimizer's step", timeout=40)
+    answers = run_ranks(2, job_leave, str(tmp_path), "before the optimizer's step")
     assert [answer[2] for answer in answers] == [2, 1]
     assert answers[0][0] == answers[1][0]
     assert answers[0][0].startswith("CheckpointError: ")

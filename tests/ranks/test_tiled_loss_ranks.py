@@ -108,7 +108,7 @@ def whole(parameter: nn.Parameter) -> Any:
 def test_heads_sharded_over_the_vocabulary_and_sequence_parallel_states_are_right(
     kind: str,
 ) -> None:
-    assert run_ranks(2, job_tensor_parallel, kind, timeout=50) == [[]] * 2
+    assert run_ranks(2, job_tensor_parallel, kind) == [[]] * 2
 
 
 def job_part_of_the_logits() -> list[str]:
@@ -132,7 +132,7 @@ def job_part_of_the_logits() -> list[str]:
 
 
 def test_a_part_of_the_logits_or_of_the_rows_is_refused_by_name() -> None:
-    logits, rows, argument = run_ranks(2, job_part_of_the_logits, timeout=40)[0]
+    logits, rows, argument = run_ranks(2, job_part_of_the_logits)[0]
     assert "returns 6 of 12 logits: it is sharded over the vocabulary" in logits
     assert "sequence parallel" in rows
     assert "args[0] is a DTensor" in argument
@@ -162,4 +162,4 @@ def job_count(wrapper: str) -> bool:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_count_as_documented_gives_the_mean_over_the_tokens_of_all_ranks(wrapper: str) -> None:
-    assert run_ranks(2, job_count, wrapper, timeout=40) == [True] * 2
+    assert run_ranks(2, job_count, wrapper) == [True] * 2

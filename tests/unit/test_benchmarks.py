@@ -84,7 +84,7 @@ def test_goals_can_be_missed(module: Import) -> None:
     assert [goal["met"] for goal in load.goals_of(bad)] == [False, True, False, False]
 
 
-def test_results_of_loading_cover_all_and_nothing_was_loaded_wrong(module: Import) -> None:
+def test_recorded_results_of_loading_cover_all_and_nothing_was_loaded_wrong(module: Import) -> None:
     load = module("load")
     rows = result("load")["rows"]
     named = {
@@ -102,14 +102,14 @@ def test_results_of_loading_cover_all_and_nothing_was_loaded_wrong(module: Impor
     ] == []
 
 
-def test_results_of_loading_keep_the_promised_memory() -> None:
+def test_recorded_results_of_loading_are_within_the_promised_memory() -> None:
     goals = [goal for goal in result("load")["goals"] if "memory" in goal["what"]]
     goals += [goal for goal in result("load")["goals"] if "MiB" in goal["what"]]
     assert len(goals) >= 16
     assert [goal for goal in goals if goal["value"] > goal["at_most"]] == []
 
 
-def test_no_trap_is_silent_in_anyrank(module: Import) -> None:
+def test_recorded_traps_are_not_silent_in_anyrank(module: Import) -> None:
     found, traps = result("traps"), module("traps")
     assert [row["row"] for row in found["rows"]] == list(traps.ROWS)
     assert found["ways"] == traps.WAYS
@@ -138,7 +138,7 @@ def test_trap_verdicts(module: Import) -> None:
     assert traps.verdict([cell(ran_code=True)], plain) == "SILENT: ran code"
 
 
-def test_frozen_part_costs_nothing_under_ddp() -> None:
+def test_recorded_cost_of_a_frozen_part_under_ddp_is_nothing() -> None:
     rows = {row["kind"]: row for row in result("frozen")["rows"]}
     frozen = rows["freeze"]
     assert (frozen["frozen_built_bytes"], frozen["frozen_step_bytes"]) == (0, 0)
@@ -146,20 +146,20 @@ def test_frozen_part_costs_nothing_under_ddp() -> None:
     assert rows["default"]["frozen_step_bytes"] > 3 * 128 * 2**20
 
 
-def test_no_sample_is_repeated_or_lost_and_no_stream_shared() -> None:
+def test_recorded_orders_repeat_and_lose_no_sample_and_share_no_stream() -> None:
     rows = result("order")["rows"]
     assert {(row["from"], row["to"]) for row in rows} >= {(3, 2), (2, 3), (4, 1)}
     assert [row["anyrank"] for row in rows] == [{"repeated": 0, "lost": 0, "alike": 0}] * len(rows)
     assert any(row["sampler"]["lost"] for row in rows)
 
 
-def test_saves_hold_the_promised_memory() -> None:
+def test_recorded_saves_are_within_the_promised_memory() -> None:
     rows, share = result("save")["rows"], result("save")["mib"] / result("save")["ranks"]
     assert rows["anyrank"]["beyond_mib"] < 64
     assert rows["anyrank_background"]["beyond_mib"] < share + 64
 
 
-def test_no_kill_and_no_damage_is_silent_in_anyrank(module: Import) -> None:
+def test_recorded_kills_and_damage_are_not_silent_in_anyrank(module: Import) -> None:
     found, kills = result("kills"), module("kills")
     assert [row["event"] for row in found["rows"]] == list(kills.EVENTS)
     rows = {row["event"]: row["cells"] for row in found["rows"]}

@@ -245,7 +245,7 @@ def run_torchrun(block: Block, num_ranks: str, folder: Path) -> str:
         [*command, num_ranks, str(script)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
         cwd=folder,
     )
@@ -278,7 +278,7 @@ def run_block(block: Block, before: list[Block], namespace: dict[str, Any], fold
     if how.endswith(" ranks"):
         # blocks below it may use what it defines
         execute(definitions([block]), block.place, namespace, False)
-        return run_ranks(int(how.split()[0]), job, definitions(before), block, timeout=40)[0]
+        return run_ranks(int(how.split()[0]), job, definitions(before), block)[0]
     printed = run_here(block, namespace)
     if how.startswith("torchrun "):
         compare(block, printed)

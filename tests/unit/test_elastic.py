@@ -646,7 +646,7 @@ def test_workers_end_with_their_process(case: str, code: int) -> None:
     )
     try:
         # A worker that is left holds the pipe open.
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

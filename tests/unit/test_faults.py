@@ -92,4 +92,4 @@ def test_faults_that_cannot_all_strike_are_refused() -> None:
 @pytest.mark.parametrize("module", ["anyrank.testing", "torch"])
 def test_production_code_does_not_load_the_harness(module: str) -> None:
     code = f"import sys, anyrank, anyrank.faults; sys.exit({module!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

@@ -151,7 +151,7 @@ def loaded_by(code: str, watched: Iterable[str]) -> set[str]:
     """Which of the watched modules a fresh Python has loaded after running the code."""
     tail = f"\nimport sys; print(*[name for name in {list(watched)} if name in sys.modules])"
     command = [sys.executable, "-c", code + tail]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.splitlines()[-1].split())
 

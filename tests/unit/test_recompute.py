@@ -565,14 +565,21 @@ def test_a_deep_copy_uses_its_own_weights() -> None:
 def test_handles_may_be_removed_in_any_order() -> None:
     model = Model()
     own = model.layers[0].forward
-    model.layers[0].__dict__["forward"] = lambda x: own(x)  # somebody else's patch
-    before = dict(model.layers[0].__dict__)
+    calls: list[int] = []
+
+    def counted(x: Any) -> Any:  # somebody else's patch
+        calls.append(1)
+        return own(x)
+
+    model.layers[0].__dict__["forward"] = counted
     first = anyrank.recompute_(model, "layers.0")
     model.layers[0].__dict__["forward"] = outer = Outer(model.layers[0].forward)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert len(calls) == 2  # forward, and again in backward
     first.remove()
-    model(torch.randn(2, WIDTH))
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert len(calls) == 3
     assert model.layers[0].__dict__["forward"] is outer
-    assert before["forward"]
 
 
 class Outer:

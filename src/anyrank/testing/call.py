@@ -18,10 +18,10 @@ from anyrank.testing.report import Died, FaultNotReached
 from anyrank.testing.server import ForkServer
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
-MEET_SECONDS = 30.0  # the first call of a rank imports the job's modules
-STACK_SECONDS = 1.0
-CLEAN_SECONDS = 20.0  # a rank that has run Lightning collects garbage for seconds
-KILL_SECONDS = 5.0
+MEET_SECONDS = 180.0  # the first call of a rank imports the job's modules
+STACK_SECONDS = 5.0
+CLEAN_SECONDS = 120.0  # a rank that has run Lightning collects garbage for seconds
+KILL_SECONDS = 20.0
 GONE = (EOFError, BrokenPipeError, ConnectionResetError)
 
 
