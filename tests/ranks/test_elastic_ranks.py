@@ -457,7 +457,7 @@ def job_bypass(how: str) -> tuple[int, str]:
 BYPASSED = {
     "module": "has not exchanged them: call the wrapped model itself",
     "contained": "has not exchanged them: call the wrapped model itself",
-    "own": "a backward of your own ran in step.microbatches",
+    "own": "gradients were computed without step.backward",
 }
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anyrank
 from anyrank.data.order import Order
-from anyrank.data.schedule import shares
+from anyrank.data.schedule import slots_of_rank
 from anyrank.random_state.streams import ambient
 
 pytestmark = [
@@ -220,7 +220,7 @@ def test_a_step_counts_when_it_is_committed_or_the_next_one_is_asked_for() -> No
     assert (loader.in_step, loader.step, loader.consumed) == (False, 1, 8)
     list(next(steps).microbatches(NET))
     next(steps)
-    assert (loader.step, loader.consumed, loader.seen.count) == (2, 16, 16)
+    assert (loader.step, loader.consumed, loader._seen.count) == (2, 16, 16)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=str)
@@ -397,7 +397,7 @@ def test_the_state_is_small_and_knows_no_ranks() -> None:
         "key": "data v1",
         "order": "feistel-v1",
         "tail": "short",
-        "receipt": loader.seen.to_json(),
+        "receipt": loader._seen.to_json(),
         "receipts": [],
     }
 
@@ -486,8 +486,8 @@ def test_a_receipt_that_does_not_fit_is_an_error() -> None:
 def test_workers_that_return_other_samples_are_noticed() -> None:
     loader = make()
     _steps, step = first_step(loader)
-    loader.schedule = loader.schedule.with_global_batch(4)
-    step.within.answers = iter([next(step.within.answers)._replace(batch=None)] * 2)
+    batch = next(step._pass.batches)._replace(batch=None)
+    step._pass.batches = iter([batch] * 2)
     batches = step.microbatches(NET)
     next(batches)
     with pytest.raises(anyrank.CheckpointError, match=r"microbatch 1: the plan has samples \["):
@@ -545,7 +545,7 @@ def test_a_step_outside_of_its_loop_is_an_error() -> None:
 
 def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
     loader = make([1, 2], global_batch=2)
-    loader.fetcher.dataset.dataset = []
+    loader._fetcher.dataset.dataset = []
     with pytest.raises(IndexError):
         run(loader)
     assert loader.state_dict() == make([1, 2], global_batch=2).state_dict()
@@ -557,7 +557,7 @@ def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
 @settings(deadline=None)
 @given(count=st.integers(1, 200), size=st.integers(1, 64))
 def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) -> None:
-    every = [shares(count, rank, size) for rank in range(size)]
+    every = [slots_of_rank(count, rank, size) for rank in range(size)]
     assert [turn.k for turns in every for turn in turns if not turn.is_copy] == list(range(count))
     assert {len(turns) for turns in every} == {-(-count // size)}
     own = [sum(not turn.is_copy for turn in turns) for turns in every]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
+from anyrank.data.position import check_receipt
 from anyrank.data.sampler import Share
 from anyrank.world.ranks import one_process
 
@@ -63,7 +64,7 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
         if sampler.share(number).is_last:
             sampler.commit()
     assert found == expected
-    sampler.check_receipt(one_process())
+    check_receipt(sampler, one_process())
     assert sampler.receipts[0].verdict.startswith("exactly once")
     assert (sampler.epoch, sampler.step) == (1, 2 if tail == "drop" else 3)
 
@@ -71,10 +72,10 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
 def test_fetching_ahead_does_not_count() -> None:
     sampler = make()
     batches = list(sampler)
-    assert (sampler.step, sampler.consumed, sampler.seen.count) == (0, 0, 0)
+    assert (sampler.step, sampler.consumed, sampler._seen.count) == (0, 0, 0)
     assert list(sampler) == batches
     sampler.commit()
-    assert (sampler.step, sampler.consumed, sampler.seen.count) == (1, 8, 8)
+    assert (sampler.step, sampler.consumed, sampler._seen.count) == (1, 8, 8)
     assert list(sampler) == batches[4:]
 
 
@@ -101,7 +102,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
     assert len({len(one) for one in batches}) == 1
     ends = [[one.share(n).is_last for n in range(len(batches[0]))] for one in every]
     assert all(one == ends[0] for one in ends)
-    plan = every[0].next_step()
+    plan = every[0]._next_step()
     terms: dict[int, float] = {}
     for number, is_last in enumerate(ends[0]):
         for one, lists in zip(every, batches, strict=True):
@@ -117,7 +118,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
             terms = {}
             for one in every:
                 one.commit()
-            plan = every[0].next_step()
+            plan = every[0]._next_step()
     assert {one.epoch for one in every} == {1}
 
 
@@ -208,7 +209,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     batches = iter(sampler)
     list(itertools.islice(batches, 4))
     sampler.commit()
-    sampler.check_receipt(one_process())
+    check_receipt(sampler, one_process())
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 0 were"):
         sampler.commit()
     assert (sampler.step, sampler.samples) == (1, 8)

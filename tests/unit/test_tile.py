@@ -516,7 +516,12 @@ X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
     "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
     "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
-    "a dim that is no int": ({"in_dims": (1.5,)}, lambda t: t(X), ValueError, "dims 1.5 do not match"),
+    "a dim that is no int": (
+        {"in_dims": (1.5,)},
+        lambda t: t(X),
+        ValueError,
+        "dims 1.5 do not",
+    ),
     "no such dim": ({"in_dims": 3}, lambda t: t(X), ValueError, r"no dim 3 in \[2, 10, 6\]"),
     "too many": ({"in_dims": (1, 1)}, lambda t: t(X), ValueError, "2 entries for 1 positional"),
     "no such name": ({"in_dims": {"y": 1}}, lambda t: t(X), ValueError, r"names \['y'\]"),
@@ -528,7 +533,12 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], st
         ValueError,
         r"args\[0\] has 10, args\[1\] has 3",
     ),
-    "other structure": ({"in_dims": ([1],)}, lambda t: t(X), ValueError, "not match the structure of a Tensor"),
+    "other structure": (
+        {"in_dims": ([1],)},
+        lambda t: t(X),
+        ValueError,
+        "do not match the structure",
+    ),
     "out_dims": (
         {"out_dims": 2},
         lambda t: t(X),
@@ -536,7 +546,12 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], st
         r"returns \[2, 4, 6\], expected \[2, 4, 4",
     ),
     "out_dims none": ({"out_dims": None}, lambda t: t(X), ValueError, "has None in out_dims"),
-    "out_dims pair": ({"out_dims": (1, 1)}, lambda t: t(X), ValueError, "not match the structure of a Tensor"),
+    "out_dims pair": (
+        {"out_dims": (1, 1)},
+        lambda t: t(X),
+        ValueError,
+        "do not match the structure",
+    ),
 }
 
 

@@ -124,4 +124,4 @@ class Offload:
 
 def engine_of(offload: Offload) -> OffloadEngine:
     """What moves the tensors, for `recompute`."""
-    return offload._engine  # pyright: ignore[reportPrivateUsage]
+    return offload._engine

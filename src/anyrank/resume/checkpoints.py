@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position
-from anyrank.data.step import Step
+from anyrank.data.loader import ElasticLoader, abandon_step
+from anyrank.data.position import Position, check_complete
+from anyrank.data.step import Step, is_complete
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.run_folder import SavedStep
 from anyrank.files.store import store_for
@@ -235,8 +235,8 @@ class Checkpoints:
         (step, hooks), self._body = self._body, None
         self._was_broken_off = not on_purpose
         if not hooks.stepped:
-            loader_of(self._state).abandon_step()  # the weights are those of the step before
-        elif on_purpose and step.is_complete:
+            abandon_step(loader_of(self._state))  # the weights are those of the step before
+        elif on_purpose and is_complete(step):
             self._count()
         else:
             self._state.poison = lost_step(step, on_purpose)
@@ -258,7 +258,7 @@ class Checkpoints:
         def here() -> tuple[bool, int | None, bool]:
             self._state.check_usable()
             if isinstance(self._state.data, Position):
-                self._state.data.check_complete()
+                check_complete(self._state.data)
             due = self._is_first and self._cadence.is_due(self._state.step + 1, self._last_save)
             return self._writer.failed, self._signals.take(), due
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
@@ -95,7 +95,7 @@ class RunWriter:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
         if isinstance(state.data, Position):
-            state.data.check_receipt(ranks)
+            check_receipt(state.data, ranks)
         snapshot = collect(state, ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)
