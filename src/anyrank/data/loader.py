@@ -78,8 +78,8 @@ class ElasticLoader(Position):
         ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
         TypeError: a dataset without length; sizes that are not ints.
 
-    Example:
-        ```python
+    Example::
+
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
@@ -89,7 +89,6 @@ class ElasticLoader(Position):
             optimizer.step()
             optimizer.zero_grad()
         assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
-        ```
     """
 
     def __init__(
@@ -168,8 +167,8 @@ class ElasticLoader(Position):
             ValueError: sizes that do not match each other, the shards or the number of ranks.
             TypeError: sizes that are not ints.
 
-        Example:
-            ```python
+        Example::
+
             loader = anyrank.ElasticLoader.from_shards(
                 ["a", "b", "c"],
                 read=lambda name: (torch.full((2,), float(ord(name))) for _ in range(8)),
@@ -178,7 +177,6 @@ class ElasticLoader(Position):
                 microbatch=4,
             )
             assert len(loader) == 2
-            ```
         """
         sizes = check_lengths(shards, lengths)
         order = ShardOrder(

@@ -102,8 +102,8 @@ class ElasticSampler(Position):
         ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
         TypeError: a dataset without length; sizes that are not ints.
 
-    Example:
-        ```python
+    Example::
+
         data = torch.randn(32, 4)
         sampler = anyrank.ElasticSampler(data, global_batch=16, microbatch=4)
         model = torch.nn.Linear(4, 1)
@@ -117,7 +117,6 @@ class ElasticSampler(Position):
                 optimizer.zero_grad()
                 sampler.commit()
         assert sampler.samples == 32
-        ```
     """
 
     def __init__(

@@ -76,8 +76,8 @@ class Step:
         epoch: from 0.
         samples: samples of the global batch, on all ranks together.
 
-    Example:
-        ```python
+    Example::
+
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
@@ -87,7 +87,6 @@ class Step:
             optimizer.step()
             optimizer.zero_grad()
             print(step.number, step.loss())
-        ```
     """
 
     def __init__(self, progress: StepProgress, schedule: Schedule, loader_pass: LoaderPass) -> None:

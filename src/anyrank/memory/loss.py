@@ -85,14 +85,13 @@ def tiled_loss(
         RankError: as of `tile`.
         RecomputeError: from backward, as of `recompute`; a second pass through a fused loss.
 
-    Example:
-        ```python
+    Example::
+
         head = torch.nn.Linear(16, 1000)
         hidden = torch.randn(2, 512, 16, requires_grad=True)
         labels = torch.randint(1000, (2, 512))
         loss = anyrank.tiled_loss(head, hidden, labels, chunk_size=256)
         loss.backward()
-        ```
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)

@@ -23,11 +23,10 @@ class OffloadStats:
         kept: tensors that stayed on the device because the pool was full.
         allocated: buffers allocated; `reused`: times that a buffer was used again.
 
-    Example:
-        ```python
+    Example::
+
         offload = anyrank.Offload(pool_bytes=1 << 30)
         assert offload.stats().used_bytes == 0
-        ```
     """
 
     pool_bytes: int
@@ -66,15 +65,14 @@ class Offload:
     Raises:
         ValueError: a size or choice that makes no sense; any use after `close`.
 
-    Example:
-        ```python
+    Example::
+
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
         offload = anyrank.Offload(pool_bytes=1 << 20, min_bytes=1, force=True)
         anyrank.recompute_(model, "*", offload=offload)
         model(torch.randn(8, 64)).sum().backward()
         assert offload.stats().copied_bytes > 0
         offload.close()
-        ```
     """
 
     def __init__(

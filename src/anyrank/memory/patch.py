@@ -129,13 +129,12 @@ def recompute_(
         ValueError: no module matches, a module that matches is never called, or is recomputed
             already.
 
-    Example:
-        ```python
+    Example::
+
         model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
         handle = anyrank.recompute_(model, "*")
         model(torch.randn(2, 8)).sum().backward()
         handle.remove()
-        ```
     """
     modules = find_modules(model, pattern)
     settings = Options(offload, context_fn, tuple(generators), resident_in(model))
@@ -175,14 +174,13 @@ def tile_(
     Raises:
         ValueError: no module matches, a module that matches is never called, or is tiled already.
 
-    Example:
-        ```python
+    Example::
+
         mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         model = torch.nn.ModuleDict({"mlp": mlp})
         handle = anyrank.tile_(model, "mlp", chunk_size=256)
         mlp(torch.randn(2, 1000, 8)).sum().backward()
         handle.remove()
-        ```
     """
     modules = find_modules(model, pattern)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims

@@ -59,13 +59,12 @@ def recompute(
         MemoryError: the offload's pool is full and `on_full="raise"`, or the system has no host
             memory for it.
 
-    Example:
-        ```python
+    Example::
+
         block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         x = torch.randn(4, 8, requires_grad=True)
         y = anyrank.recompute(block, x)
         y.sum().backward()
-        ```
     """
     settings = Options(offload, context_fn, tuple(generators), resident_in(fn))
     return record_region(fn, args, kwargs, name_of(fn), settings)

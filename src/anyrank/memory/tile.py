@@ -75,13 +75,12 @@ def tile(
             of tiles.
         RecomputeError: as of `recompute`.
 
-    Example:
-        ```python
+    Example::
+
         mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         x = torch.randn(2, 1000, 8, requires_grad=True)  # [batch, tokens, width]
         y = anyrank.tile(mlp, chunk_size=256)(x)  # 4 tiles along dim 1
         y.sum().backward()
-        ```
     """
     return Tiled(fn, name_of(fn), chunk_size, in_dims, out_dims, grad_dtype, check)
 
