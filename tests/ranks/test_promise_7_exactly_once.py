@@ -151,16 +151,16 @@ def test_what_is_not_exactly_once_is_an_error(wrong: str) -> None:
     kind, message = anyrank.CheckpointError, "epoch 0 is not exactly once"
     if wrong == "behind":
         list(ranks[1].take(ranks[1]._next_step()))
-        message = r"ranks differ in what they took, by rank at steps \[2, 3\]"
+        message = r"ranks differ in the samples they ran, by rank at steps \[2, 3\]"
     elif wrong == "missing":
         ranks.pop()
-        kind, message = ValueError, "not all that share the data, of which there are 2"
+        kind, message = ValueError, "not all of the 2 data-parallel ranks"
     elif wrong == "double":  # two ranks with the same data that did not do the same
         other = At(schedule, 1, 2)
         for _ in range(2):
             list(other.take(other._next_step(), losing=1))
         ranks.append(other)
-        message = "ranks differ in what they took"
+        message = "ranks differ in the samples they ran"
     for rank in ranks:
         with pytest.raises(kind, match=message):
             rank._check_receipt(Together(ranks))
@@ -201,9 +201,9 @@ def run_to(
         for step in loader:
             for batch in step.microbatches(net):
                 drawn = draw(step)
-                assert step.turn is not None
-                if not step.turn.is_copy:
-                    seen[step.number, step.turn.k] = (batch, drawn)
+                assert step._slot is not None
+                if not step._slot.is_copy:
+                    seen[step.number, step._slot.k] = (batch, drawn)
             loader.commit()
             if loader.step == steps:
                 break

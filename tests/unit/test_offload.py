@@ -378,7 +378,7 @@ def test_close_frees_what_nobody_needs() -> None:
     offload.close()
     offload.close()
     assert offload.stats().held_bytes == 0
-    with pytest.raises(ValueError, match=r"layers\.0: its offload was closed"):
+    with pytest.raises(ValueError, match=r"layers\.0: its offload is closed"):
         model(x)
 
 

@@ -135,7 +135,7 @@ def test_what_it_refuses() -> None:
             sampler.share(number)
     for _ in range(3):
         sampler.commit()
-    with pytest.raises(anyrank.CheckpointError, match="no step of epoch 1 was given out"):
+    with pytest.raises(anyrank.CheckpointError, match="no batch of epoch 1 was yielded"):
         sampler.commit()
     with pytest.raises(TypeError, match="has no length"):
         make(iter([1]))
@@ -167,7 +167,7 @@ class Later(Sharded):
 def test_a_second_sharding_is_refused(wrapper: type[Sharded]) -> None:
     sampler = make()
     batches = DataLoader(TensorDataset(torch.arange(22)), batch_sampler=wrapper(sampler))
-    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} stands between"):
+    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} is between"):
         list(batches)
 
 
@@ -178,7 +178,7 @@ def test_accelerates_sharding_is_refused() -> None:
     batches = accelerate.prepare_data_loader(
         DataLoader(data, batch_sampler=sampler), num_processes=2, process_index=0
     )
-    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard stands"):
+    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard is between"):
         list(batches)
 
 
@@ -201,7 +201,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     sampler = make()
     batches = iter(sampler)
     next(batches)
-    with pytest.raises(ValueError, match="batch 1 was not taken"):
+    with pytest.raises(ValueError, match="batch 1 was not yielded"):
         sampler.share(1)
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 1 were"):
         sampler.commit()

@@ -287,7 +287,7 @@ class ElasticLoader(Position):
 
 def abandon_step(loader: ElasticLoader) -> None:
     """Forget the current step, whose optimizer has not stepped: it will be repeated."""
-    loader._current = None
+    loader._current = None  # pyright: ignore[reportPrivateUsage]
 
 
 def length_of(dataset: Any) -> int:

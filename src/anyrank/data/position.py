@@ -275,8 +275,8 @@ class Position:
         by_index = {row[0]: row[3] for row in rows}
         if any(row[2] != rows[0][2] or row[3] != by_index[row[0]] for row in rows):
             raise CheckpointError(
-                f"data position: ranks have run different steps, by rank {steps}: every rank must "
-                "run all steps, and commit() each of them"
+                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: every "
+                "rank must run all steps, and commit() each of them"
             )
         for number, record in enumerate(self._records):
             taken = sum((seen[number] for seen in by_index.values()), record.earlier)
@@ -325,12 +325,12 @@ MUST_AGREE = (
 
 def data_rank(position: Position) -> tuple[int, int]:
     """This rank's index among the data-parallel ranks, and their number."""
-    return position._data_rank()
+    return position._data_rank()  # pyright: ignore[reportPrivateUsage]
 
 
 def check_complete(position: Position) -> None:
     """Raise CheckpointError unless the current step may be counted. No collectives."""
-    position._check_complete()
+    position._check_complete()  # pyright: ignore[reportPrivateUsage]
 
 
 def check_receipt(position: Position, ranks: Ranks) -> None:
@@ -341,12 +341,12 @@ def check_receipt(position: Position, ranks: Ranks) -> None:
             steps.
         ValueError: `ranks` lacks some data-parallel ranks.
     """
-    position._check_receipt(ranks)
+    position._check_receipt(ranks)  # pyright: ignore[reportPrivateUsage]
 
 
 def check_state_dict(position: Position, state_dict: Mapping[str, Any]) -> None:
     """Raise the error that `load_state_dict` would raise. Changes nothing."""
-    position._check_state_dict(state_dict)
+    position._check_state_dict(state_dict)  # pyright: ignore[reportPrivateUsage]
 
 
 def compare(record: EpochRecord, found: Receipt, expected: Receipt, of_what: str) -> None:

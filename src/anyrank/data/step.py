@@ -311,4 +311,4 @@ class Step:
 
 def is_complete(step: Step) -> bool:
     """Whether all microbatches of a step were run. For `Checkpoints.steps`."""
-    return step._progress.is_complete
+    return step._progress.is_complete  # pyright: ignore[reportPrivateUsage]

@@ -122,4 +122,4 @@ class Offload:
 
 def engine_of(offload: Offload) -> OffloadEngine:
     """What moves the tensors, for `recompute`."""
-    return offload._engine
+    return offload._engine  # pyright: ignore[reportPrivateUsage]
