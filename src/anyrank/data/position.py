@@ -275,8 +275,8 @@ class Position:
         by_index = {row[0]: row[3] for row in rows}
         if any(row[2] != rows[0][2] or row[3] != by_index[row[0]] for row in rows):
             raise CheckpointError(
-                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: every "
-                "rank must run all steps, and commit() each of them"
+                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
+                "every rank must run all steps, and commit() each of them"
             )
         for number, record in enumerate(self._records):
             taken = sum((seen[number] for seen in by_index.values()), record.earlier)
