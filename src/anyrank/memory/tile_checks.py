@@ -130,9 +130,8 @@ def check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) ->
         if not same(probe[n], rows, dim):
             raise ValueError(
                 f"{label}: is not independent along the tiled dim: rows {tiling.starts[k]} to "
-                f"{tiling.starts[k] + tiling.length(k) - 1} differ alone "
-                f"({distance(probe[n], rows)}) from the same rows of the whole; tile another dim, "
-                "or another function"
+                f"{tiling.starts[k] + tiling.length(k) - 1}, computed alone, differ from those of "
+                f"the whole ({distance(probe[n], rows)}); tile another dim, or another function"
             )
 
 
