@@ -101,12 +101,9 @@ class Position:
         Raises:
             ValueError: more ranks than microbatches, or a group without this rank.
         """
-        index, size = 0, 1
-        if self._process_group is not ALONE and dist.is_available() and dist.is_initialized():
-            index, size = (
-                dist.get_rank(self._process_group),
-                dist.get_world_size(self._process_group),
-            )
+        index, size, group = 0, 1, self._process_group
+        if group is not ALONE and dist.is_available() and dist.is_initialized():
+            index, size = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in process_group: give each rank its own "

@@ -61,11 +61,11 @@ class TileCountCheck:
         self.called = True
         meshes: dict[DeviceMesh, None] = {}
 
-        def look(module: nn.Module, inputs: Any) -> None:
+        def record_meshes(module: nn.Module, inputs: Any) -> None:
             if not torch.compiler.is_compiling():  # an FSDP2 unit gathers for all its submodules
                 meshes.update(_meshes(module.parameters(recurse=isinstance(module, FSDPModule))))
 
-        handle = register_module_forward_pre_hook(look)
+        handle = register_module_forward_pre_hook(record_meshes)
         try:
             result = self.fn(*args, **kwargs)
         finally:
@@ -85,13 +85,13 @@ def _compare(meshes: Iterable[DeviceMesh], number: int, label: str) -> None:
         bounds = torch.tensor([number, -number], device="cpu" if on_hosts else mesh.device_type)
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        most, minus_least = bounds.tolist()
-        least = -minus_least
-        if most != least:
+        largest, minus_smallest = bounds.tolist()
+        smallest = -minus_smallest
+        if largest != smallest:
             raise RankError(
                 f"{label}: this rank has {number} tiles, and the ranks that share its sharded "
-                f"parameters have between {least} and {most}: each tile gathers the parameters, so "
-                "the numbers must be equal. Put the tiles inside the sharded unit (tile_ of the "
+                f"parameters have between {smallest} and {largest}: each tile gathers the "
+                "parameters, so the numbers must be equal. Put the tiles inside the sharded unit (tile_ of the "
                 "same module, or fully_shard of the module that calls it), or pad the input"
             )
 
