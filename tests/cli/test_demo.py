@@ -139,7 +139,7 @@ def test_the_quick_demo_is_one_screen() -> None:
 def test_the_quick_demo_takes_no_size(option: str, anyrank: Callable[[str], Result]) -> None:
     result = anyrank(f"demo --quick {option}")
     assert result.exit_code == 2
-    assert f"leave {option.split()[0]} out" in result.stderr
+    assert f"remove {option.split()[0]}" in result.stderr
 
 
 def losses_in(text: str) -> list[float]:

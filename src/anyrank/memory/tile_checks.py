@@ -91,8 +91,9 @@ def _compare(meshes: Iterable[DeviceMesh], number: int, label: str) -> None:
             raise RankError(
                 f"{label}: this rank has {number} tiles, and the ranks that share its sharded "
                 f"parameters have between {smallest} and {largest}: each tile gathers the "
-                "parameters, so the numbers must be equal. Put the tiles inside the sharded unit (tile_ of the "
-                "same module, or fully_shard of the module that calls it), or pad the input"
+                "parameters, so the numbers must be equal. Put the tiles inside the sharded unit "
+                "(tile_ of the same module, or fully_shard of the module that calls it), or pad "
+                "the input"
             )
 
 
