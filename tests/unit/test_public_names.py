@@ -26,6 +26,21 @@ def saved() -> anyrank.Checkpoints:
     return ckpts
 
 
+DATA = torch.zeros(8, 1)
+POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
+POSITION += " state_dict load_state_dict"
+
+
+def loader() -> anyrank.ElasticLoader:
+    return anyrank.ElasticLoader(DATA, global_batch=4, microbatch=2)
+
+
+def share() -> Any:
+    sampler = anyrank.ElasticSampler(8, global_batch=4, microbatch=2)
+    next(iter(sampler))
+    return sampler.share(0)
+
+
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "TrainState": (anyrank.TrainState, "step epoch samples run lineage data"),
@@ -61,6 +76,26 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
+    ),
+    "ElasticLoader": (loader, f"{POSITION} from_shards"),
+    "ElasticSampler": (
+        lambda: anyrank.ElasticSampler(8, global_batch=4, microbatch=2),
+        f"{POSITION} share",
+    ),
+    "Share": (share, "weight is_last step k seed scale seeded"),
+    "Step": (
+        lambda: next(iter(loader())),
+        "number epoch samples k microbatches backward scale loss",
+    ),
+    "Offload": (lambda: anyrank.Offload(1), "stats close"),
+    "OffloadStats": (
+        lambda: anyrank.Offload(1).stats(),
+        "pool_bytes held_bytes used_bytes peak_bytes copied_bytes loaded_bytes shared kept"
+        " allocated reused",
+    ),
+    "the handle of recompute_": (
+        lambda: anyrank.recompute_(nn.Sequential(nn.ReLU()), "*"),
+        "names remove",
     ),
 }
 

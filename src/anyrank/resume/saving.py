@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anyrank import faults
-from anyrank.data.position import Position
+from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
@@ -93,7 +93,7 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, Position):
-        data = state.data.place()
+        data = data_rank(state.data)
     return RankCoords(ranks.index, ranks.size, *data)
 
 
