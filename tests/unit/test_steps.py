@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
@@ -354,19 +355,89 @@ def test_a_loop_that_is_handed_to_a_function_counts_its_last_step(
     assert (run.state.step, numbers(ckpts)) == (3, [3])
 
 
-def test_a_kept_iterator_whose_step_is_open_saves_nothing_on_leaving(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def kept(run: Run, ckpts: anyrank.Checkpoints) -> Any:
+    steps = iter(ckpts.steps(until=9))
+    for step in steps:
+        run.train(step)
+        if step.number == 2:
+            break
+    return steps
+
+
+def sliced(run: Run, ckpts: anyrank.Checkpoints) -> None:
+    for step in itertools.islice(ckpts.steps(until=9), 3):
+        run.train(step)
+
+
+def zipped(run: Run, ckpts: anyrank.Checkpoints) -> None:
+    for step, _ in zip(ckpts.steps(until=9), range(3), strict=False):
+        run.train(step)
+
+
+def counted(run: Run, ckpts: anyrank.Checkpoints) -> None:
+    for _, step in zip(range(3), ckpts.steps(until=9), strict=False):
+        run.train(step)
+
+
+def searched(run: Run, ckpts: anyrank.Checkpoints) -> None:
+    assert any(run.train(step) or step.number == 2 for step in ckpts.steps(until=9))
+
+
+def by_next(run: Run, ckpts: anyrank.Checkpoints) -> Any:
+    steps = iter(ckpts.steps(until=9))
+    for _ in range(3):
+        run.train(next(steps))
+    return steps
+
+
+@pytest.mark.parametrize("train", [kept, sliced, zipped, counted, searched, by_next])
+def test_a_loop_that_its_consumer_ends_loses_no_step(tmp_path: Path, train: Any) -> None:
     run = Run()
     with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
+        held = train(run, ckpts)
+    assert numbers(ckpts) == [3, 2]
+    assert run.values() == uninterrupted(tmp_path, 3).values()
+    del held
+
+
+def test_a_trainer_that_is_a_generator_saves_what_its_consumer_took(tmp_path: Path) -> None:
+    run = Run()
+
+    def train() -> Iterator[int]:
+        with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
+            for step in ckpts.steps(until=9):
+                run.train(step)
+                yield step.number
+
+    for number in train():
+        if number == 2:
+            break
+    with closing(anyrank.Checkpoints(tmp_path, run.state)) as ckpts:
+        assert numbers(ckpts) == [3, 2]
+
+
+def test_step_done_in_the_body_is_refused(tmp_path: Path) -> None:
+    run = Run()
+    with closing(anyrank.Checkpoints(tmp_path, run.state)) as ckpts:
         steps = iter(ckpts.steps(until=9))
-        for step in steps:
-            run.train(step)
+        run.train(next(steps))
+        with pytest.raises(anyrank.CheckpointError, match="counts the step itself"):
+            ckpts.step_done()
+        assert run.state.step == 0
+
+
+def test_weights_moved_without_an_optimizer_of_the_state_count_as_a_step(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=9):
+            run.read(step)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            run.optimizer.zero_grad()
             if step.number == 2:
                 break
-    assert numbers(ckpts) == [2]
-    assert "begun and not completed" in caplog.text
-    del steps
+    assert numbers(ckpts) == [3]
 
 
 # -- exceptions -----------------------------------------------------------------------------------

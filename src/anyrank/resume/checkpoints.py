@@ -36,6 +36,7 @@ from anyrank.resume.select_step import StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.group import Group
+from anyrank.world.lines import decline
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -94,14 +95,18 @@ class Checkpoints:
         on_commit: Callable[[SaveRecord], object] | None = None,
         process_group: Group = None,
     ) -> None:
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            given = type(state).__name__
-            raise TypeError(f"state is a {given}: give Checkpoints(path, anyrank.TrainState(...))")
-        self.path = os.fspath(path)
+        try:
+            if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+                given = f"a {type(state).__name__}"
+                raise TypeError(f"state is {given}: give Checkpoints(path, anyrank.TrainState())")
+            self.path = os.fspath(path)
+            self._options = RunOptions(self.path, keep, every, background, verify, keep_every)
+            self._folder = RunFolder(store_for(self.path), self.path)
+        except Exception as error:  # wrong on this rank alone, perhaps: the others wait in vain
+            decline(process_group, "Checkpoints()", error)
+            raise
         self._state = state
-        self._options = RunOptions(self.path, keep, every, background, verify, keep_every)
         self._process_group = process_group
-        self._folder = RunFolder(store_for(self.path), self.path)
         self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
@@ -144,7 +149,7 @@ class Checkpoints:
             assert report.components == {"model": "exact", "streams": "exact"}
         """
         self._signals.watch()
-        ranks = self._open()
+        ranks = self._open("resume")
         arguments = {"which": which, "skip": sorted(skip)}
         ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
         which = narrow(which)
@@ -192,9 +197,10 @@ class Checkpoints:
         Example::
 
             loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
-            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(data=loader))
+            model = torch.nn.Linear(4, 1)
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(model, data=loader))
             for step in ckpts.steps(epochs=1):
-                shapes = [batch.shape for batch in step.microbatches()]
+                shapes = [batch.shape for batch in step.microbatches(model, own_backward=True)]
             assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
@@ -205,8 +211,9 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
+        self._counter.leave_body()  # of a loop whose iterator is still held
         check = run_parts(self._state).check_usable
-        self._open().same_arguments("steps", limits, CheckpointError, check)
+        self._open("steps").same_arguments("steps", limits, CheckpointError, check)
         self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -243,10 +250,11 @@ class Checkpoints:
             assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
         """
         self._signals.watch()
-        ranks = self._open()
+        ranks = self._open("step_done")
         self._is_training = True
 
         def here() -> tuple[bool, int | None, bool]:
+            self._counter.refuse_within_body()
             run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
                 check_complete(self._state.data)
@@ -292,7 +300,7 @@ class Checkpoints:
             assert ckpts.latest() == "runs/a/step-00000000"
             assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
         """
-        ranks = self._open()
+        ranks = self._open("save")
         self._writer.save(ranks, self._writers)
         self._last_save = time.monotonic()
 
@@ -318,10 +326,12 @@ class Checkpoints:
         """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
         return [*self._writer.records]
 
-    def _open(self) -> Ranks:
+    def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
         if self._ranks is None:
-            ranks = self._groups.enter_context(open_ranks(self._process_group, "Checkpoints()"))
+            ranks = self._groups.enter_context(
+                open_ranks(self._process_group, f"Checkpoints.{call}()")
+            )
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
@@ -364,12 +374,12 @@ class Checkpoints:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None:
+            # A generator around the `with` is closed by GeneratorExit when its loop is left.
+            is_left = isinstance(error, GeneratorExit) and not self._counter.was_broken_off
+            if error is not None and not is_left:
                 self._writer.leave(self._is_first)
                 return
-            self._counter.leave_body(
-                on_purpose=False
-            )  # still open: somebody holds the loop's iterator
+            self._counter.leave_body()  # of a loop whose iterator is still held
             if self._is_training and self._ranks is not None:
                 self._save_last(self._ranks)
             self.wait()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, TracebackType
 from typing import Any
+
+from torch import nn
 
 from anyrank.data.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position
 from anyrank.data.step import Step, is_complete
+from anyrank.errors import CheckpointError
 from anyrank.resume.background import innermost
 from anyrank.resume.state import TrainState, run_parts
+from anyrank.tensors.sharded_tensor import version_of
 
-POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
+POP_OPCODES = ("POP_TOP", "POP_ITER")  # of `break` and `return`; the second from CPython 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
 
 
@@ -72,25 +77,43 @@ class StepCounter:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._body: tuple[Step, StepHooks] | None = None  # that the loop is in
+        self._consumers: dict[int, CodeType] = {}  # what runs it, by the ids of frames
+        self._writes = 0  # to the parameters, when the body began
         self.completed = 0
         self.was_broken_off = False
+
+    def refuse_within_body(self) -> None:
+        """Refuse to count a step in the loop's body, which is counted at the body's end.
+
+        Raises:
+            CheckpointError: the body of `steps()` runs.
+        """
+        if self._body is not None:
+            raise CheckpointError(
+                "step_done() in the body of steps(), which counts the step itself at the body's "
+                "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
+            )
 
     def enter_body(self, step: Step, hooks: StepHooks) -> None:
         """The loop's body begins."""
         hooks.stepped = False
         self._body = step, hooks
+        self._consumers = consumers_of_loop()
+        self._writes = writes_to(self._state)
 
     def end_body(self) -> None:
         """The body ran to its end."""
         self._body = None
 
-    def leave_body(self, on_purpose: bool) -> None:
-        """Account for a body that did not run to its end. Raises nothing."""
+    def leave_body(self, by_break: bool = False) -> None:
+        """Account for a body that did not run to its end, if there is one. Raises nothing."""
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
+        on_purpose = by_break or not left_by_exception(self._consumers)
         self.was_broken_off = not on_purpose
-        if not hooks.stepped:
+        has_moved = hooks.stepped or writes_to(self._state) != self._writes
+        if not has_moved:
             abandon_step(loader_of(self._state))  # the weights are those of the step before
         elif on_purpose and is_complete(step):
             self.count()
@@ -151,25 +174,61 @@ def lost_step(step: Step, on_purpose: bool) -> str:
     return f"step {step.number} does not count, and moved the weights: {why}"
 
 
+def writes_to(state: TrainState) -> int:
+    """torch's count of writes to what is trained, also by optimizers that are no part of it."""
+    modules = [part for part in run_parts(state).parts.values() if isinstance(part, nn.Module)]
+    return sum(version_of(p) for m in modules for p in m.parameters() if p.requires_grad)
+
+
+def consumers_of_loop() -> dict[int, CodeType]:
+    """What the steps go to: generators on the way, and the function that runs the `for`.
+
+    For the loop's generator, which asks before it hands out a step. By the ids of their frames: a
+    reference to a frame would keep the loop's iterator alive after a `break`.
+    """
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, its caller, and the loop's generator
+        frame = None if frame is None else frame.f_back
+    found: dict[int, CodeType] = {}
+    while frame is not None:
+        found[id(frame)] = code = frame.f_code
+        if not (code.co_flags & inspect.CO_GENERATOR or code.co_name == "__next__"):
+            break
+        frame = frame.f_back
+    return found
+
+
 def left_by_break() -> bool:
     """Whether the generator that calls this is closed by a `break` or `return` in its loop.
 
-    Python tells a generator only that it is closed, not why. CPython drops a loop's iterator in
-    the instruction that pops it where the loop is left on purpose; an exception drops it from the
-    instruction that raised. A generator between the two, as of a progress bar, is closed at its
-    `yield` by the loop that left it. Anything else, on other interpreters too, is taken for an
-    exception.
+    CPython drops the loop's iterator in the instruction that pops it then. A generator between the
+    two, as of a progress bar, is closed at its `yield`.
     """
     frame = inspect.currentframe()
-    for _ in range(2):  # the generator, and the loop
+    for _ in range(2):  # this function, and the loop's generator
         frame = None if frame is None else frame.f_back
-    while frame is not None and _opcode_of(frame) in YIELD_OPCODES:
+    while frame is not None and _opcode(frame.f_code, frame.f_lasti) in YIELD_OPCODES:
         frame = frame.f_back
-    return frame is not None and _opcode_of(frame) in POP_OPCODES
+    return frame is not None and _opcode(frame.f_code, frame.f_lasti) in POP_OPCODES
 
 
-def _opcode_of(frame: FrameType) -> str:
-    """The name of the instruction that a frame is in."""
+def left_by_exception(consumers: Mapping[int, CodeType]) -> bool:
+    """Whether an exception has passed through the consumers of a loop.
+
+    Python tells a generator only that it is closed, not why: the end of an `itertools.islice` and
+    an exception look alike. But an exception that unwinds a frame has left a traceback that refers
+    to it before it drops the frame's iterators; one from a `yield` is how generators are closed.
+    """
+    return any(
+        type(thing) is TracebackType  # isinstance() would ask objects that warn
+        and consumers.get(id(thing.tb_frame)) is thing.tb_frame.f_code
+        and _opcode(thing.tb_frame.f_code, thing.tb_lasti) not in YIELD_OPCODES
+        for thing in gc.get_objects()
+    )
+
+
+def _opcode(code: CodeType, index: int) -> str:
+    """The name of an instruction."""
     import opcode  # only a loop that is left needs it
 
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]]
+    return opcode.opname[code.co_code[index]]

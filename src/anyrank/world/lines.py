@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.group import default_store, named
+from anyrank.world.group import Group, default_store, members, named
 from anyrank.world.meeting import Meeting, Met
 from anyrank.world.store import Store, StoreLost, is_here
 from anyrank.world.watch import TICK_SEC
@@ -97,6 +98,21 @@ class Lines:
         there = named([r for r, node in places if node == at])
         host = self.met.hosts[at]
         return f"{text}: {host}, which hosts it and {there}, or the network to it is gone"
+
+
+def decline(process_group: Group, call: str, error: Exception) -> None:
+    """Tell ranks that wait in `call`, or come to it, that this one does not, and why.
+
+    Raises nothing: the error is raised by the caller.
+    """
+    with contextlib.suppress(RankError):
+        ranks, rank = members(process_group)
+        if len(ranks) > 1:
+            lobby = Store(default_store(), "anyrank")
+            try:
+                Meeting(lobby, ranks, rank, call, TIMEOUT_SEC.get(), False).leave(error)
+            finally:
+                lobby.close()
 
 
 def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:

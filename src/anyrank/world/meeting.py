@@ -27,6 +27,7 @@ log = logging.getLogger("anyrank.world")
 WARN_SEC = 10.0  # of waiting in silence; then again at twice the time, and so on
 BEAT_SEC = 1.0  # how often a waiting rank gives a sign of life
 LIFE_SEC = 10.0  # without one, a rank that waited is dead
+LEFT_SEC = 5.0  # after which a rank that had left before this meeting does not come any more
 POLL_SEC = 0.05  # between looks at the store; the first ones follow each other faster
 WAY_OUT = "call it on all ranks, or pass process_group=anyrank.ALONE"
 
@@ -120,7 +121,7 @@ class Meeting:
         try:
             self.store.set(
                 self.posts[self.ranks.index(self.rank)],
-                json.dumps({"left": left, "beat": self.beats}),
+                json.dumps({"left": left, "call": self.call, "beat": time.time()}),
                 seconds=1.0,
             )
         except StoreLost:
@@ -128,15 +129,19 @@ class Meeting:
 
     def lead(self) -> Met:
         """The first rank's part: see all, compare the calls, and answer."""
-        self.wait(lambda: self.store.has(self.posts), self.watch_all)
-        posts = [json.loads(self.store.get(key)) for key in self.posts]
+        posts: list[dict[str, Any]] = []
+
+        def all_wait() -> bool:
+            """Whether all ranks are here; one that left an earlier meeting may still come."""
+            if self.store.has(self.posts):
+                posts[:] = [json.loads(self.store.get(key) or '{"left": ""}') for key in self.posts]
+            return bool(posts) and not any("left" in post for post in posts)
+
+        self.wait(all_wait, self.watch_all)
         problem = ""
         calls: dict[str, list[int]] = {}
         for rank, post in zip(self.ranks, posts, strict=True):
-            if "left" in post:
-                problem = f"rank {rank} has left {self.call}: {post['left']}"
-            else:
-                calls.setdefault(post["call"], []).append(rank)
+            calls.setdefault(post["call"], []).append(rank)
         if len(calls) > 1:
             each = ", ".join(f"{named(ranks)} {call}" for call, ranks in calls.items())
             problem = f"ranks make different calls at the same place: {each}"
@@ -228,12 +233,14 @@ class Meeting:
         before, since = self.seen.get(index, ("", now))
         if text != before:
             self.seen[index] = (text, now)
-            if before and "left" in json.loads(text or "{}"):
-                raise RankError(
-                    f"rank {self.ranks[index]} has left {self.call}: {json.loads(text)['left']}",
-                    causes={self.ranks[index]: json.loads(text)["left"]},
-                )
-        elif text and "left" not in json.loads(text) and now - since > LIFE_SEC:
+        post = json.loads(text or "{}")
+        # A post of an earlier meeting may stand there until its rank comes.
+        if "left" in post and ((before and before != text) or now - since > LEFT_SEC):
+            raise RankError(
+                f"rank {self.ranks[index]} has left {post['call']}: {post['left']}",
+                causes={self.ranks[index]: post["left"]},
+            )
+        if post and "left" not in post and text == before and now - since > LIFE_SEC:
             host = json.loads(text)["machine"][0]
             raise RankError(
                 f"rank {self.ranks[index]} on {host} died while it waited for others in "
