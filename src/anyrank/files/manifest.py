@@ -115,12 +115,12 @@ def parse(data: bytes, path: str) -> Manifest:
     """As `read_manifest`, from bytes."""
     try:
         table = json.loads(data)
-        said = table.pop("self", None)
+        expected = table.pop("self", None)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a manifest ({error}): the file is damaged") from (
             error
         )
-    if said != _digest(table):
+    if expected != _digest(table):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
     try:
         check(table, {"format": str, "version": COUNT}, "the manifest")
@@ -133,7 +133,7 @@ def parse(data: bytes, path: str) -> Manifest:
             f"{path}: has format version {table['version']}, this anyrank reads {VERSION}: "
             "resume with the anyrank that wrote it, or a newer one"
         )
-    if data != _text(table | {"self": said}):  # 1E5 for 1e5: another byte, and the same value
+    if data != _text(table | {"self": expected}):  # 1E5 for 1e5: another byte, and the same value
         raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
         check(table, FIELDS, "the manifest")
@@ -166,7 +166,7 @@ def read_small(
 
     Raises:
         CorruptCheckpoint: it is not there, or its bytes are not those that were written.
-        CheckpointError: it cannot be read; chained to what the storage said.
+        CheckpointError: it cannot be read; chained to the storage's error.
     """
     path = join_path(folder, name)
     try:

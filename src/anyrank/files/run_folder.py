@@ -52,8 +52,8 @@ class SavedStep:
     """A committed step of a run.
 
     Attributes:
-        step: optimizer steps that it has behind it.
-        epoch: the epoch that goes on.
+        step: completed optimizer steps.
+        epoch: the current epoch.
         samples: samples of completed steps, over the whole run.
         written: time of the commit, in ISO 8601, UTC.
         ranks: how many saved it.

@@ -109,7 +109,7 @@ def sync_file_range() -> Any:
 
 
 class RemoteSink:
-    """An object behind fsspec; it appears as a whole when it is finished.
+    """An object of fsspec; it appears as a whole when it is finished.
 
     What waits to be sent is PART_BYTES, and a copy of it while it is sent.
     """

@@ -55,7 +55,7 @@ def kept(targets: Sequence[Target]) -> list[Target]:
 def save_module(
     part: str, module: nn.Module, targets: Sequence[Target], stepped: Container[int]
 ) -> Saved:
-    """What a module brings to a save. This rank's view; the ranks compare it.
+    """What a module contributes to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
@@ -76,10 +76,10 @@ def save_module(
             elsewhere.append(inner)
             frozen[name] = {"source": info.source, "digest": info.digest}
     mine = [target for target in kept(targets) if target.frozen not in elsewhere]
-    hollow = [target.name for target in mine if target.is_meta]
-    if hollow:
+    on_meta = [target.name for target in mine if target.is_meta]
+    if on_meta:
         raise CheckpointError(
-            listed(f"{part}: on meta, so there is nothing to save", hollow)
+            listed(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
     named = [_below(part, target) for target in mine]
@@ -100,7 +100,7 @@ def _below(part: str, target: Target) -> Target:
 
 
 def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules with a state of their own beside their tensors, by name without wrappers.
+    """The modules with a state of their own apart from their tensors, by name without wrappers.
 
     Frozen parts that are kept `elsewhere` are left out, with what is below them.
     """
@@ -155,7 +155,7 @@ def fit_module(
             _compare_digest(part, name, inner, record)
 
     fitted.commit = commit
-    fitted.hollow = any(target.is_meta and target.kind == "derived" for target in targets)
+    fitted.has_meta_buffers = any(target.is_meta and target.kind == "derived" for target in targets)
     return fitted
 
 

@@ -52,7 +52,7 @@ def overrides(optimizer: Optimizer, method: str) -> bool:
 
 
 def _kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    """Tensors beside the parameters, and other optimizers, in an optimizer's attributes."""
+    """Tensors other than the parameters, and other optimizers, in an optimizer's attributes."""
     seen = {id(one) for group in optimizer.param_groups for one in group["params"]}
     seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
     for name, value in vars(optimizer).items():
@@ -77,7 +77,7 @@ def _within(
 
 
 def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
-    """What such an optimizer brings to a save: its state_dict(). This rank's view.
+    """What such an optimizer contributes to a save: its state_dict(). This rank's view.
 
     Raises:
         CheckpointError: it has no state_dict() for this rank, tensors that the state_dict() does
@@ -109,7 +109,7 @@ def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
 
 
 def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
-    """Names of tensors that an optimizer keeps beside its parameters, and does not save."""
+    """Names of tensors that an optimizer keeps in addition to its parameters, and does not save."""
     parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
     kept = [*_tensors_of("state", optimizer.state, parameters)]
     for where, value in _kept_elsewhere(optimizer):

@@ -48,7 +48,7 @@ Names = Mapping[int, Target]  # id of a parameter -> the tensor of a module of t
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
-    """What an optimizer brings to a save. This rank's view; the ranks compare it.
+    """What an optimizer contributes to a save. This rank's view; the ranks compare it.
 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.

@@ -208,7 +208,7 @@ def names_of(targets: Mapping[str, Sequence[Target]]) -> dict[int, Target]:
     found: dict[int, Target] = {}
     for part, several in targets.items():
         for target in kept(several):
-            # Not with a ".", which would not tell it apart.
+            # Not with a ".", which names have already.
             name = target.name if part == "model" else f"{part}/{target.name}"
             found.setdefault(id(target.tensor), replace(target, name=name))
     return found

@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 
 def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
-    """What a stateful object brings to a save. This rank's view.
+    """What a stateful object contributes to a save. This rank's view.
 
     Its plain tensors go with its record: kept once when all ranks have the same record, else for
     each rank.
