@@ -145,7 +145,7 @@ class Background:
         except Exception as error:  # a thread must hand on whatever happens in it
             self.failure = RankError(f"{type(error).__name__}: {error}")
         if self.failure is not None:  # raised at the next step as well, but there may be none
-            log.error("step %d was not saved: %s", snapshot.header["step"], self.failure)
+            log.error("step %d was not saved: %s", snapshot.manifest.step, self.failure)
 
     def wait_for_copy(self) -> None:
         """Return when the state may change again, by what is asked of the current stream."""
