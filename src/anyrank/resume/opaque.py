@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.part_types import Fitted, Saved, Stored, listed
+from anyrank.resume.part_types import Matched, Saved, Stored, listed
 from anyrank.resume.report import Outcome
-from anyrank.resume.stateful import fit_stateful, save_stateful, tensors_now
+from anyrank.resume.stateful import match_stateful, save_stateful, tensors_now
 
 HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -139,26 +139,28 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.detach().cpu().view(-1), other.detach().cpu().view(-1))
 
 
-def fit_opaque(part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int) -> Fitted:
+def match_opaque(
+    part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
+) -> Matched:
     """What fills such an optimizer: its load_state_dict(). Nothing is changed."""
     name = type(optimizer).__name__
-    fitted = fit_stateful(part, optimizer, record, stored, rank)
+    matched = match_stateful(part, optimizer, record, stored, rank)
     if record["class"] != name:
-        fitted.problems.append(other_class(part, name, record["class"]))
-    load = fitted.commit
+        matched.problems.append(other_class(part, name, record["class"]))
+    load = matched.commit
 
     def commit() -> None:
         load()
         now = tensors_now(part, optimizer)
-        wanted = {fill.held.name: fill.local.dtype for fill in fitted.fills}
+        wanted = {fill.held.name: fill.local.dtype for fill in matched.fills}
         cast_ = [key for key, dtype in wanted.items() if key not in now or now[key].dtype != dtype]
         if cast_:
-            fitted.outcome = Outcome(
+            matched.outcome = Outcome(
                 "derived", listed(f"load_state_dict() of a {name} changed the dtype of", cast_)
             )
 
-    fitted.commit = commit
-    return fitted
+    matched.commit = commit
+    return matched
 
 
 def other_class(part: str, name: str, saved: str) -> str:

@@ -55,7 +55,7 @@ class Fill:
 
 
 @dataclass
-class Fitted:
+class Matched:
     """What a resume would do with one part.
 
     Attributes:

@@ -28,7 +28,7 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
-from anyrank.resume.part_types import Fill, Fitted, Stored
+from anyrank.resume.part_types import Fill, Matched, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
@@ -69,7 +69,7 @@ class Resuming:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
         self.skip = tuple(skip)
-        self.fitted: dict[str, Fitted] = {}
+        self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
@@ -99,11 +99,11 @@ class Resuming:
             if problems:
                 raise CheckpointError(self._mismatch(problems))
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
-            self.fitted = self.inner.match(records, stored, self.ranks.index)
-            wrong = [problem for one in self.fitted.values() for problem in one.problems]
+            self.matched = self.inner.match(records, stored, self.ranks.index)
+            wrong = [problem for one in self.matched.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
-            return any(one.has_meta_buffers for one in self.fitted.values())
+            return any(one.has_meta_buffers for one in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
 
@@ -138,7 +138,7 @@ class Resuming:
         self.inner.unusable = None
 
     def _read(self) -> None:
-        fills = [fill for one in self.fitted.values() for fill in one.fills]
+        fills = [fill for one in self.matched.values() for fill in one.fills]
         buffer = buffer_for(fill.local.device for fill in fills)
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.found.listing]:
@@ -173,7 +173,7 @@ class Resuming:
 
     def _commit(self) -> None:
         faults.point("resume.commit")
-        for one in self.fitted.values():
+        for one in self.matched.values():
             one.commit()
         manifest = self.found.manifest
         self.state.step, self.state.samples = manifest.step, manifest.samples
@@ -237,7 +237,7 @@ class Resuming:
         found, manifest = self.found, self.found.manifest
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather((self.bytes_read, seconds))
-        components = {name: one.outcome for name, one in self.fitted.items()}
+        components = {name: one.outcome for name, one in self.matched.items()}
         for name in self.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
         components["streams"] = _stream_outcome(streams)
