@@ -192,9 +192,11 @@ class Checkpoints:
         Example::
 
             loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
-            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(data=loader))
+            model = torch.nn.Linear(4, 1)
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(model, data=loader))
             for step in ckpts.steps(epochs=1):
-                shapes = [batch.shape for batch in step.microbatches()]
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).sum())
             assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
