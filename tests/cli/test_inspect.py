@@ -16,7 +16,7 @@ LAYERS = 3
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A small language model's folder, with a duplicate that is passed over."""
+    """A small language model's folder, with a duplicate that is skipped."""
     tensors = {
         "model.embed_tokens.weight": torch.zeros(64, 16, dtype=torch.bfloat16),
         "model.norm.weight": torch.zeros(16),

@@ -36,10 +36,10 @@ def refused(source: Any, kind: type[Exception], match: str, **options: Any) -> s
         anyrank.load(real, source, **options)
     assert all(torch.equal(v, before[k]) for k, v in real.state_dict().items())
     with anyrank.meta():
-        hollow = net()
+        on_meta = net()
     with pytest.raises(kind, match=match):
-        anyrank.load(hollow, source, **options)
-    assert all(p.is_meta for p in hollow.parameters())
+        anyrank.load(on_meta, source, **options)
+    assert all(p.is_meta for p in on_meta.parameters())
     return str(caught.value)
 
 
@@ -283,7 +283,8 @@ def test_shapes_names_and_dtypes_that_do_not_fit() -> None:
     [{"missing": "maybe"}, {"unexpected": 3}, {"cast": ""}, {"strategy": "fast"}, {"rename": [1]}],
 )
 def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
-    refused(WEIGHTS, anyrank.LoadError, next(iter(options)), **options)
+    kind = TypeError if "rename" in options else ValueError
+    refused(WEIGHTS, kind, next(iter(options)), **options)
 
 
 def test_a_file_that_changes_between_plan_and_read(
@@ -326,12 +327,12 @@ def test_integers_are_widened_only() -> None:
 
 def test_a_table_inside_a_table() -> None:
     refused({"state_dict": WEIGHTS, "epoch": 3}, anyrank.LoadError, r"source\['state_dict'\]")
-    refused({"epoch": 3}, anyrank.LoadError, "the table holds no tensors, only epoch")
+    refused({"epoch": 3}, anyrank.LoadError, "the dict holds no tensors, only epoch")
 
 
 def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "ema": WEIGHTS}, tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", anyrank.LoadError, r"found epoch, ema: give the table itself")
+    refused(tmp_path / "w.pt", anyrank.LoadError, r"found epoch, ema: give the inner dict")
 
 
 def test_a_rename_that_forgets_to_return() -> None:
@@ -340,4 +341,4 @@ def test_a_rename_that_forgets_to_return() -> None:
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_a_buffer_of_no_bytes(size: int) -> None:
-    refused(WEIGHTS, anyrank.LoadError, f"buffer_bytes={size} is not", buffer_bytes=size)
+    refused(WEIGHTS, ValueError, f"buffer_bytes={size} is not", buffer_bytes=size)

@@ -111,7 +111,7 @@ def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
     assert list(report.initialised) == [name]
     assert report.missing == [name]
     assert 0.01 < float(weights[name].std()) < 0.04  # the model's initializer_range is 0.02
-    assert any("first values" in text and name in text for text in told)
+    assert any("initial values" in text and name in text for text in told)
 
 
 def test_a_missing_key_on_meta_cannot_be_kept(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
     torch.save({k: torch.ones_like(v) for k, v in whole.items()}, tmp_path / "pytorch_model.bin")
     weights, report, _ = run("llama", str(tmp_path))
     assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])
-    assert any("consolidated.safetensors: passed over" in note for note in report.skipped)
-    assert any("pytorch_model.bin: passed over" in note for note in report.skipped)
+    assert any("consolidated.safetensors: skipped" in note for note in report.skipped)
+    assert any("pytorch_model.bin: skipped" in note for note in report.skipped)
 
 
 @pytest.mark.parametrize("change", ["half", "turned", "longer"])
@@ -273,8 +273,8 @@ class Tied(nn.Module):
 def test_both_ends_of_a_tie_in_the_source(caplog: pytest.LogCaptureFixture) -> None:
     same = {"one.weight": torch.ones(2, 2), "other.weight": torch.ones(2, 2)}
     report = anyrank.load(Tied(), same)
-    assert report.doubled == {"other.weight": "one.weight"}
-    assert "one.weight was taken, and not compared" in caplog.text
+    assert report.duplicates == {"other.weight": "one.weight"}
+    assert "one.weight was loaded, and not compared" in caplog.text
     anyrank.load(Tied(), same, verify=True)
     differ = {**same, "other.weight": torch.zeros(2, 2)}
     with pytest.raises(anyrank.LoadError, match=r"hold different values in\s+the source"):

@@ -124,7 +124,7 @@ class Silent(nn.Module):
 def test_a_tensor_without_a_rule_raises_and_nothing_changes() -> None:
     with anyrank.meta():
         model = nn.Sequential(nn.Linear(2, 2), Silent())
-    with pytest.raises(anyrank.LoadError, match=r"no rule gives first values to 1.weight"):
+    with pytest.raises(anyrank.LoadError, match=r"no rule gives initial values to 1.weight"):
         anyrank.materialize(model)
     assert all(p.is_meta for p in model.parameters())
 

@@ -114,7 +114,7 @@ def read(path: Path, box: Box, destination: torch.Tensor) -> int:
     storage, folder = LocalStorage(), str(path / "step-00000001")
     listing = list_step(storage, folder, read_manifest(storage, folder))
     stored = listing.tensors["model.weight"]
-    with Reader(listing, None, buffer_bytes=256 << 10, threads=2, verify=True) as reader:
+    with Reader(listing, buffer_bytes=256 << 10, threads=2, verify=True) as reader:
         reader.open(range(len(listing.files)))
         reads = plan_reads(stored, [Piece(box, (0, 0))])
         reader.run([Job(one, destination[one.local_slices()]) for one in reads])

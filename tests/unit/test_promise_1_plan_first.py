@@ -63,10 +63,10 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(net(), source)
     assert str(caught.value) == (
-        "the table (memory) does not fit the model:\n"
+        "the dict (memory) does not fit the model:\n"
         "missing in the source (1):\n"
         "  1.weight (near: 1.wieght)\n"
-        "  to go on: rename=..., or missing='init' for the model's own first values, or 'keep'\n"
+        "  to go on: rename=..., or missing='init' for the model's own initial values, or 'keep'\n"
         "unexpected in the source (1):\n"
         "  1.wieght (near: 1.weight)\n"
         "  to go on: rename=..., or unexpected='ignore'\n"
@@ -111,7 +111,7 @@ def test_a_plan_with_replicas_on_several_nodes(tmp_path: Path) -> None:
 
 def test_a_mesh_that_does_not_multiply_to_the_world(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "w.safetensors")
-    with pytest.raises(anyrank.LoadError, match="a mesh of 2x3 has 6 ranks, not 8"):
+    with pytest.raises(ValueError, match="a mesh of 2x3 has 6 ranks, not 8"):
         anyrank.plan(net(), tmp_path / "w.safetensors", world_size=8, mesh=(2, 3))
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import anyrank
+
+WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 
 
 def checkpoints() -> anyrank.Checkpoints:
@@ -21,6 +24,21 @@ def saved() -> anyrank.Checkpoints:
     ckpts.save()
     ckpts.close()
     return ckpts
+
+
+DATA = torch.zeros(8, 1)
+POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
+POSITION += " state_dict load_state_dict"
+
+
+def loader() -> anyrank.ElasticLoader:
+    return anyrank.ElasticLoader(DATA, global_batch=4, microbatch=2)
+
+
+def share() -> Any:
+    sampler = anyrank.ElasticSampler(8, global_batch=4, microbatch=2)
+    next(iter(sampler))
+    return sampler.share(0)
 
 
 # A function that makes an instance of the class, and the instance's public attributes.
@@ -42,6 +60,42 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: saved().resume(),
         "step epoch samples path saved_on ranks lost_steps lost_samples set_aside components"
         " notes verified bytes_read seconds to_json",
+    ),
+    "LoadReport": (
+        lambda: anyrank.load(nn.Linear(2, 2), WEIGHTS),
+        "missing unexpected initialised rebuilt kept tied duplicates cast renewed own_code"
+        " own_code_not_run frozen format strategy reason nonfinite verified skipped tensors"
+        " bytes_read bytes_sent peak_host_bytes peak_device_bytes seconds to_json",
+    ),
+    "LoadPlan": (
+        lambda: anyrank.plan(nn.Linear(2, 2), WEIGHTS),
+        "strategy reason world_size nodes model_bytes source_bytes share_bytes read_bytes"
+        " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
+        " to_json",
+    ),
+    "the result of inspect": (
+        lambda: anyrank.inspect(WEIGHTS),
+        "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
+    ),
+    "ElasticLoader": (loader, f"{POSITION} from_shards"),
+    "ElasticSampler": (
+        lambda: anyrank.ElasticSampler(8, global_batch=4, microbatch=2),
+        f"{POSITION} share",
+    ),
+    "Share": (share, "weight is_last step k seed scale seeded"),
+    "Step": (
+        lambda: next(iter(loader())),
+        "number epoch samples k microbatches backward scale loss",
+    ),
+    "Offload": (lambda: anyrank.Offload(1), "stats close"),
+    "OffloadStats": (
+        lambda: anyrank.Offload(1).stats(),
+        "pool_bytes held_bytes used_bytes peak_bytes copied_bytes loaded_bytes shared kept"
+        " allocated reused",
+    ),
+    "the handle of recompute_": (
+        lambda: anyrank.recompute_(nn.Sequential(nn.ReLU()), "*"),
+        "names remove",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""`anyrank inspect`: what a file or a folder holds."""
+"""`anyrank inspect`: the contents of a file or a folder."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def _show(inspection: Inspection, every: bool) -> None:
     from anyrank.cli.console import out, write
     from anyrank.cli.tree import tree
     from anyrank.inspection.groups import Group, group, printable
+    from anyrank.inspection.inspect import notes, summary
 
     tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
     groups = group(tensors)
     if every:
         groups = [Group(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
-    write(out(), *inspection.summary(), tree(groups), *inspection.notes())
+    write(out(), *summary(inspection), tree(groups), *notes(inspection))

@@ -34,10 +34,8 @@ def block_bytes(nbytes: int) -> int:
     return max(MIN_BYTES, min(MAX_BYTES, 1 << power))
 
 
-def blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:
-    """The blocks from `start` to the end of the last extent: where each ends, and whether it lies
-    between tensors.
-    """
+def _blocks_of(extents: Iterable[Extent], start: int = 0) -> Iterator[tuple[int, bool]]:
+    """The blocks from `start` on: where each ends, and whether it lies between tensors."""
     position = start
     for offset, nbytes in extents:
         if offset > position:
@@ -63,10 +61,10 @@ class BlockDigester:
         self.digests = bytearray()
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Say where the next tensor lies, before its bytes come."""
+        """Announce where the next tensor lies, before its bytes."""
         if nbytes:
             self.extents.append((offset, nbytes))
-            self.ends.extend(end for end, _ in blocks_of([(offset, nbytes)], self.planned))
+            self.ends.extend(end for end, _ in _blocks_of([(offset, nbytes)], self.planned))
             self.planned = offset + nbytes
 
     def update(self, view: memoryview) -> None:
@@ -85,7 +83,7 @@ class BlockDigester:
         self.hash, self.done = self.new(), self.position
 
     def to_bytes(self) -> bytes:
-        """The file of the checksums, when all bytes are taken."""
+        """The file of the checksums, once all bytes are digested."""
         if self.position > self.done:
             self._close()
         flat = [number for extent in self.extents for number in extent]
@@ -116,7 +114,7 @@ class BlockSums:
         return self.ends[first - 1] if first else 0, self.ends[last]
 
     def cut(self, start: int, stop: int, most: int) -> int:
-        """Where to end a read from `start`, of at most so many bytes: at the end of a block."""
+        """Where to end a read from `start`, of at most `most` bytes: at the end of a block."""
         if stop - start <= most:
             return stop
         last = self.ends[bisect_right(self.ends, start + most) - 1]
@@ -210,7 +208,7 @@ def parse_sums(data: bytes, size: int) -> BlockSums:
     blocks += size > position
     if head + DIGEST_BYTES * blocks != len(data):
         raise ValueError(f"{len(data) - head} bytes of digests for {blocks} blocks")
-    made = [*blocks_of(extents), *([(size, True)] if size > position else [])]
+    made = [*_blocks_of(extents), *([(size, True)] if size > position else [])]
     return BlockSums(array("Q", [end for end, _ in made]), bytes(b for _, b in made), data[head:])
 
 

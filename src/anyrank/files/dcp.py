@@ -16,7 +16,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 METADATA = ".metadata"
 
 
-class Record(pickles.Inert):
+class _Record(pickles.Inert):
     """A pickled dataclass: its fields, whatever its class was."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -30,7 +30,7 @@ class Record(pickles.Inert):
 
 
 RECORDS = {
-    f"torch.distributed.checkpoint.{name}": type(name.rsplit(".", 1)[-1], (Record,), {})
+    f"torch.distributed.checkpoint.{name}": type(name.rsplit(".", 1)[-1], (_Record,), {})
     for name in (
         "metadata.Metadata",
         "metadata.TensorStorageMetadata",

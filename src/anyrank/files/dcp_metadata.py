@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from anyrank.files.run_folder import Place
+from anyrank.files.run_folder import SavedBox
 
 
-def metadata_of(places: Iterable[Place], aliases: Mapping[str, str]) -> bytes:
+def metadata_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
     """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}

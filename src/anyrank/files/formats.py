@@ -1,4 +1,4 @@
-"""Which format a source is in. A new format is one file beside this one and one line in a table."""
+"""Which format a source is in. A new format is a new file here and a line in a table below."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listi
     (lambda names: True, huggingface.list_folder),
 )
 
-# File formats by ending; other endings are told apart by their first bytes.
+# File formats by ending; files with another ending are recognised by their first bytes.
 FILES: dict[str, Callable[[Storage, str], Listing]] = {
     ".safetensors": safetensors.list_file,
     ".pt": torch_file.list_file,
@@ -44,7 +44,7 @@ FILES: dict[str, Callable[[Storage, str], Listing]] = {
 
 
 def list_source(source: Source) -> Listing:
-    """Headers of any source: a path or URL, a list of files, or a table of tensors in memory.
+    """Headers of any source: a path or URL, a list of files, or a dict of tensors in memory.
 
     Raises:
         LoadError: nothing there, no permission, or no format that anyrank knows.
@@ -57,7 +57,7 @@ def list_source(source: Source) -> Listing:
     listings = [_list_path(os.fspath(path)) for path in source]
     if not listings:
         raise LoadError("the list of source files is empty")
-    return _with_ends(join(", ".join(sorted({one.format for one in listings})), listings))
+    return _with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
 
 
 def _with_ends(listing: Listing) -> Listing:
@@ -107,12 +107,12 @@ def _file_lister(storage: Storage, path: str) -> Callable[[Storage, str], Listin
 
 
 def _tensors_in(value: Any) -> int:
-    table: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-    return sum(isinstance(tensor, torch.Tensor) for tensor in table.values())
+    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    return sum(isinstance(tensor, torch.Tensor) for tensor in inner.values())
 
 
 def list_memory(tensors: Mapping[str, Any]) -> Listing:
-    """A table of tensors in memory: each is its own "file", its storage the bytes.
+    """A dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
 
     Raises:
         LoadError: a value is not a plain dense tensor.
@@ -126,9 +126,9 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     if inner is not None or not direct:
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
-            raise LoadError(f"the table holds no tensors, only {keys}: give the table of weights")
+            raise LoadError(f"the dict holds no tensors, only {keys}: give the dict of weights")
         raise LoadError(
-            "the table holds the weights in a table of its own: give that one, for instance "
+            "the dict holds the weights in an inner dict: give the inner one, for instance "
             f"source[{inner!r}]"
         )
     for key, value in tensors.items():
@@ -148,6 +148,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
         stored[key] = StoredTensor(key, shape, value.dtype, (chunk,))
-        files.append(FileInfo(key, value.numel() * value.element_size(), "", in_memory=True))
+        nbytes = value.numel() * value.element_size()
+        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
     made = Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
     return replace(made, versions=versions_of(tensors))

@@ -1,6 +1,4 @@
-"""Hugging Face folders: an index and its shards, or one file; duplicates beside them are passed
-over.
-"""
+"""Hugging Face folders: an index and its shards, or one file; duplicates are skipped."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         if chosen is None:
             continue
         others = tuple(
-            f"{name}: passed over, {chosen} was chosen"
+            f"{name}: skipped, {chosen} was chosen"
             for name in names
             if name.endswith(tuple(e for e, _ in LISTERS)) and name != chosen
         )
@@ -73,7 +71,7 @@ def _choose(folder: str, names: list[str], ending: str) -> str | None:
     if len(indexes) > 1 or len(families) > 1:
         raise LoadError(
             f"{folder}: holds several sets of weights ({', '.join(sorted(indexes or families))}): "
-            "give the file or files themselves"
+            "give a file, or a list of files"
         )
     return candidates[0] if candidates else None
 
@@ -106,8 +104,7 @@ def _indexed(
             keys = [key for key, name in weight_map.items() if name == shard]
             raise LoadError(
                 f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
-                f"({keys[0]}, "
-                "...): the download is incomplete"
+                f"({keys[0]}, ...): the download is incomplete"
             )
     listings: list[Listing] = []
     for shard in shards:

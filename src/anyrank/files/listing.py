@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import torch
+
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
 
@@ -22,7 +24,8 @@ class FileInfo:
         sha256: digest that the file's publisher gave, where one is known.
         in_memory: the bytes are a tensor's, not a file's.
         place: machine and file number of a local file; another place holds another copy.
-        ends: digest of a local file's first and last bytes, by which copies are known for equal.
+        ends: digest of a local file's first and last bytes, by which equal copies are recognised.
+        tensor: for a tensor in memory, on the rank that has it, the tensor.
     """
 
     path: str
@@ -32,6 +35,7 @@ class FileInfo:
     in_memory: bool = False
     place: str = ""
     ends: str = ""
+    tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Listing:
         files: what `Chunk.file` counts.
         tensors: by key.
         metadata: free text that the format carries.
-        skipped: files and keys that were passed over by rule, each with the reason.
+        skipped: files and keys that were skipped, each with the reason.
         checksums: of byte ranges, where the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
@@ -92,6 +96,10 @@ class Listing:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def without_memory(self) -> Listing:
+        """The same headers, to be sent: without the tensors of a source in memory."""
+        return replace(self, files=tuple(replace(info, tensor=None) for info in self.files))
+
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
         """The same files, other names or views."""
         return replace(self, tensors=tensors)
@@ -110,16 +118,16 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     extras: dict[str, tuple[Any] | None] = {}
     versions: dict[str, int] = {}
     sums: dict[int, SumsFile] = {}
-    passed = list(skipped)
+    all_skipped = list(skipped)
     for listing in listings:
         base = len(files)
         files += listing.files
         metadata.update(listing.metadata)
-        passed += listing.skipped
+        all_skipped += listing.skipped
         extras.update(listing.extras)
         versions.update(listing.versions)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
-        sums |= {base + number: one for number, one in listing.sums.items()}
+        sums |= {base + number: where for number, where in listing.sums.items()}
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
@@ -133,7 +141,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         tuple(files),
         tensors,
         metadata,
-        tuple(passed),
+        tuple(all_skipped),
         tuple(checksums),
         sums,
         extras,
@@ -150,7 +158,7 @@ def extra_of(value: Any) -> tuple[Any] | None:
 
 
 def versions_of(table: Any) -> dict[str, int]:
-    """The versions that `nn.Module.state_dict` hangs on its result."""
+    """The versions that `nn.Module.state_dict` attaches to its result."""
     given = getattr(table, "_metadata", None)
     found: dict[str, int] = {}
     if isinstance(given, dict):

@@ -87,7 +87,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
         table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        table |= {one.name: getattr(self, one.name) for one in fields(self)}
+        table |= {field.name: getattr(self, field.name) for field in fields(self)}
         table["files"] = {
             name: {key: value for key, value in asdict(one).items() if value != ""}
             for name, one in self.files.items()
@@ -115,12 +115,12 @@ def parse(data: bytes, path: str) -> Manifest:
     """As `read_manifest`, from bytes."""
     try:
         table = json.loads(data)
-        expected = table.pop("self", None)
+        digest = table.pop("self", None)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a manifest ({error}): the file is damaged") from (
             error
         )
-    if expected != _digest(table):
+    if digest != _digest(table):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
     try:
         check(table, {"format": str, "version": COUNT}, "the manifest")
@@ -133,13 +133,13 @@ def parse(data: bytes, path: str) -> Manifest:
             f"{path}: has format version {table['version']}, this anyrank reads {VERSION}: "
             "resume with the anyrank that wrote it, or a newer one"
         )
-    if data != _text(table | {"self": expected}):  # 1E5 for 1e5: another byte, and the same value
+    if data != _text(table | {"self": digest}):  # 1E5 for 1e5: another byte, and the same value
         raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
         check(table, FIELDS, "the manifest")
         if not table["saved_on"]["ranks"]:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
-        values = {one.name: table[one.name] for one in fields(Manifest)}
+        values = {field.name: table[field.name] for field in fields(Manifest)}
         values["files"] = {name: FileRecord(**one) for name, one in values["files"].items()}
         _check_files(values["files"])
         return Manifest(**values)
@@ -172,7 +172,7 @@ def read_small(
     try:
         info = storage.info(path)
         if info.size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long to be what it says")
+            raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long for this file")
         file = storage.open(path)
         try:
             data = read_range(file, path, 0, info.size)

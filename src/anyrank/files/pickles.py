@@ -47,7 +47,7 @@ class TensorRef:
 
 
 class Inert:
-    """Stands for an object that nobody needs; takes what the pickle gives it and drops it."""
+    """Stands for an object that is not needed; accepts what the pickle gives it and drops it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -89,7 +89,7 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
 }
 
-# Plain data that training scripts store beside weights. Never constructed, so never harmful.
+# Plain data that training scripts store along with weights. Never constructed, so never harmful.
 INERT_MODULES = (
     "argparse.",
     "pathlib.",
@@ -226,7 +226,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     """The table of weights in a checkpoint, and what else it holds.
 
     It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state lies beside the table of weights.
+    do, the one with more of them: a generator's state may lie alongside the weights.
 
     Raises:
         LoadError: there is none.
@@ -246,8 +246,8 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
         return entries, [str(k) for k in entries if k not in direct and str(k) not in extras]
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
-        f"{path}: no table of weights; looked in {', '.join(NESTED)}; found {keys}: "
-        "give the table itself, as torch.load(path, weights_only=True)[key]"
+        f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
+        "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bytes at rest into tensors: sorted by offset, coalesced, read straight to their destination where
+"""Stored bytes into tensors: sorted by offset, coalesced, read straight to their destination where
 dtype and layout allow, else through a small fixed buffer in which the cast happens."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,7 +37,6 @@ class Reader:
 
     Args:
         listing: what the sources hold.
-        memory: the tensors of an in-memory source, by key.
         buffer_bytes: most bytes of staging memory, over all threads.
         threads: how many threads read.
         check: called between blocks; raises to stop early.
@@ -49,7 +47,6 @@ class Reader:
     def __init__(
         self,
         listing: Listing,
-        memory: Mapping[str, Any] | None,
         *,
         buffer_bytes: int,
         threads: int = 1,
@@ -58,7 +55,6 @@ class Reader:
         verify: bool = False,
     ) -> None:
         self.listing = listing
-        self.memory = memory or {}
         self.buffer_bytes = buffer_bytes
         self.threads = threads
         self.check = check
@@ -166,7 +162,8 @@ class Reader:
 
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read
-        source = self.memory[self.listing.files[read.chunk.file].path].detach()
+        source = self.listing.files[read.chunk.file].tensor
+        assert source is not None  # readers are ranks that have the source
         start = source.storage_offset() + read.chunk.offset // source.element_size()
         start += read.chunk.element_offset(read.box)
         view = source.as_strided(read.box.sizes, read.chunk.strides, start)
@@ -197,7 +194,7 @@ class _Slot:
 class _Worker:
     """One thread's staging memory and its loop.
 
-    Copies go into the streams that were current for the caller, behind what it has asked of the
+    Copies go into the streams that were current for the caller, after what it has asked of the
     destinations. A thread's own current device is 0, and so would be the device of its events.
     """
 
@@ -242,7 +239,9 @@ class _Worker:
             sums.check(low, views, path)
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
-        for device in {one.destination.device for one, _ in staged if one.destination is not None}:
+        for device in {
+            part.destination.device for part, _ in staged if part.destination is not None
+        }:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
         self.reader.count(high - low)
@@ -263,7 +262,9 @@ class _Worker:
                 torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
-            self.buffers = itertools.cycle([_Slot(one, memory_of(one), []) for one in made])
+            self.buffers = itertools.cycle(
+                [_Slot(scratch, memory_of(scratch), []) for scratch in made]
+            )
         slot = next(self.buffers)
         while slot.busy:
             slot.busy.pop().synchronize()

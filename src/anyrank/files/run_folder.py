@@ -30,7 +30,7 @@ INDEX = "tensors.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavedBox:
     """Where one box of a tensor lies: the file, and the byte of its first element.
 
     Attributes:
@@ -52,7 +52,7 @@ class SavedStep:
     """A committed step of a run.
 
     Attributes:
-        step: completed optimizer steps.
+        step: optimizer steps that were done.
         epoch: the current epoch.
         samples: samples of completed steps, over the whole run.
         written: time of the commit, in ISO 8601, UTC.
@@ -169,7 +169,7 @@ def list_step(
         other = manifest.files[record.blocks]
         sums[number] = SumsFile(inside(folder, record.blocks), other.size, other.xxh3_64)
     try:
-        tensors = {key: _tensor(key, one, files) for key, one in table["tensors"].items()}
+        tensors = {key: _tensor(key, entry, files) for key, entry in table["tensors"].items()}
         for alias, key in table["aliases"].items():
             tensors[alias] = tensors[key].renamed(alias)
     except (KeyError, ValueError) as error:
@@ -257,7 +257,7 @@ def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> St
     return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def index_of(places: Iterable[Place], aliases: Mapping[str, str]) -> bytes:
+def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
     """`tensors.json`, from every rank's places."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}

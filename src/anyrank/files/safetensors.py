@@ -56,8 +56,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         if length > min(MAX_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
                 f"{path}: its header claims {length} bytes; the file has {info.size} and the "
-                "format "
-                f"allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
+                f"format allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
         header = _parse(read_range(file, path, 8, length), path)
     finally:

@@ -81,9 +81,7 @@ def _ranges(
 
 
 def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[list[Segment]]:
-    """Runs of segments that one call reads: near in the file, their staged bytes inside one
-    slot.
-    """
+    """Runs of segments for one call each: near in the file, and staged in one slot."""
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:

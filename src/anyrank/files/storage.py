@@ -20,9 +20,7 @@ class OpenFile(Protocol):
     """A file opened for reading at offsets, from any thread."""
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill the buffers one after the other from `offset`; return bytes read, short at the
-        end.
-        """
+        """Fill the buffers in order from `offset`; return bytes read, fewer at the end."""
         ...
 
     def close(self) -> None:
@@ -81,7 +79,7 @@ class LocalStorage:
         status = os.stat(path)
         place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
         version = str(status.st_mtime_ns)
-        return FileInfo(path, status.st_size, version, published_sha256(path), place=place)
+        return FileInfo(path, status.st_size, version, _published_sha256(path), place=place)
 
     def open(self, path: str) -> OpenFile:
         return LocalFile(path)
@@ -101,7 +99,7 @@ END_BYTES = 64 << 10  # headers, directories with checksums, and some of the wei
 
 
 def digest_of_ends(file: OpenFile, info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB, by which a copy is told from another file."""
+    """A digest of a file's first and last 64 KiB, which distinguishes a copy from another file."""
     length = min(END_BYTES, info.size)
     digest = hashlib.blake2b(digest_size=16)
     for offset in sorted({0, info.size - length}):
@@ -116,8 +114,8 @@ def is_copy(file: OpenFile, now: FileInfo, listed: FileInfo) -> bool:
     return digest_of_ends(file, now) == listed.ends
 
 
-class RemoteFile:
-    """A file behind fsspec, read by ranges."""
+class _RemoteFile:
+    """A file that fsspec reads by ranges."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self.filesystem = filesystem
@@ -146,7 +144,7 @@ def asking(path: str) -> Generator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # each library has a tree of its own
+    except Exception as error:  # each library has its own exceptions
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error
 
 
@@ -186,7 +184,7 @@ class RemoteStorage:
         return FileInfo(path, int(details["size"]), version)
 
     def open(self, path: str) -> OpenFile:
-        return RemoteFile(self.filesystem, path)
+        return _RemoteFile(self.filesystem, path)
 
 
 def storage_for(path: str) -> Storage:
@@ -252,7 +250,7 @@ def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: i
             left[0] = left[0][got:]
 
 
-def published_sha256(path: str) -> str | None:
+def _published_sha256(path: str) -> str | None:
     """The SHA-256 that came with a download, where one did.
 
     The Hugging Face cache names each large file's blob by its digest and links to it; a download

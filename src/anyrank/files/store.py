@@ -56,7 +56,7 @@ class Sink(Protocol):
 
 
 @dataclass
-class LocalSink:
+class _LocalSink:
     """A local file. Buffers are the caller's own; nothing is copied."""
 
     path: str
@@ -80,7 +80,7 @@ class LocalSink:
             if done:
                 left[0] = left[0][done:]
         if self.size - self.started >= WRITEBACK_BYTES:
-            start_writeback(self.descriptor, self.started, self.size - self.started)
+            _start_writeback(self.descriptor, self.started, self.size - self.started)
             self.started = self.size
 
     def finish(self) -> None:
@@ -92,24 +92,24 @@ class LocalSink:
         os.close(self.descriptor)
 
 
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Let the kernel write a range to the disk from now on, so that fsync finds little left.
 
     A hint: Linux waits for nothing here, and elsewhere nothing happens.
     """
-    call = sync_file_range()
+    call = _sync_file_range()
     if call is not None:
         call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
 
 
 @functools.cache
-def sync_file_range() -> Any:
+def _sync_file_range() -> Any:
     """The C library's function of this name, or None: to find it takes longer than to call it."""
     return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-class RemoteSink:
-    """An object of fsspec; it appears as a whole when it is finished.
+class _RemoteSink:
+    """An object that fsspec writes; it appears as a whole when it is finished.
 
     What waits to be sent is PART_BYTES, and a copy of it while it is sent.
     """
@@ -170,14 +170,14 @@ class LocalStore(LocalStorage):
         missing = [path.rstrip("/") or "/"]
         while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):
             missing.append(above)
-        for one in reversed(missing):
-            if not os.path.isdir(one):
-                os.makedirs(one, exist_ok=True)
+        for folder in reversed(missing):
+            if not os.path.isdir(folder):
+                os.makedirs(folder, exist_ok=True)
                 with contextlib.suppress(PermissionError):  # a parent that may not be listed
-                    self.sync_folder(os.path.dirname(one) or ".")
+                    self.sync_folder(os.path.dirname(folder) or ".")
 
     def create(self, path: str) -> Sink:
-        return LocalSink(path)
+        return _LocalSink(path)
 
     def rename(self, old: str, new: str) -> None:
         faults.point("file.rename")
@@ -209,7 +209,7 @@ class RemoteStore(RemoteStorage):
         """Folders need not exist."""
 
     def create(self, path: str) -> Sink:
-        return RemoteSink(self.filesystem, path)
+        return _RemoteSink(self.filesystem, path)
 
     def rename(self, old: str, new: str) -> None:
         """Copy, then delete, object by object: never where a kill in between would matter."""
@@ -255,7 +255,7 @@ def write_file(store: Store, path: str, data: bytes) -> Written:
     """Write a small file, durably.
 
     Raises:
-        CheckpointError: the device says no; the file may be there in part.
+        CheckpointError: the device refuses; the file may be there in part.
     """
     with storing(path):
         sink = store.create(path)

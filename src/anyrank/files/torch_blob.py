@@ -4,7 +4,7 @@
 head and tail are built here; the payload between them is written from the tensor's own memory.
 The layout is that of torch 1.6 and later: stored records, the payload aligned to 64 bytes. The
 payload's CRC-32 is left out, as by `torch.serialization.set_crc32_options(False)`: torch does not
-look at it, and a better checksum of the whole file lies beside it.
+look at it, and a better checksum of the whole file lies next to it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
 
 
-class RangeIO(io.RawIOBase):
+class _RangeIO(io.RawIOBase):
     """Bytes [start, start + size) of an open file as a seekable stream."""
 
     def __init__(self, file: OpenFile, start: int, size: int) -> None:
@@ -46,8 +46,7 @@ class RangeIO(io.RawIOBase):
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file; the table of weights is found by
-    rule.
+    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
 
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
@@ -117,14 +116,13 @@ def stored_tensor(
 def read_zip(
     file: OpenFile, path: str, start: int, size: int
 ) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-    """Tree, storage key -> (byte offset, bytes), and checksums of a zip inside [start, start +
-    size).
+    """Tree, storage key -> (byte offset, bytes), and checksums of a zip at [start, start + size).
 
     Raises:
         UnsafeFile: not a whole torch zip.
     """
     try:
-        archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
+        archive = zipfile.ZipFile(io.BufferedReader(_RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -158,7 +156,7 @@ def read_zip(
 
 
 def _read_legacy(file: OpenFile, path: str, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
-    stream = io.BufferedReader(RangeIO(file, 0, size), 1 << 16)
+    stream = io.BufferedReader(_RangeIO(file, 0, size), 1 << 16)
     magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
     system = pickles.load(stream, path)
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL:

@@ -1,9 +1,9 @@
 """`anyrank.freeze`: a part of a model that stays as it is, wherever its parent goes.
 
 The module's class is swapped for a subclass made on the spot, as `fully_shard` does it: names,
-attributes and isinstance stay, and copies keep it. The subclass answers a parent's questions for
-modules, parameters, buffers and state with nothing, and a direct caller's as ever. That takes the
-part out of DDP, of optimizers and of checkpoints without knowing which of them asks.
+attributes and isinstance stay, and copies keep it. Asked by a parent for its modules, parameters,
+buffers and state, the subclass answers with nothing; asked directly, it answers as usual. So DDP,
+optimizers and checkpoints do not see the part, whichever of them asks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,20 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients pass.
     - A parent's `parameters()`, `buffers()` and `modules()` leave it out, so DDP neither broadcasts
-      nor reduces it, and optimizers do not hold it. Asked directly, it lists them as ever.
+      nor reduces it, and optimizers do not hold it. Asked directly, it lists them as usual.
     - `fully_shard` of a parent leaves it whole and where it is. `fully_shard` of the part itself
       shards it, before or after; parents then list it.
     - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does without it,
       and `load` fills it from there. Without one, it is saved and loaded with its parent.
     - It moves, casts, copies, pickles and compiles with its parent.
+
+    Example::
+
+        model = torch.nn.ModuleDict({"vae": torch.nn.Linear(2, 2), "net": torch.nn.Linear(2, 2)})
+        anyrank.freeze(model["vae"], source="vae.safetensors")
+        assert [name for name, _ in model.named_parameters()] == ["net.weight", "net.bias"]
+        assert not model.train()["vae"].training
+        assert list(model.state_dict()) == ["net.weight", "net.bias"]
 
     Args:
         module: any module; its type becomes a subclass of the same name.
@@ -83,14 +91,14 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         )
     known: FrozenInfo = getattr(module, "anyrank_frozen", FrozenInfo())
     if not isinstance(module, FrozenModule):
-        module.__class__ = frozen_class(type(module))
-        stay_whole(module)
-        module.register_load_state_dict_post_hook(remember_loaded)
+        module.__class__ = _frozen_class(type(module))
+        _stay_whole(module)
+        module.register_load_state_dict_post_hook(_remember_loaded)
     for _, part in walk(module):
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
-    kept = known.source if source is None else paths(source)
+    kept = known.source if source is None else _paths(source)
     # Not by setattr: torch.compile's wrapper would give it to the module inside.
     module.__dict__["anyrank_frozen"] = FrozenInfo(kept, describe(module))
     return module
@@ -107,7 +115,7 @@ class FrozenModule(nn.Module):
         return cls.anyrank_plain_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild, (self.anyrank_plain_class,), self.__getstate__()
+        return _rebuild, (self.anyrank_plain_class,), self.__getstate__()
 
     def _get_name(self) -> str:
         return f"Frozen{super()._get_name()}"
@@ -123,7 +131,7 @@ class FrozenModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """As ever for a direct caller; nothing for a parent, whose recursion passes a memo.
+        """As usual for a direct caller; nothing for a parent, whose recursion passes a memo.
 
         Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
         """
@@ -131,14 +139,14 @@ class FrozenModule(nn.Module):
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever for a direct caller; for a parent, which passes a dict, nothing with a source."""
+        """As usual for a direct caller; nothing for a parent (it passes a dict), with a source."""
         destination = args[0] if args else kwargs.get("destination")
         if destination is not None and self.anyrank_frozen.source is not None:
             return destination
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, asked directly: the way to give it other values."""
+        """As usual, called directly: the way to give it new values."""
         result = super().load_state_dict(*args, **kwargs)
         remember(self)
         return result
@@ -148,18 +156,18 @@ class FrozenModule(nn.Module):
     ) -> None:
         # Only a parent's load has a prefix.
         if prefix and self.anyrank_frozen.source is not None:
-            keep_own(self, state_dict, prefix)
+            _keep_own(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = whereabouts(self)
+        before = _whereabouts(self)
         super()._apply(fn, recurse)
-        after = whereabouts(self)
+        after = _whereabouts(self)
         if after != before:
             if after[1] != before[1]:  # a cast on purpose is no damage
                 remember(self)
-            # A LightningModule keeps its device and dtype beside its tensors. It learns of a move
-            # by the root's to(), which asks modules(), which leaves the part out: so tell it here.
+            # A LightningModule keeps its device and dtype as attributes. It learns of a move from
+            # the root's to(), which asks modules(), which leaves the part out: so call it here.
             devices, dtypes = after
             self.to(
                 device=devices[0] if len(devices) == 1 else None,
@@ -169,32 +177,32 @@ class FrozenModule(nn.Module):
 
 
 @functools.cache
-def frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass for a class. Of the same name, by which others look classes up."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
-    if hasattr(plain, "__deepcopy__"):  # a copy of its own making is of the plain class
-        body["__deepcopy__"] = copy_and_freeze
+    if hasattr(plain, "__deepcopy__"):  # its own copies are of the plain class
+        body["__deepcopy__"] = _copy_and_freeze
     bases = (FrozenModule, plain)
     return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))
 
 
-def copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
+def _copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
     """Deep copy of a module whose class makes its own copies."""
     plain: Any = module.anyrank_plain_class
     copied: nn.Module = plain.__deepcopy__(module, memo)
     return freeze(copied, source=module.anyrank_frozen.source)
 
 
-def rebuild(plain: type[nn.Module]) -> nn.Module:
+def _rebuild(plain: type[nn.Module]) -> nn.Module:
     """An empty frozen module, for copy and pickle to fill."""
     module = plain.__new__(plain)
-    module.__class__ = frozen_class(plain)
-    stay_whole(module)
+    module.__class__ = _frozen_class(plain)
+    _stay_whole(module)
     return module
 
 
-def paths(source: Any) -> str | tuple[str, ...]:
+def _paths(source: Any) -> str | tuple[str, ...]:
     """A source as plain text, which copies and pickles."""
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
@@ -206,7 +214,7 @@ def paths(source: Any) -> str | tuple[str, ...]:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
+def _keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the part's own tensors into what its parent loads, so that nothing is missing or changes.
 
     Raises:
@@ -215,9 +223,9 @@ def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> N
     for key, own in module.state_dict(prefix=prefix, keep_vars=True).items():
         given = state_dict.get(key, own)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given is not own:
-            if own.is_meta or is_sharded(own) != is_sharded(given):
+            if own.is_meta or _is_sharded(own) != _is_sharded(given):
                 continue  # no value to protect yet, or torch's own error
-            if not equal(own, given):
+            if not _equal(own, given):
                 raise LoadError(
                     f"{key}: the checkpoint holds other values than the frozen part, whose source "
                     f"is {module.anyrank_frozen.source}: drop the keys {prefix}* from the "
@@ -226,20 +234,20 @@ def keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> N
         state_dict[key] = own
 
 
-def equal(own: torch.Tensor, given: torch.Tensor) -> bool:
+def _equal(own: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether two tensors have the same bits, once both have the dtype of the first."""
-    mine, theirs = local(own), local(given).to(own.dtype)
+    mine, theirs = _local(own), _local(given).to(own.dtype)
     return own.shape == given.shape and content_hash(mine) == content_hash(theirs)
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor."""
     return hasattr(tensor, "placements")
 
 
-def local(tensor: Any) -> torch.Tensor:
+def _local(tensor: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 # -- hashes ---------------------------------------------------------------------------------------
@@ -251,7 +259,7 @@ def remember(module: nn.Module) -> None:
     module.__dict__["anyrank_frozen"] = replace(info, tensors=describe(module))
 
 
-def remember_loaded(module: nn.Module, incompatible: object) -> None:
+def _remember_loaded(module: nn.Module, incompatible: object) -> None:
     """The same after a parent has loaded the part, which it does only when that has no source."""
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
     if info.source is None:
@@ -264,7 +272,7 @@ def describe(module: nn.Module) -> dict[str, str] | None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.is_meta or is_sharded(tensor):
+        if tensor.is_meta or _is_sharded(tensor):
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
         found[name] = f"{dtype}{list(tensor.shape)} {content_hash(tensor)}"
@@ -277,7 +285,7 @@ def check_frozen(module: nn.Module) -> None:
     Nothing is compared while it was or is on meta or sharded.
 
     Raises:
-        LoadError: a tensor changed, came or went; names the first.
+        LoadError: a tensor changed, is new or is gone; names the first.
     """
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
     now = describe(module)
@@ -301,7 +309,7 @@ def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 # -- devices, dtypes, FSDP2 -----------------------------------------------------------------------
 
 
-def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
+def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
     """The devices that the part's tensors are on, and their floating dtypes, each once."""
     tensors = [
         tensor
@@ -313,14 +321,14 @@ def whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype
     return list(devices), list(dict.fromkeys(tensor.dtype for tensor in floats))
 
 
-def stay_whole(module: nn.Module) -> None:
+def _stay_whole(module: nn.Module) -> None:
     """Keep `fully_shard` of a parent off the part, as it keeps off what `replicate` has."""
-    key = registry_key()
+    key = _registry_key()
     if key is not None:
-        module.__dict__.setdefault(key, OwnUnit())
+        module.__dict__.setdefault(key, _OwnUnit())
 
 
-class OwnUnit(dict[str, Any]):
+class _OwnUnit(dict[str, Any]):
     """The record of composable parallelisms that a module has, as torch keeps it.
 
     It claims `replicate` until `fully_shard` is asked to shard this very module, and enters itself.
@@ -330,7 +338,7 @@ class OwnUnit(dict[str, Any]):
         return name == "replicate" and "fully_shard" not in self.keys()
 
 
-def registry_key() -> str | None:
+def _registry_key() -> str | None:
     """The attribute that holds the record: private to torch, there from 2.0 on.
 
     Where it is missing, FSDP2 shards a frozen part with its parent: right too, if less convenient.

@@ -91,37 +91,39 @@ class Inspection:
         """All fields, as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
-    def summary(self) -> list[str]:
-        """Format, counts and sizes, dtypes: the lines above the tensors."""
-        kinds = (
-            f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
-            for dtype, total in self.dtypes.items()
-        )
-        parts = [self.format, count(len(self.tensors), "tensor")]
-        parts += [f"{self.parameters:,} parameters", in_units(self.nbytes)]
-        return [f"{self.path}: {', '.join(parts)}", *(f"  {kind}" for kind in kinds)]
-
-    def notes(self) -> list[str]:
-        """Metadata and what was passed over, shortened: the lines below the tensors."""
-        texts = [f"{key}: {value}" for key, value in self.metadata.items()]
-        lines = [
-            f"  step {one.step:<8} epoch {one.epoch}, {one.samples:,} samples, {one.ranks} ranks, "
-            f"{in_units(one.nbytes)}, {printable(one.written)}"
-            for one in self.steps
-        ]
-        for title, items in (("metadata", texts), ("skipped", self.skipped)):
-            lines += [f"  {title:<8} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
-            if len(items) > SHOWN_NOTES:
-                lines.append(f"  {title:<8} and {len(items) - SHOWN_NOTES} more")
-        return lines
-
     def __str__(self) -> str:
         groups = group((t.name, t.shape, t.dtype, t.nbytes) for t in self.tensors)
-        lines = [f"  {one}" for one in groups[:SHOWN_GROUPS]]
+        lines = [f"  {rows}" for rows in groups[:SHOWN_GROUPS]]
         if len(groups) > SHOWN_GROUPS:
-            left = sum(one.count for one in groups[SHOWN_GROUPS:])
+            left = sum(rows.count for rows in groups[SHOWN_GROUPS:])
             lines.append(f"  and {count(left, 'tensor')} more")
-        return "\n".join([*self.summary(), *lines, *self.notes()])
+        return "\n".join([*summary(self), *lines, *notes(self)])
+
+
+def summary(found: Inspection) -> list[str]:
+    """Format, counts and sizes, dtypes: the lines above the tensors."""
+    kinds = (
+        f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
+        for dtype, total in found.dtypes.items()
+    )
+    parts = [found.format, count(len(found.tensors), "tensor")]
+    parts += [f"{found.parameters:,} parameters", in_units(found.nbytes)]
+    return [f"{found.path}: {', '.join(parts)}", *(f"  {kind}" for kind in kinds)]
+
+
+def notes(found: Inspection) -> list[str]:
+    """Steps, metadata and what was skipped, shortened: the lines below the tensors."""
+    lines = [
+        f"  step {saved.step:<8} epoch {saved.epoch}, {saved.samples:,} samples, "
+        f"{saved.ranks} ranks, {in_units(saved.nbytes)}, {printable(saved.written)}"
+        for saved in found.steps
+    ]
+    texts = [f"{key}: {value}" for key, value in found.metadata.items()]
+    for title, items in (("metadata", texts), ("skipped", found.skipped)):
+        lines += [f"  {title:<8} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
+        if len(items) > SHOWN_NOTES:
+            lines.append(f"  {title:<8} and {len(items) - SHOWN_NOTES} more")
+    return lines
 
 
 def inspect(source: Source) -> Inspection:
@@ -130,6 +132,14 @@ def inspect(source: Source) -> Inspection:
     Of a run folder, it lists the committed steps, and the tensors of the newest.
 
     Called by one process; ranks need not agree.
+
+    Example::
+
+        torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "w.pt")
+        found = anyrank.inspect("w.pt")
+        assert found.parameters == 9
+        assert [tensor.name for tensor in found.tensors] == ["weight", "bias"]
+        print(found)
 
     Args:
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP

@@ -9,34 +9,30 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import rank_device
 
 
-def device_for(target: Target, default: torch.device) -> torch.device:
-    """Where a target's memory belongs: where it is, or for a meta tensor where its owner wants
-    it.
-    """
+def device_for(target: ModelTensor, default: torch.device) -> torch.device:
+    """The device of a real tensor, or the device where a meta tensor is to be."""
     if not target.is_meta:
         return target.local().device
     if target.layout is None:
         return default
     mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.places):
+    if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.registrations):
         return torch.device("cpu")
     return rank_device()
 
 
-def default_device(targets: list[Target]) -> torch.device:
-    """Where plain meta tensors go: to the model's real parameters, else to the rank's own
-    device.
-    """
+def default_device(targets: list[ModelTensor]) -> torch.device:
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
     real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
     return real[0].local().device if real else rank_device()
 
 
-def default_buffer(targets: list[Target]) -> int:
+def default_buffer(targets: list[ModelTensor]) -> int:
     """Bytes of staging memory to fill targets with, from the settings."""
     default = default_device(targets)
     return buffer_for(device_for(target, default) for target in targets)
@@ -52,7 +48,7 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
     """Whether the FSDP2 unit that owns a module keeps its parameters on the CPU.
 
     FSDP2 has no public name for its policy; where the private one is missing, the unit's real
-    parameters would tell, and a meta model without them goes to the device.
+    parameters would show it, and a meta model without them goes to the device.
     """
     unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
@@ -63,6 +59,6 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
     return "CPUOffloadPolicy" in policies
 
 
-def allocate(target: Target, device: torch.device) -> torch.Tensor:
+def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of this rank's share of a target; every element must be written."""
     return torch.empty(target.local_shape, dtype=target.dtype, device=device)

@@ -1,6 +1,4 @@
-"""Non-persistent buffers that are still on meta: no file holds them, so another rank or a rule
-must.
-"""
+"""Non-persistent buffers on meta: no file holds them, so they come from another rank or a rule."""
 
 from __future__ import annotations
 
@@ -9,13 +7,13 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.loading.allocate import allocate
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.loading.replace import Replacement, replace
 from anyrank.world.ranks import Ranks
 
 
 def rebuild(
-    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> dict[str, str]:
     """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
 
@@ -33,7 +31,7 @@ def rebuild(
 
 
 def rebuilt_values(
-    targets: list[Target], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> tuple[dict[str, str], list[Replacement]]:
     """As `rebuild`, and the buffers are still to be put in place."""
     derived = {target.name: target for target in targets if target.kind == "derived"}
@@ -43,10 +41,11 @@ def rebuilt_values(
         return {}, []
     real = [name for name in asked if name in derived and name not in wanted]
     offered = ranks.gather({name: derived[name].local().cpu() for name in real})
-    sources: dict[str, str] = {}
-    made: dict[str, torch.Tensor] = {}
 
-    def fill() -> list[str]:
+    def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
+        """The buffers of this rank; where each came from, and those that nothing gives."""
+        made: list[Replacement] = []
+        sources: dict[str, str] = {}
         for name, target in wanted.items():
             local = allocate(target, device)
             giver = next((r for r, t in zip(ranks.ranks, offered, strict=True) if name in t), None)
@@ -56,10 +55,12 @@ def rebuilt_values(
                 local.copy_(offered[ranks.ranks.index(giver)][name])
                 source = f"rank {giver}"
             if source is not None:
-                made[name], sources[name] = local, source
-        return sorted(set(wanted) - set(made))
+                made.append(Replacement(target, local))
+                sources[name] = source
+        return made, (sources, sorted(wanted.keys() - sources.keys()))
 
-    lost = sorted(set().union(*ranks.together("rebuilding buffers", fill)))
+    made, every = ranks.own_and_all("rebuilding buffers", fill)
+    lost = sorted({name for _, names in every for name in names})
     if lost:
         raise LoadError(
             "non-persistent buffers on meta that no rule of their module rebuilds: "
@@ -67,7 +68,4 @@ def rebuilt_values(
             "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
             "the module a reset_parameters() that fills them"
         )
-    everywhere: dict[str, str] = {}
-    for table in ranks.gather(sources):
-        everywhere.update(table)
-    return everywhere, [Replacement(wanted[name], local) for name, local in made.items()]
+    return {name: source for sources, _ in every for name, source in sources.items()}, made

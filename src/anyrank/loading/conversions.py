@@ -17,7 +17,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.model_tensors import Target, plain_class
+from anyrank.loading.model_tensors import ModelTensor, plain_class
 from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
@@ -27,7 +27,7 @@ FILE_NAMED = ("safetensors",)
 
 
 def converted(
-    model: nn.Module, targets: list[Target], listing: Listing, rename: Callable[[str], str]
+    model: nn.Module, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> tuple[Listing, Callable[[str], str]]:
     """The listing under the model's names, and the renaming that is left to do.
 
@@ -37,7 +37,9 @@ def converted(
     inner = _pretrained(model)
     if inner is None:
         return listing, rename
-    live = {name for t in targets if t.kind != "derived" for p in t.places for name in p.names}
+    live = {
+        name for t in targets if t.kind != "derived" for p in t.registrations for name in p.names
+    }
     if _fits_as_it_is(targets, listing, rename):
         return listing, rename
     tensors: dict[str, StoredTensor] = {}
@@ -55,14 +57,20 @@ def converted(
     return listing.with_tensors(tensors), lambda key: key
 
 
-def _fits_as_it_is(targets: list[Target], listing: Listing, rename: Callable[[str], str]) -> bool:
+def _fits_as_it_is(
+    targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+) -> bool:
     """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
 
     The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
     would not change are therefore no proof.
     """
     shapes = {
-        name: t.shape for t in targets if t.kind != "derived" for p in t.places for name in p.names
+        name: t.shape
+        for t in targets
+        if t.kind != "derived"
+        for p in t.registrations
+        for name in p.names
     }
     for key, stored in listing.tensors.items():
         shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
@@ -70,14 +78,14 @@ def _fits_as_it_is(targets: list[Target], listing: Listing, rename: Callable[[st
             return False
     filled = {name for key in listing.tensors for name in candidates(rename(key))}
     return all(
-        any(name in filled for p in t.places for name in p.names)
+        any(name in filled for p in t.registrations for name in p.names)
         for t in targets
         if t.kind != "derived"
     )
 
 
 def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the model itself says that a key of its checkpoints is of no use."""
+    """Whether the model declares that a key of its checkpoints can be ignored."""
     inner = _pretrained(model)
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)
@@ -181,9 +189,7 @@ class _Converter:
 
 
 def _unsharded(module: nn.Module) -> Any:
-    """The same module tree with the classes that the user wrote, which the mapping looks up by
-    name.
-    """
+    """The same module tree with the user's classes, which the mapping looks up by name."""
     kind = plain_class(module)
     copy: Any = kind.__new__(kind)
     copy.__dict__ = dict(module.__dict__)

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.loading.model_tensors import Place, Target, plain_class
+from anyrank.loading.model_tensors import ModelTensor, Registration, plain_class
 from anyrank.tensors.box import Box
 
 TABLE = "lora_magnitude_vector"  # of a LoRA layer: adapter -> the module with its magnitudes
 
 
-def is_magnitude(target: Target) -> bool:
+def is_magnitude(target: ModelTensor) -> bool:
     """Whether a tensor is a magnitude vector of DoRA."""
-    return target.adapter and TABLE in target.places[0].names[0].split(".")
+    return target.adapter and TABLE in target.registrations[0].names[0].split(".")
 
 
-def recompute_magnitudes(targets: Iterable[Target], trained_too: bool) -> dict[str, str]:
+def recompute_magnitudes(targets: Iterable[ModelTensor], trained_too: bool) -> dict[str, str]:
     """Give magnitudes the values that PEFT gives a new adapter on the present base weights.
 
     All ranks that share the layers call it with the same targets: a sharded layer's weights are
@@ -38,7 +38,7 @@ def recompute_magnitudes(targets: Iterable[Target], trained_too: bool) -> dict[s
     """
     rules: dict[str, str] = {}
     for target in targets:
-        place = target.places[0]
+        place = target.registrations[0]
         layer, adapter = _layer_of(place)
         a, b = (_whole(weight) for weight in _factors(layer, adapter))
         if not trained_too and a.any() and b.any():
@@ -58,7 +58,7 @@ def recompute_magnitudes(targets: Iterable[Target], trained_too: bool) -> dict[s
     return rules
 
 
-def _layer_of(place: Place) -> tuple[Any, str]:
+def _layer_of(place: Registration) -> tuple[Any, str]:
     parts = place.names[0].split(".")
     layer = next(m for m in reversed(place.path) if hasattr(m, TABLE))
     return layer, parts[parts.index(TABLE) + 1]

@@ -15,9 +15,8 @@ import torch
 from anyrank import faults
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
-from anyrank.tensors.box import Box
 from anyrank.tensors.plan import Read, plan_reads
-from anyrank.tensors.sharded_tensor import Coordinates, Held, replicas
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Interrupted, Ranks
@@ -26,7 +25,7 @@ MIN_BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class _Transfer:
     """One block: read by `reader`, wanted by `members` (global ranks).
 
     Attributes:
@@ -47,12 +46,12 @@ class Wanted:
     Attributes:
         index: position of the tensor in the list that `coordinates` counts.
         held: the tensor, and what this rank holds of it.
-        stored: its bytes at rest.
+        stored: where its bytes are.
         local: this rank's memory, of the held tensor's local shape.
     """
 
     index: int
-    held: Held
+    held: ShardedTensor
     stored: StoredTensor
     local: torch.Tensor
 
@@ -74,10 +73,10 @@ def move(
     if decision.name == "own":
         read_own(wanted, reader, ranks)
         return 0
-    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
+    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     window = buffer_bytes // 2  # the rest is the reader's and the transport's
-    transfers = plan_transfers(wanted, coordinates, decision.readers, window)
-    exchange = Exchange(ranks, reader, lambda n: wanted[n].local)
+    transfers = _plan_transfers(wanted, coordinates, decision.readers, window)
+    exchange = _Exchange(ranks, reader, lambda n: wanted[n].local)
     exchange.run(transfers, window)
     return exchange.bytes_sent
 
@@ -85,27 +84,27 @@ def move(
 def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
     """Fill this rank's shares from the files, which are open. Each rank by itself.
 
-    Ranks start at different files, so that they do not all wait for the same one.
+    Ranks start at different files, so that they do not all wait for the same file.
 
     Raises:
         Interrupted: another rank failed.
         LoadError: this rank failed to read.
     """
-    use_large_pages((one.local for one in wanted), ranks.ranks_on_node)
+    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     jobs = [
-        Job(read, one.local[read.local_slices()])
-        for one in wanted
-        for read in plan_reads(one.stored, one.held.pieces)
+        Job(read, share.local[read.local_slices()])
+        for share in wanted
+        for read in plan_reads(share.stored, share.held.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
 
 
-def plan_transfers(
+def _plan_transfers(
     wanted: Sequence[Wanted],
     coordinates: Mapping[int, Coordinates],
     readers: Sequence[int] | None,
     window_bytes: int,
-) -> Iterator[Transfer]:
+) -> Iterator[_Transfer]:
     """Cut what all ranks want into blocks and give each one reader.
 
     Args:
@@ -117,18 +116,18 @@ def plan_transfers(
     """
     block = max(MIN_BLOCK_BYTES, window_bytes // len(coordinates))
     turn = 0
-    for number, one in enumerate(wanted):
-        for pieces, members in replicas(one.index, one.held, coordinates).items():
+    for number, share in enumerate(wanted):
+        for pieces, members in replicas(share.index, share.held, coordinates).items():
             who = tuple(readers) if readers is not None else members
-            for read in plan_reads(one.stored, pieces):
-                for part in _parts(read, block):
-                    yield Transfer(number, part, who[turn % len(who)], members)
+            for read in plan_reads(share.stored, pieces):
+                for box in read.box.cut(block // read.stored.dtype.itemsize):
+                    yield _Transfer(number, read.part(box), who[turn % len(who)], members)
                     turn += 1
 
 
-def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[Transfer]]:
+def _windows(transfers: Iterator[_Transfer], window_bytes: int) -> Iterator[list[_Transfer]]:
     """Consecutive transfers of at most `window_bytes` together (or one)."""
-    window: list[Transfer] = []
+    window: list[_Transfer] = []
     total = 0
     for transfer in transfers:
         if window and total + transfer.read.nbytes > window_bytes:
@@ -140,7 +139,7 @@ def windows(transfers: Iterator[Transfer], window_bytes: int) -> Iterator[list[T
         yield window
 
 
-class Exchange:
+class _Exchange:
     """Runs transfers on one rank. All ranks run the same list.
 
     Args:
@@ -157,14 +156,14 @@ class Exchange:
         self.locals_of = locals_of
         self.bytes_sent = 0
 
-    def run(self, transfers: Iterator[Transfer], window_bytes: int) -> None:
+    def run(self, transfers: Iterator[_Transfer], window_bytes: int) -> None:
         """Fill this rank's share.
 
         Raises:
             Interrupted: another rank failed.
             LoadError: this rank failed to read.
         """
-        for window in windows(transfers, window_bytes):
+        for window in _windows(transfers, window_bytes):
             problem: Exception | None = None
             staged: dict[int, torch.Tensor] = {}
             mine = [(n, t) for n, t in enumerate(window) if t.reader == self.ranks.rank]
@@ -182,7 +181,7 @@ class Exchange:
                     local = self.locals_of(transfer.target)
                     copy_into(local[transfer.read.local_slices()], staged[number])
 
-    def _pass_on(self, window: Sequence[Transfer], staged: dict[int, torch.Tensor]) -> None:
+    def _pass_on(self, window: Sequence[_Transfer], staged: dict[int, torch.Tensor]) -> None:
         rank = self.ranks.rank
         sent, received = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
         for number, transfer in enumerate(window):
@@ -203,22 +202,6 @@ class Exchange:
             raise Interrupted
 
 
-def _staging(transfer: Transfer) -> torch.Tensor:
+def _staging(transfer: _Transfer) -> torch.Tensor:
     read = transfer.read
     return torch.empty(read.box.sizes, dtype=read.stored.dtype, device="cpu")
-
-
-def _parts(read: Read, block_bytes: int) -> Iterator[Read]:
-    """Row-wise parts of about `block_bytes` wanted bytes each; a long row is cut as well."""
-    sizes = read.box.sizes
-    if read.nbytes <= block_bytes or max(sizes, default=1) <= 1:
-        yield read
-        return
-    dim = next(d for d, n in enumerate(sizes) if n > 1)
-    rows = max(1, block_bytes * sizes[dim] // read.nbytes)
-    for low in range(0, sizes[dim], rows):
-        offsets, lengths = list(read.box.offsets), list(sizes)
-        offsets[dim] += low
-        lengths[dim] = min(rows, sizes[dim] - low)
-        part = read.part(Box(tuple(offsets), tuple(lengths)))
-        yield from _parts(part, block_bytes) if lengths[dim] == 1 else (part,)

@@ -1,9 +1,9 @@
-"""One load on one rank, between the plan and the report: memory, bytes, first values, the swap."""
+"""An agreed plan, carried out: allocate, read, exchange, initialise, and put in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.exchange import Wanted, move
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.match_model import Prepared
 from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
+from anyrank.loading.own_code import OwnCodeRun
+from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
@@ -29,49 +30,121 @@ from anyrank.world.ranks import Ranks
 Measured = tuple[int, int, int, int, float]  # bytes read, sent; host and device peak; seconds
 
 
-class LoadExecutor:
-    """Carries out a prepared load. Its public methods are called by all ranks, in order."""
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did, beyond what its plan says. Equal on all ranks.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        prepared: Prepared,
-        ranks: Ranks,
-        memory: Mapping[str, Any] | None,
-        meter: Meter,
-        progress: bool | Callable[[int, int], None] | None,
-    ) -> None:
-        self.prepared = prepared
+    Attributes:
+        rules: tensors that were initialised -> the rule.
+        rebuilt: non-persistent buffers -> the rule or rank that filled them.
+        renewed: tensors whose objects could not be kept.
+        own_code: the modules' own code that was run.
+        measured: of every rank.
+    """
+
+    rules: dict[str, str]
+    rebuilt: dict[str, str]
+    renewed: list[str]
+    own_code: OwnCodeRun
+    measured: list[Measured]
+
+    def report(self, plan: AgreedPlan, verified: str, nonfinite: dict[str, int]) -> LoadReport:
+        """The report of the load.
+
+        Args:
+            plan: what was carried out.
+            verified: what `verify=True` compared, in words.
+            nonfinite: tensor -> number of NaN and infinite values.
+        """
+        match, tensors = plan.match, plan.match.tensors
+        read, sent, host, device, seconds = zip(*self.measured, strict=True)
+        return LoadReport(
+            missing=match.missing,
+            unexpected=match.unexpected,
+            initialised=self.rules,
+            rebuilt=self.rebuilt,
+            kept=[tensors[i].name for i in match.keep],
+            tied={
+                t.name: [place.name for place in t.registrations[1:]]
+                for t in tensors
+                if len(t.registrations) > 1
+            },
+            cast={
+                tensors[i].name: f"{_short(stored.dtype)} -> {_short(tensors[i].dtype)}"
+                for i, stored in match.stored.items()
+                if stored.dtype != tensors[i].dtype
+            },
+            renewed=self.renewed,
+            own_code=self.own_code.ran,
+            own_code_not_run=self.own_code.not_run,
+            frozen=match.frozen,
+            format=match.listing.format,
+            strategy=plan.decision.name,
+            reason=plan.decision.reason,
+            nonfinite=nonfinite,
+            verified=verified,
+            skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
+            duplicates=match.duplicates,
+            tensors=len({*match.stored, *match.compared}),
+            bytes_read=list(read),
+            bytes_sent=list(sent),
+            peak_host_bytes=list(host),
+            peak_device_bytes=list(device),
+            seconds=max(seconds),
+        )
+
+
+def execute_load(
+    model: nn.Module,
+    plan: AgreedPlan,
+    ranks: Ranks,
+    meter: Meter,
+    progress: bool | Callable[[int, int], None] | None,
+) -> LoadResult:
+    """Carry out a plan: read, initialise, and put in place. All ranks.
+
+    Until the last file is read, tensors on meta stay as they are; real ones are written in place.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    executor = _Executor(model, plan, ranks, meter)
+    executor.read(progress)
+    return executor.put_in_place()
+
+
+class _Executor:
+    """One load on one rank: what has been allocated and filled, and is not in place yet."""
+
+    def __init__(self, model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter) -> None:
+        self.plan = plan
+        self.match = plan.match
         self.ranks = ranks
-        self.memory = memory
         self.meter = meter
-        self.device = default_device(prepared.targets)
-        meter.watch({self.device, *(target.tensor.device for target in prepared.targets)})
-        self.progress = progress
-        self.fresh: dict[int, torch.Tensor] = {}  # for meta targets, until it is put in place
-        self.initialiser = Initialiser(model, prepared.seed)
-        self.pinned: dict[int, torch.Tensor] = {}  # to be compared with a frozen part, then dropped
+        self.device = default_device(plan.match.tensors)
+        meter.watch({self.device, *(target.tensor.device for target in plan.match.tensors)})
+        self.initialiser = Initialiser(model, plan.seed)
+        self.allocated: dict[int, torch.Tensor] = {}  # of tensors on meta
+        self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         self.rules: dict[str, str] = {}
-        self.rebuilt: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
-        self.measured: list[Measured] = []
-        self.renewed: list[str] = []
 
-    def fill(self) -> None:
-        """Read, receive and initialise. Real tensors are written in place, meta ones get new
-        memory.
+    # -- read ---------------------------------------------------------------------------------
+
+    def read(self, progress: bool | Callable[[int, int], None] | None) -> None:
+        """Fill this rank's share. All ranks.
 
         Files are opened, and found unchanged, on all ranks before real tensors are written to.
         """
-        share = sum(self._wire_bytes(index) for index in self.prepared.stored)
+        share = sum(self._stored_bytes(index) for index in self.match.stored)
         first = self.ranks.index == 0
-        with progress_for(self.progress, first, share) as bar, self._reader(bar) as reader:
-            if self.prepared.in_place:
+        with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
+            if self.plan.in_place:
                 self.ranks.together("opening the files", lambda: self._open(reader))
             try:
-                self.ranks.together("reading the weights", lambda: self._fill_here(reader))
+                self.ranks.together("reading the weights", lambda: self._fill(reader))
             except AnyrankError as error:
-                if not self.prepared.in_place:
+                if not self.plan.in_place:
                     raise
                 text = (
                     f"{error}\n  tensors that were real are partly overwritten: load again "
@@ -81,36 +154,38 @@ class LoadExecutor:
             self.bytes_read = reader.bytes_read
 
     def _open(self, reader: Reader) -> None:
-        readers = self.prepared.decision.readers or self.ranks.ranks
+        readers = self.plan.decision.readers or self.ranks.ranks
         if self.ranks.rank in readers:
-            stored = (*self.prepared.stored.values(), *self.prepared.compared.values())
+            stored = (*self.match.stored.values(), *self.match.compared.values())
             reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
 
-    def _fill_here(self, reader: Reader) -> None:
-        prepared = self.prepared
+    def _fill(self, reader: Reader) -> None:
         self._open(reader)
-        for index in (*prepared.stored, *prepared.initialise):
-            target = prepared.targets[index]
-            if target.is_meta:
-                self.fresh[index] = allocate(target, device_for(target, self.device))
-        for index in prepared.compared:
-            target = prepared.targets[index]
-            self.pinned[index] = allocate(target, device_for(target, self.device))
+        match = self.match
+        for index in (*match.stored, *match.initialise):
+            if match.tensors[index].is_meta:
+                self.allocated[index] = self._allocate(index)
+        for index in match.compared:
+            self.to_compare[index] = self._allocate(index)
         self.bytes_sent = move(
             self._wanted(),
             reader,
             self.ranks,
-            prepared.decision,
-            prepared.coordinates,
-            prepared.buffer_bytes,
+            self.plan.decision,
+            self.plan.coordinates,
+            self.plan.buffer_bytes,
         )
-        for index in prepared.initialise:
+        for index in match.initialise:
             self._initialise(index)
         self.meter.sample()
 
-    def _wire_bytes(self, index: int) -> int:
-        target = self.prepared.targets[index]
-        return target.local_numel * self.prepared.stored[index].dtype.itemsize
+    def _allocate(self, index: int) -> torch.Tensor:
+        target = self.match.tensors[index]
+        return allocate(target, device_for(target, self.device))
+
+    def _stored_bytes(self, index: int) -> int:
+        """Bytes of this rank's share, in the source's dtype."""
+        return self.match.tensors[index].local_numel * self.match.stored[index].dtype.itemsize
 
     def _reader(self, bar: Progress) -> Reader:
         def count(nbytes: int) -> None:
@@ -118,48 +193,48 @@ class LoadExecutor:
             self.meter.sample()
 
         return Reader(
-            self.prepared.listing,
-            self.memory,
-            buffer_bytes=self.prepared.buffer_bytes,
+            self.match.listing,
+            buffer_bytes=self.plan.buffer_bytes,
             threads=read_threads(self.ranks.ranks_on_node),
             check=self.ranks.check,
             progress=count,
         )
 
     def _wanted(self) -> list[Wanted]:
-        prepared = self.prepared
-        filled = [(i, stored, self._local(i)) for i, stored in prepared.stored.items()]
-        filled += [(i, one, self.pinned[i]) for i, one in prepared.compared.items()]
-        return [Wanted(i, prepared.targets[i], stored, local) for i, stored, local in filled]
+        match = self.match
+        filled = [(i, stored, self._local(i)) for i, stored in match.stored.items()]
+        filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
+        return [Wanted(i, match.tensors[i], stored, local) for i, stored, local in filled]
 
     def _local(self, index: int) -> torch.Tensor:
-        fresh = self.fresh.get(index)
-        return self.prepared.targets[index].local() if fresh is None else fresh
+        allocated = self.allocated.get(index)
+        return self.match.tensors[index].local() if allocated is None else allocated
 
     def _initialise(self, index: int) -> None:
-        target = self.prepared.targets[index]
+        target = self.match.tensors[index]
         if is_magnitude(target):  # computed from the base weights, once they are in place
             return
         rule = self.initialiser.fill(target, self._local(index))
         if rule is None:
             raise LoadError(
-                f"{target.name}: is not in the source, and no rule of the model gives it a first "
-                "value (looked for _init_weights, reset_parameters, init_weights)"
+                f"{target.name}: is not in the source, and no rule of the model initialises it "
+                "(looked for _init_weights, reset_parameters, init_weights)"
             )
         self.rules[target.name] = rule
 
-    def finish(self) -> None:
-        """See to non-persistent buffers, then put new memory in place: everything, or nothing."""
-        replacements: list[Replacement] = []
-        if self.prepared.rebuild:
-            self.rebuilt, replacements = rebuilt_values(
-                self.prepared.targets, self.ranks, self.initialiser, self.device
-            )
+    # -- put in place -------------------------------------------------------------------------
 
-        def build() -> None:
-            self._compare_pinned()
-            for index, local in self.fresh.items():
-                replacements.append(Replacement(self.prepared.targets[index], local))
+    def put_in_place(self) -> LoadResult:
+        """Give the model what was read: everything, or nothing. All ranks."""
+        rebuilt: dict[str, str] = {}
+        replacements: list[Replacement] = []
+        if self.plan.rebuild:
+            rebuilt, replacements = rebuilt_values(
+                self.match.tensors, self.ranks, self.initialiser, self.device
+            )
+        replacements += [
+            Replacement(self.match.tensors[index], local) for index, local in self.allocated.items()
+        ]
 
         def commit() -> tuple[Measured, list[str]]:
             renewed = replace(replacements)
@@ -169,30 +244,31 @@ class LoadExecutor:
             measured = (*self.meter.peaks(), self.meter.seconds())
             return (self.bytes_read, self.bytes_sent, *measured), renewed
 
-        self.ranks.together("comparing frozen parts", build)
+        self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        self.measured = [measured for measured, _ in answers]
-        self.renewed = sorted({name for _, renewed in answers for name in renewed})
-        self.ranks.together(
-            "running the modules' own code", lambda: self.prepared.own_code.run(self._filled())
+        own_code, _ = self.ranks.own_and_all(
+            "running the modules' own code", lambda: (self.match.own_code.run(self._filled()), None)
         )
         self._recompute_magnitudes()
         self._make_adapters_alike()
         self._move_buffers()
+        renewed = sorted({name for _, names in answers for name in names})
+        measured = [each for each, _ in answers]
+        return LoadResult(self.rules, rebuilt, renewed, own_code, measured)
 
     def _recompute_magnitudes(self) -> None:
         """Those of new adapters of DoRA; all ranks have the same ones."""
-        targets = self.prepared.targets
-        for indices, trained_too in ((self.prepared.initialise, True), (self.prepared.keep, False)):
+        targets = self.match.tensors
+        for indices, trained_too in ((self.match.initialise, True), (self.match.keep, False)):
             mine = [targets[index] for index in indices if is_magnitude(targets[index])]
             if mine:
                 self.rules.update(recompute_magnitudes(mine, trained_too))
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""
-        if not self.prepared.adapters_kept:
+        if not self.match.keeps_adapters:
             return
-        kept = [self.prepared.targets[i] for i in self.prepared.keep]
+        kept = [self.match.tensors[i] for i in self.match.keep]
         adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
         hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
         every = self.ranks.gather(hashes)
@@ -207,82 +283,39 @@ class LoadExecutor:
                 self.rules[name] = f"rank {first}, as the ranks had drawn different values"
 
     def _tie_again(self) -> None:
-        targets = self.prepared.targets
-        for index, source in self.prepared.retie.items():
-            for place in targets[index].places:
+        targets = self.match.tensors
+        for index, source in self.match.retie.items():
+            for place in targets[index].registrations:
                 setattr(place.module, place.attribute, targets[source].tensor)
-                targets[source].places.append(place)
+                targets[source].registrations.append(place)
 
-    def _filled(self) -> list[Target]:
-        return [self.prepared.targets[index] for index in self.prepared.stored]
+    def _filled(self) -> list[ModelTensor]:
+        return [self.match.tensors[index] for index in self.match.stored]
 
-    def _compare_pinned(self) -> None:
+    def _compare_frozen(self) -> None:
         """What a source holds of a frozen part must be what the part is.
 
         Raises:
             LoadError: it is not; the part is left as it is.
         """
-        for index, given in self.pinned.items():
-            target = self.prepared.targets[index]
+        for index, given in self.to_compare.items():
+            target = self.match.tensors[index]
             if content_hash(given) != content_hash(self._local(index)):
                 raise LoadError(
                     f"{target.name}: is frozen, and the source holds other values: freeze the part "
                     "with the weights that belong to this source, or remove them from the source"
                 )
-        self.pinned.clear()
+        self.to_compare.clear()
 
     def _move_buffers(self) -> None:
-        """Real CPU buffers of a plain model that came from meta follow its parameters to the
-        device.
-        """
-        moved = any(self.prepared.targets[i].layout is None for i in self.fresh)
+        """Move real CPU buffers of a plain model to the device that its parameters got."""
+        moved = any(self.match.tensors[i].layout is None for i in self.allocated)
         if not moved or self.device.type == "cpu":
             return
-        for target in self.prepared.targets:
+        for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
-                for place in target.places:
+                for place in target.registrations:
                     setattr(place.module, place.attribute, target.tensor.to(self.device))
-
-    def report(self, verified: str, nonfinite: dict[str, int]) -> LoadReport:
-        """The report, from every rank's measurements."""
-        prepared, match = self.prepared, self.prepared.match
-        read, sent, host, device, seconds = zip(*self.measured, strict=True)
-        targets = prepared.targets
-        return LoadReport(
-            missing=[targets[i].name for i in match.missing],
-            unexpected=[*match.unexpected],
-            initialised=self.rules,
-            rebuilt=self.rebuilt,
-            kept=[targets[i].name for i in prepared.keep],
-            tied={
-                t.name: [place.name for place in t.places[1:]] for t in targets if len(t.places) > 1
-            },
-            cast={
-                targets[i].name: f"{_short(stored.dtype)} -> {_short(targets[i].dtype)}"
-                for i, stored in prepared.stored.items()
-                if stored.dtype != targets[i].dtype
-            },
-            renewed=self.renewed,
-            own_code=prepared.own_code.ran,
-            own_code_not_run=prepared.own_code.not_run,
-            frozen=prepared.frozen,
-            format=prepared.listing.format,
-            strategy=prepared.decision.name,
-            reason=prepared.decision.reason,
-            nonfinite=nonfinite,
-            verified=verified,
-            skipped=[
-                *prepared.listing.skipped,
-                *(f"{key}: of no use" for key in prepared.ignored),
-            ],
-            doubled=match.doubled,
-            tensors=len({*prepared.stored, *prepared.compared}),
-            bytes_read=list(read),
-            bytes_sent=list(sent),
-            peak_host_bytes=list(host),
-            peak_device_bytes=list(device),
-            seconds=max(seconds),
-        )
 
 
 def _short(dtype: torch.dtype) -> str:

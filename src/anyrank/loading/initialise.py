@@ -1,4 +1,4 @@
-"""First values by the model's own rules, the same on any number of ranks.
+"""Initial values by the model's own rules, the same on any number of ranks.
 
 Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
 numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.model_tensors import Place, Target, plain_class
+from anyrank.loading.model_tensors import ModelTensor, Registration, plain_class
 from anyrank.tensors.box import Box
 
 Init = Callable[[nn.Module], object]
@@ -41,11 +41,11 @@ class Initialiser:
         self.init = init
         self.stand_ins: dict[int, nn.Module] = {}
 
-    def fill(self, target: Target, local: torch.Tensor) -> str | None:
+    def fill(self, target: ModelTensor, local: torch.Tensor) -> str | None:
         """Fill this rank's share of a target.
 
         Returns:
-            The name of the rule that had the last word, or None when the rules leave a part
+            The name of the rule that ran last, or None when the rules leave a part
             unwritten.
 
         Raises:
@@ -57,12 +57,14 @@ class Initialiser:
         _blank(blank)
         is_parameter = target.kind == "parameter"
         wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
-        hollow = [self._swap(place, wanted) for place in target.places]
+        on_meta = [self._swap(place, wanted) for place in target.registrations]
         try:
             name = self._run(target, local.device)
-            value = getattr(self._stand_in(target.places[0].module), target.places[0].attribute)
+            value = getattr(
+                self._stand_in(target.registrations[0].module), target.registrations[0].attribute
+            )
         finally:
-            for place, old in zip(target.places, hollow, strict=True):
+            for place, old in zip(target.registrations, on_meta, strict=True):
                 self._swap(place, old)
         if value.shape != blank.shape or value.is_meta or _is_blank(value):
             return None
@@ -71,15 +73,13 @@ class Initialiser:
             part.copy_(value.detach()[piece.box.slices()])
         return name
 
-    def _run(self, target: Target, device: torch.device) -> str | None:
-        """Run the rules under a seed of the tensor's own; the ambient generators are left as they
-        were.
-        """
+    def _run(self, target: ModelTensor, device: torch.device) -> str | None:
+        """Run the rules under the tensor's seed; the global generators keep their states."""
         last: str | None = None
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
         with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
-            torch.manual_seed(derived_seed(self.seed, target.name))
+            torch.manual_seed(_derived_seed(self.seed, target.name))
             for last, call in self._rules(target):
                 try:
                     call()
@@ -87,14 +87,14 @@ class Initialiser:
                     if self.init is not None:
                         raise
                     raise LoadError(
-                        f"{target.name}: {last} fails while it gives first values "
+                        f"{target.name}: {last} fails while it initialises "
                         f"({type(error).__name__}: {error}): pass init= to anyrank.materialize"
                     ) from error
         return last
 
-    def _rules(self, target: Target) -> Iterator[Rule]:
+    def _rules(self, target: ModelTensor) -> Iterator[Rule]:
         """What construction would run for a tensor, in that order."""
-        place = target.places[0]
+        place = target.registrations[0]
         if self.init is not None:
             init, owner = self.init, self._stand_in(place.module)
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
@@ -106,7 +106,7 @@ class Initialiser:
         if not target.adapter:
             yield from self._model_rules(place)
 
-    def _own_rules(self, module: nn.Module, place: Place) -> Iterator[Rule]:
+    def _own_rules(self, module: nn.Module, place: Registration) -> Iterator[Rule]:
         stand_in: Any = self._stand_in(module)
         title = plain_class(module).__name__
         for name in OWN_RULES:
@@ -118,7 +118,7 @@ class Initialiser:
                 rule = stand_in.reset_lora_parameters
                 yield f"{title}.reset_lora_parameters", lambda: rule(adapter, kind)
 
-    def _model_rules(self, place: Place) -> Iterator[Rule]:
+    def _model_rules(self, place: Registration) -> Iterator[Rule]:
         """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
         found = False
         for depth in reversed(range(len(place.path))):
@@ -136,11 +136,11 @@ class Initialiser:
     def _stand_in(self, module: nn.Module) -> nn.Module:
         """The stand-in of one of the model's modules; the tree is made when it is first needed."""
         if not self.stand_ins:
-            _hollow(self.model, self.stand_ins)
+            _copy_on_meta(self.model, self.stand_ins)
         return self.stand_ins[id(module)]
 
-    def _swap(self, place: Place, tensor: Any) -> Any:
-        """Put a tensor where the stand-in has another, and return that one."""
+    def _swap(self, place: Registration, tensor: Any) -> Any:
+        """Put a tensor into the stand-in, and return the tensor that it replaces."""
         owner = self._stand_in(place.module).__dict__
         table = owner["_parameters" if place.attribute in owner["_parameters"] else "_buffers"]
         old, table[place.attribute] = table[place.attribute], tensor
@@ -151,8 +151,8 @@ def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
     return lambda: model._init_weights(stand_in)
 
 
-def _lora_choice(place: Place) -> tuple[str, Any]:
-    """The adapter that a place belongs to, and how PEFT was told to initialise it.
+def _lora_choice(place: Registration) -> tuple[str, Any]:
+    """The adapter that a place belongs to, and how PEFT is configured to initialise it.
 
     Raises:
         LoadError: a kind that computes the adapter from the base weights.
@@ -170,8 +170,8 @@ def _lora_choice(place: Place) -> tuple[str, Any]:
     return adapter, kind
 
 
-def derived_seed(seed: int, name: str) -> int:
-    """A seed of its own for each name."""
+def _derived_seed(seed: int, name: str) -> int:
+    """A different seed for each name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -190,7 +190,7 @@ def _is_blank(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == SENTINEL).any())
 
 
-def _hollow(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def _copy_on_meta(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     """A copy of a module tree with parameters on meta; buffers that are real are copied.
 
     The copies have the classes that the user wrote, share every plain attribute, and take no hooks
@@ -211,7 +211,7 @@ def _hollow(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         for name, tensor in module.__dict__["_buffers"].items()
     }
     copy.__dict__["_modules"] = {
-        name: None if child is None else _hollow(child, made)
+        name: None if child is None else _copy_on_meta(child, made)
         for name, child in module.__dict__["_modules"].items()
     }
     copy.__dict__.pop("_is_hf_initialized", None)
@@ -219,5 +219,5 @@ def _hollow(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 
 def _on_meta(tensor: torch.Tensor) -> nn.Parameter:
-    hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(hollow, requires_grad=False)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
 
 from anyrank.files.formats import Source
-from anyrank.loading.execute_load import LoadExecutor
-from anyrank.loading.match_model import Options, Prepared
+from anyrank.loading.execute_load import execute_load
 from anyrank.loading.memory_meter import Meter, collector_paused
-from anyrank.loading.plan_load import agree_on_options, prepare
+from anyrank.loading.options import Options
+from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
-    compare_doubled,
+    compare_duplicates,
     compare_replicas,
     count_nonfinite,
 )
@@ -50,15 +50,26 @@ def load(
     shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
     meta stays as it was when a load fails, also in the middle of reading.
 
+    Example::
+
+        with anyrank.meta():  # no memory for parameters yet
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
+        weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
+        report = anyrank.load(model, weights)  # or a path or URL
+        assert torch.equal(model[1].weight, weights["1.weight"])
+        missing, unexpected = report
+        assert not missing and not unexpected
+
     Args:
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
             real or on meta, or half of both.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
             folder, anyrank run), a list of files, or a dict of tensors. None on ranks that have
-            none, which then receive their share from those that do.
-        missing: for tensors that the source does not hold: "error", "init" for the model's own
-            first values (the same on any number of ranks), or "keep" for those it has.
-        unexpected: for keys that the model has no place for: "error" or "ignore".
+            no source: they receive their share from ranks that do.
+        missing: what to do with tensors that the source does not hold: "error"; "init" gives them
+            the model's own initial values, the same on any number of ranks; "keep" leaves them.
+        unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
         cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
             can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
@@ -82,76 +93,68 @@ def load(
         UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
         RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
             on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify)
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
-        options = agree_on_options(
-            ranks,
-            "load",
-            lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
-            missing=missing,
-            unexpected=unexpected,
-            cast=cast,
-            rename=rename,
-            strategy=strategy,
-            verify=bool(verify),
-        )
-        prepared = prepare(model, source, ranks, options)
-        memory = source if isinstance(source, Mapping) else None
-        filling = LoadExecutor(model, prepared, ranks, memory, meter, progress)
-        said = ["replicas"] if verify else []
-        if verify:
-            said += _check_source(prepared, ranks, memory)
-        filling.fill()
-        filling.finish()
+        options.agree(ranks, "load", model, source)
+        plan = plan_load(model, source, ranks, options)
+        verified = ["replicas", *_check_source(plan, ranks)] if verify else []
+        result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}
         if verify:
-            loaded = [t for t in prepared.targets if t.kind != "derived"]
+            loaded = [t for t in plan.match.tensors if t.kind != "derived"]
             compare_replicas(loaded, ranks)
             nonfinite = count_nonfinite(loaded, ranks)
-        report = filling.report(", ".join(said), nonfinite)
-    _tell(report, ranks)
+        report = result.report(plan, ", ".join(verified), nonfinite)
+    _log(report, ranks)
     return report
 
 
-def _check_source(prepared: Prepared, ranks: Ranks, memory: Mapping[str, Any] | None) -> list[str]:
-    readers = prepared.decision.readers or ranks.ranks
+def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
+    """Compare the source with its checksums; what was compared, in words. All ranks."""
+    readers = plan.decision.readers or ranks.ranks
+    listing = plan.match.listing
 
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
-        compare_doubled(prepared.listing, memory, prepared.match.doubled)
+        compare_duplicates(listing, plan.match.duplicates)
         number, count = readers.index(ranks.rank), len(readers)
-        return check_files(prepared.listing, number, count, ranks.check)
+        return check_files(listing, number, count, ranks.check)
 
-    said = next((words for words in ranks.together("checking the files", check) if words), [])
-    return said or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
+    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
 
 
-def _tell(report: LoadReport, ranks: Ranks) -> None:
+def _log(report: LoadReport, ranks: Ranks) -> None:
     """Log on the first rank; what differs from a plain, whole load is a warning (promise 8)."""
     if ranks.index:
         return
     log.info("%s", report)
     for title, items in (
-        ("given first values, being absent from the source", list(report.initialised)),
-        ("kept as they were, being absent from the source", report.kept),
-        ("ignored, having no place in the model", report.unexpected),
         (
-            "or modules with load_state_dict code of their own",
+            "given initial values, as the source does not hold them",
+            list(report.initialised),
+        ),
+        ("kept as they were, as the source does not hold them", report.kept),
+        ("ignored, as the model has none of these names", report.unexpected),
+        (
+            "or modules have load_state_dict code that was not run",
             [f"{name} {reason}" for name, reason in report.own_code_not_run.items()],
         ),
-        ("made new objects, as something else referred to the meta tensor", report.renewed),
+        ("are new objects, as something else referred to the meta tensor", report.renewed),
         ("not finite", list(report.nonfinite)),
     ):
         if items:
             log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
-    if report.doubled and not report.verified:
+    if report.duplicates and not report.verified:
         log.warning(
-            "the source holds both ends of tied tensors; %s was taken, and not compared: "
-            "verify=True does",
-            ", ".join(list(report.doubled.values())[:10]),
+            "the source holds tied tensors more than once; %s was loaded, and not compared with "
+            "the others: verify=True does",
+            ", ".join(list(report.duplicates.values())[:10]),
         )
     if "no checksums" in report.verified:
         log.warning("%s", report.verified)

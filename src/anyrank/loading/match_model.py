@@ -1,11 +1,9 @@
-"""A model against a listing: which bytes fill which tensor, and everything that is wrong with
-that.
-"""
+"""A model against a listing: which bytes fill which tensor, and every problem with that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,148 +14,118 @@ from anyrank.files.formats import list_source
 from anyrank.files.listing import Listing, join
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.conversions import converted, declared_ignorable
-from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
+from anyrank.loading.options import Options
 from anyrank.loading.own_code import OwnCode
-from anyrank.loading.strategy import Decision
 from anyrank.tensors.names import (
-    Match,
     Near,
-    Rename,
     inner_prefix,
-    match,
+    match_keys,
     renamer,
     wrong_prefix,
 )
-from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor
 
-MISSING = ("error", "init", "keep")
-UNEXPECTED = ("error", "ignore")
-CAST = ("float", "any")
 SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Options:
-    """The caller's choices, checked."""
-
-    missing: str = "error"
-    unexpected: str = "error"
-    cast: str = "float"
-    rename: Rename = None
-    strategy: str = "auto"
-    buffer_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("missing", MISSING), ("unexpected", UNEXPECTED), ("cast", CAST)):
-            if getattr(self, name) not in allowed:
-                raise LoadError(
-                    f"{name}={getattr(self, name)!r} is unknown; give one of {', '.join(allowed)}"
-                )
-        if self.buffer_bytes is not None and self.buffer_bytes < 1:
-            raise LoadError(f"buffer_bytes={self.buffer_bytes} is not a positive number of bytes")
-
-
-@dataclass
-class Prepared:
-    """A load that can only fail by I/O from here on.
+class ModelMatch:
+    """What fills each tensor of a model, as this rank sees its own model and the source.
 
     Attributes:
-        targets: every tensor of the model.
-        stored: index of a target -> its bytes.
-        compared: index of a frozen target -> bytes that must be what the target holds in the end.
-        initialise: indices of targets that a rule fills.
-        keep: indices of missing targets that keep their values.
-        match: names, for the report.
+        tensors: every tensor of the model; the numbers below are positions in it.
+        listing: the source under the model's names, with the sources of frozen parts.
+        stored: tensor -> its bytes.
+        compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
+        initialise: tensors that a rule fills.
+        keep: missing tensors that keep their values.
+        missing: names of the tensors that the source does not hold, adapters aside.
+        unexpected: keys of the source that the model has no use for.
+        duplicates: keys of a tied tensor's other ends -> the key that is loaded.
         ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
         frozen: frozen parts -> the source of their own that fills them.
-        retie: tensors whose declared tie was broken -> the tensor to hang in their place.
-        own_code: of modules that load_state_dict would have run.
-        decision: who reads.
-        buffer_bytes: staging memory; the smallest that any rank has, since exchanges need one size.
-        coordinates: of every rank, by global rank.
-        rebuild: whether any rank has non-persistent buffers on meta.
-        in_place: whether any rank writes into memory that held values before.
+        retie: tensor whose declared tie was broken -> the tensor that takes its place.
+        own_code: code of modules that load_state_dict would have run.
     """
 
-    targets: list[Target]
+    tensors: list[ModelTensor]
     listing: Listing
-    seed: int
     stored: dict[int, StoredTensor]
     compared: dict[int, StoredTensor]
     initialise: list[int]
     keep: list[int]
-    match: Match
+    missing: list[str]
+    unexpected: list[str]
+    duplicates: dict[str, str]
     ignored: list[str]
     frozen: dict[str, str]
     retie: dict[int, int]
     own_code: OwnCode
-    decision: Decision = field(init=False)
-    coordinates: dict[int, Coordinates] = field(init=False)
-    buffer_bytes: int = field(init=False)
-    rebuild: bool = False
-    in_place: bool = False
 
     @property
-    def adapters_kept(self) -> bool:
-        """Whether the model has adapters that are real and not in the source; equal on all
-        ranks.
-        """
-        return any(self.targets[index].adapter for index in self.keep)
+    def keeps_adapters(self) -> bool:
+        """Whether adapters of the model are real and not in the source; equal on all ranks."""
+        return any(self.tensors[index].adapter for index in self.keep)
 
 
-def fit(model: nn.Module, listing: Listing, options: Options, seed: int) -> Prepared:
+def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMatch:
     """Match a model with a listing, by this rank alone.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    targets = find_targets(model)
-    loadable = [i for i, target in enumerate(targets) if target.kind != "derived"]
-    listing = _without_other_parts(targets, listing)
-    listing, rename = converted(model, targets, listing, renamer(options.rename))
-    found = match([targets[i].wanted() for i in loadable], listing.tensors, rename)
+    tensors = find_tensors(model)
+    loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+    listing = _without_other_parts(tensors, listing)
+    listing, rename = converted(model, tensors, listing, renamer(options.rename))
+    found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
+    listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     missing = [loadable[i] for i in found.missing]
-    listing, frozen, compared = _frozen_sources(model, targets, stored, listing)
     missing = [i for i in missing if i not in stored and i not in compared]
-    retie = _declared_ties(model, targets, missing, stored)
+    retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
-    ignored = _ignorable(found.unexpected, targets, model, rename)
-    known = set(ignored)
-    found.unexpected = [key for key in found.unexpected if key not in known]
-    absent = [i for i in missing if not targets[i].adapter]
-    problems = _problems(targets, [*stored.items(), *compared.items()], absent, found, options)
+    ignored = _ignorable(found.unexpected, tensors, model, rename)
+    unexpected = [key for key in found.unexpected if key not in set(ignored)]
+    absent = [i for i in missing if not tensors[i].adapter]
+    filled = [*stored.items(), *compared.items()]
+    problems = _problems(tensors, filled, absent, unexpected, options)
     if problems:
-        if listing.skipped:
-            problems.append(_listed("not looked at in the source", list(listing.skipped)))
-        where = listing.files[0].path if listing.files else "the source"
-        where = "the table" if listing.format == "memory" else where
-        title = f"{where} ({listing.format}) does not fit the model:"
-        raise LoadError("\n".join([title, *problems]))
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"
-    initialise = [i for i in missing if targets[i].is_meta or (init and not targets[i].adapter)]
-    keep = sorted(set(missing).difference(initialise))
-    found.missing = absent
-    return Prepared(
-        targets,
-        listing,
-        seed,
-        stored,
-        compared,
-        initialise,
-        keep,
-        found,
-        ignored,
-        frozen,
-        retie,
-        OwnCode(model, listing, renamer(options.rename)),
+    initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    return ModelMatch(
+        tensors=tensors,
+        listing=listing,
+        stored=stored,
+        compared=compared,
+        initialise=initialise,
+        keep=sorted(set(missing).difference(initialise)),
+        missing=[tensors[i].name for i in absent],
+        unexpected=unexpected,
+        duplicates=found.duplicates,
+        ignored=ignored,
+        frozen=frozen,
+        retie=retie,
+        own_code=OwnCode(model, listing, renamer(options.rename)),
     )
 
 
-def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
-    """The weights of a checkpoint that holds an optimizer and other things beside them."""
-    known = {name for target in targets for place in target.places for name in place.names}
+def _title(listing: Listing) -> str:
+    where = listing.files[0].path if listing.files else "the source"
+    where = "the dict" if listing.format == "memory" else where
+    return f"{where} ({listing.format}) does not fit the model:"
+
+
+def _skipped(listing: Listing) -> list[str]:
+    skipped = list(listing.skipped)
+    return [_listed("not looked at in the source", skipped)] if skipped else []
+
+
+def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
+    """The weights of a checkpoint that also holds an optimizer or other parts."""
+    known = {name for target in targets for place in target.registrations for name in place.names}
     prefix = inner_prefix(listing.tensors, known)
     if prefix is None:
         return listing
@@ -167,7 +135,7 @@ def _without_other_parts(targets: list[Target], listing: Listing) -> Listing:
 
 
 def _frozen_sources(
-    model: nn.Module, targets: list[Target], stored: dict[int, StoredTensor], listing: Listing
+    model: nn.Module, targets: list[ModelTensor], stored: dict[int, StoredTensor], listing: Listing
 ) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
     """Fill frozen parts from their own sources; what the source holds of them is for comparison."""
     frozen: dict[str, str] = {}
@@ -179,8 +147,8 @@ def _frozen_sources(
         if source is None or not indices:
             continue
         own = list_source(source)
-        inner = [target for target in find_targets(part) if target.kind != "derived"]
-        found = match([target.wanted() for target in inner], own.tensors, lambda key: key)
+        inner = [target for target in find_tensors(part) if target.kind != "derived"]
+        found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         prefix = f"{name}/"  # no key of the source can be meant by it
         listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
@@ -196,7 +164,7 @@ def _frozen_sources(
     return listing, frozen, compared
 
 
-def _is_pinned(target: Target) -> bool:
+def _is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
     info: Any = getattr(target.frozen, "anyrank_frozen", None)
     return info is not None and info.tensors is not None and not target.is_meta
@@ -207,16 +175,21 @@ def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
 
 
 def _declared_ties(
-    model: nn.Module, targets: list[Target], missing: list[int], stored: Mapping[int, StoredTensor]
+    model: nn.Module,
+    targets: list[ModelTensor],
+    missing: list[int],
+    stored: Mapping[int, StoredTensor],
 ) -> dict[int, int]:
-    """Missing tensors that the model says are others' (to_empty unties them): tied again, if
-    plain.
-    """
+    """Missing tensors that the model declares tied (to_empty unties them): tied again, if plain."""
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    names = {name: i for i, t in enumerate(targets) for place in t.places for name in place.names}
+    names = {
+        name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
+    }
     ties: dict[int, int] = {}
     for index in missing:
-        partner = next((declared[n] for n in targets[index].places[0].names if n in declared), None)
+        partner = next(
+            (declared[n] for n in targets[index].registrations[0].names if n in declared), None
+        )
         source = names.get(partner) if partner is not None else None
         if source is None or source not in stored:
             continue
@@ -226,10 +199,10 @@ def _declared_ties(
 
 
 def _ignorable(
-    keys: Sequence[str], targets: list[Target], model: nn.Module, rename: Any
+    keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
 ) -> list[str]:
-    """Keys of non-persistent buffers, and those that the model itself says are of no use."""
-    derived = {n for t in targets if t.kind == "derived" for p in t.places for n in p.names}
+    """Keys of non-persistent buffers, and keys that the model declares ignorable."""
+    derived = {n for t in targets if t.kind == "derived" for p in t.registrations for n in p.names}
     prefix = getattr(model, "base_model_prefix", "")
     declared = declared_ignorable(model)
     return [
@@ -240,21 +213,23 @@ def _ignorable(
 
 
 def _problems(
-    targets: list[Target],
+    targets: list[ModelTensor],
     stored: list[tuple[int, StoredTensor]],
     absent: list[int],
-    found: Match,
+    unexpected: list[str],
     options: Options,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
-    names = [name for target in targets for place in target.places for name in place.names[-1:]]
+    names = [
+        name for target in targets for place in target.registrations for name in place.names[-1:]
+    ]
     unfilled = [targets[i].name for i in absent]
     lines: list[str] = []
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     if options.missing == "error" and unfilled:
         lines.append(
-            _listed("missing in the source", unfilled, Near(found.unexpected))
-            + "\n  to go on: rename=..., or missing='init' for the model's own first values, or "
+            _listed("missing in the source", unfilled, Near(unexpected))
+            + "\n  to go on: rename=..., or missing='init' for the model's own initial values, or "
             "'keep'"
         )
     elif options.missing == "keep" and on_meta:
@@ -262,10 +237,10 @@ def _problems(
             _listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
             + "\n  to go on: missing='init'"
         )
-    if options.unexpected == "error" and found.unexpected:
+    if options.unexpected == "error" and unexpected:
         lines.append(
-            _listed("unexpected in the source", found.unexpected, Near(unfilled or names))
-            + _renaming(found.unexpected, unfilled)
+            _listed("unexpected in the source", unexpected, Near(unfilled or names))
+            + _renaming(unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:
@@ -275,8 +250,8 @@ def _problems(
     return lines
 
 
-def _unwritable(target: Target) -> str | None:
-    """Why the memory of a real tensor cannot take values one by one."""
+def _unwritable(target: ModelTensor) -> str | None:
+    """Why the elements of a real tensor cannot be written to."""
     tensor = target.tensor
     if target.is_meta or target.layout is not None:
         return None
@@ -298,7 +273,7 @@ def _unwritable(target: Target) -> str | None:
     return None
 
 
-def _misfit(target: Target, stored: StoredTensor, cast: str) -> str | None:
+def _misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
     if stored.shape != target.shape:
         return (
             f"{target.name}: the model has shape {list(target.shape)}, "

@@ -1,8 +1,9 @@
-"""`anyrank.materialize`: first values for a model on meta, the same for any number of ranks."""
+"""`anyrank.materialize`: initial values for a model on meta, the same for any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
+from anyrank.loading.options import check_choice, check_model
 from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
 from anyrank.world.group import Group
@@ -28,12 +30,20 @@ def materialize(
     init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
     process_group: Group = None,
 ) -> LoadReport:
-    """Give every tensor on meta its first values; what is real already stays as it is.
+    """Give every tensor on meta its initial values; what is real already stays as it is.
 
     Every rank of the group calls it. Values depend on the first rank's torch seed and on the
     tensors' names alone, so a model that is sharded over any number of ranks starts with the same
     ones, bit by bit on the same kind of device, as on one rank. A rank holds its share and one
     whole tensor at a time.
+
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.Linear(8, 8)
+        torch.manual_seed(0)
+        report = anyrank.materialize(model, device="cpu")
+        assert report.initialised["weight"] == "Linear.reset_parameters"
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel), before or after.
@@ -51,58 +61,40 @@ def materialize(
     Raises:
         LoadError: tensors that no rule writes, named, or arguments that differ between ranks; on
             all ranks, and nothing is changed.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
+
+    def check() -> None:
+        check_model(model)
+        if not callable(init):
+            check_choice("init", init, ("auto",))
+        if device is not None:
+            _device_of(device)
+
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
-        ranks.same_arguments("materialize", {"init": init}, LoadError)
+        ranks.same_arguments("materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
-        mine: list[Target] = []
-        ranks.together("looking at the model", lambda: mine.extend(find_targets(model)))
-        place = default_device(mine) if device is None else torch.device(device)
-        meter.watch({place, *(target.tensor.device for target in mine)})
-        rule = None if init == "auto" else init
-        initialiser = Initialiser(model, seed, rule)
-        rules: dict[str, str] = {}
-        fresh: list[tuple[Target, torch.Tensor]] = []
-        magnitudes: list[Target] = []
+        tensors, _ = ranks.own_and_all("looking at the model", lambda: (find_tensors(model), None))
+        default = default_device(tensors) if device is None else _device_of(device)
+        meter.watch({default, *(tensor.tensor.device for tensor in tensors)})
+        initialiser = Initialiser(model, seed, None if init == "auto" else init)
 
-        def fill() -> None:
-            lost: list[str] = []
-            for target in mine:
-                if target.is_meta and target.kind != "derived":
-                    local = allocate(target, device_for(target, place))
-                    if is_magnitude(target):  # computed from what is put in place
-                        magnitudes.append(target)
-                        fresh.append((target, local))
-                        continue
-                    name = initialiser.fill(target, local)
-                    fresh.append((target, local))
-                    lost += [target.name] if name is None else []
-                    rules[target.name] = name or ""
-                    meter.sample()
-            if lost:
-                raise LoadError(
-                    f"no rule gives first values to {', '.join(lost)}: give their modules a "
-                    "reset_parameters(), or pass init=a function of the module"
-                )
+        def fill() -> tuple[_Filled, None]:
+            return _fill(tensors, initialiser, default, meter), None
 
-        ranks.together("initialising", fill)
-
-        rebuilt, replacements = rebuilt_values(mine, ranks, initialiser, place)
-
-        def commit() -> list[str]:
-            replacements.extend(Replacement(target, local) for target, local in fresh)
-            return replace(replacements)
-
-        renewed = ranks.together("putting the values in place", commit)
-        rules.update(recompute_magnitudes(magnitudes, trained_too=True))
+        filled, _ = ranks.own_and_all("initialising", fill)
+        rebuilt, replacements = rebuilt_values(tensors, ranks, initialiser, default)
+        replacements += [Replacement(tensor, local) for tensor, local in filled.locals_]
+        renewed = ranks.together("putting the values in place", lambda: replace(replacements))
+        rules = filled.rules | recompute_magnitudes(filled.magnitudes, trained_too=True)
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(
         initialised=rules,
         rebuilt=rebuilt,
         renewed=sorted({name for names in renewed for name in names}),
-        format="first values",
+        format="initial values",
         strategy="own",
         reason="each rank computes its own share",
         tensors=len(rules),
@@ -112,3 +104,56 @@ def materialize(
         bytes_sent=[0] * len(host),
         seconds=max(seconds),
     )
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """First values on this rank, not in place yet.
+
+    Attributes:
+        rules: tensor -> the rule that gave its values, magnitudes aside.
+        locals_: tensors that were on meta, with this rank's share.
+        magnitudes: those of DoRA, which are computed from what is put in place.
+    """
+
+    rules: dict[str, str]
+    locals_: list[tuple[ModelTensor, torch.Tensor]]
+    magnitudes: list[ModelTensor]
+
+
+def _fill(
+    tensors: list[ModelTensor], initialiser: Initialiser, default: torch.device, meter: Meter
+) -> _Filled:
+    """Allocate and initialise what is on meta. Each rank by itself.
+
+    Raises:
+        LoadError: tensors without a rule; names each of them.
+    """
+    filled = _Filled({}, [], [])
+    without: list[str] = []
+    for tensor in tensors:
+        if not tensor.is_meta or tensor.kind == "derived":
+            continue
+        local = allocate(tensor, device_for(tensor, default))
+        filled.locals_.append((tensor, local))
+        if is_magnitude(tensor):
+            filled.magnitudes.append(tensor)
+            continue
+        rule = initialiser.fill(tensor, local)
+        if rule is None:
+            without.append(tensor.name)
+        filled.rules[tensor.name] = rule or ""
+        meter.sample()
+    if without:
+        raise LoadError(
+            f"no rule gives initial values to {', '.join(without)}: give their modules a "
+            "reset_parameters(), or pass init=a function of the module"
+        )
+    return filled
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error

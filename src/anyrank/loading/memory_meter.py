@@ -31,7 +31,7 @@ def collector_paused() -> Generator[None]:
 
 
 def rss_anon() -> int:
-    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not tell.
+    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not show it.
 
     Not ru_maxrss and not RSS: both count the page cache that a mapping happens to touch.
     """
@@ -60,7 +60,7 @@ class Meter:
     def watch(self, devices: Iterable[torch.device]) -> None:
         """Measure the memory of these devices from now on; the CPU and meta are none."""
         self.devices = {device for device in devices if device.type not in ("cpu", "meta")}
-        self.device_start = self.device_peak = device_bytes(self.devices)
+        self.device_start = self.device_peak = _device_bytes(self.devices)
 
     def sample(self, _: int = 0) -> None:
         """Look at the memory in use, at most every SAMPLE_SEC."""
@@ -68,7 +68,7 @@ class Meter:
         if now - self.last >= SAMPLE_SEC:
             self.last = now
             self.host_peak = max(self.host_peak, rss_anon())
-            self.device_peak = max(self.device_peak, device_bytes(self.devices))
+            self.device_peak = max(self.device_peak, _device_bytes(self.devices))
 
     def peaks(self) -> tuple[int, int]:
         """Host and device bytes above the start, at their highest."""
@@ -81,6 +81,6 @@ class Meter:
         return time.perf_counter() - self.start
 
 
-def device_bytes(devices: Iterable[torch.device]) -> int:
+def _device_bytes(devices: Iterable[torch.device]) -> int:
     """Bytes of tensors on accelerators; 0 where this process has allocated nothing yet."""
     return sum(torch.accelerator.memory_allocated(device) for device in devices)

@@ -22,20 +22,27 @@ def meta() -> Generator[None]:
     have their values, since no file may hold them. `load` and `materialize` give the parameters
     memory, before or after the model is wrapped or sharded.
 
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.BatchNorm1d(8)
+        assert model.weight.is_meta
+        assert not model.running_var.is_meta
+
     Acts on the thread that entered it only, and nests. Each rank enters by itself. A buffer that is
     computed from a parameter is on meta too: `load` rebuilds it, or names it.
     """
     thread = threading.get_ident()
     # By identity and weakly: a parameter registered twice stays tied, and none lives longer than in
     # a normal build. Not by id(), which a later parameter would inherit.
-    hollows = WeakTensorKeyDictionary()
+    on_meta = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         if threading.get_ident() != thread or parameter.is_meta or is_lazy(parameter):
             return None  # as it is; a lazy parameter has no shape and no memory yet
-        if parameter not in hollows:
-            hollows[parameter] = hollow(parameter)
-        return hollows[parameter]
+        if parameter not in on_meta:
+            on_meta[parameter] = _meta_parameter(parameter)
+        return on_meta[parameter]
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:
@@ -44,7 +51,7 @@ def meta() -> Generator[None]:
         handle.remove()
 
 
-def hollow(parameter: nn.Parameter) -> nn.Parameter:
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter on meta that is like this one in all but memory: type, layout and attributes."""
     empty = parameter.detach().to("meta")
     kind = type(parameter)

@@ -1,6 +1,4 @@
-"""The tensors of a model: what they are called, how they lie on the ranks, and which hang
-together.
-"""
+"""The tensors of a model: their names, their layouts on the ranks, and which are tied."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
-from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, Wanted
-from anyrank.tensors.sharded_tensor import Held, layout_of
+from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
+from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor hangs: `module.<attribute>`.
+class Registration:
+    """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
-        names: the names that mean this place, `named_parameters()`'s first.
+        names: the names that mean this entry, `named_parameters()`'s first.
         path: the modules from the root to `module`, both included.
     """
 
@@ -42,27 +40,27 @@ class Place:
 
 
 @dataclass
-class Target(Held):
-    """One tensor of the model, however often it hangs in it; its object never changes.
+class ModelTensor(ShardedTensor):
+    """One tensor of the model, with all its names.
 
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
-        places: where it hangs; several when it is tied.
+        registrations: where the model has it; several when it is tied.
         adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
         frozen: the module passed to `freeze()` that it belongs to, if any.
     """
 
     kind: Kind
-    places: list[Place]
+    registrations: list[Registration]
     adapter: bool = False
     frozen: nn.Module | None = None
 
-    def wanted(self) -> Wanted:
-        """What the matcher needs to know."""
-        return Wanted(tuple(place.names for place in self.places))
+    def all_names(self) -> TensorNames:
+        """All names that a source may have for it."""
+        return TensorNames(tuple(place.names for place in self.registrations))
 
 
-def find_targets(model: nn.Module) -> list[Target]:
+def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and buffer of the model, in registration order, ties joined.
 
     FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
@@ -80,12 +78,12 @@ def find_targets(model: nn.Module) -> list[Target]:
                 "flat parameters are not the model's: load before it is wrapped, or use "
                 "fully_shard (FSDP2)"
             )
-    found: dict[int, Target] = {}
+    found: dict[int, ModelTensor] = {}
     for place, kind, frozen in _walk(model):
         tensor = getattr(place.module, place.attribute)
         known = found.get(id(tensor))
         if known is not None:
-            known.places.append(place)
+            known.registrations.append(place)
             if known.kind == "derived" and kind != "derived":
                 known.kind = kind
             continue
@@ -98,11 +96,11 @@ def find_targets(model: nn.Module) -> list[Target]:
         shape = tuple(tensor.shape)
         adapter = _is_adapter(place)
         held = (place.name, tensor, shape, layout, coordinate)
-        found[id(tensor)] = Target(*held, kind, [place], adapter, frozen)
+        found[id(tensor)] = ModelTensor(*held, kind, [place], adapter, frozen)
     return list(found.values())
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
     """Places by module, parameters before buffers, through the children that frozen parts hide."""
     seen: set[int] = set()
 
@@ -112,7 +110,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         clean: str,
         path: tuple[nn.Module, ...],
         frozen: nn.Module | None,
-    ) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
+    ) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
         if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
             return
         seen.add(id(module))
@@ -125,7 +123,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[Place, Kind, nn.Module | None]]:
         )
         for kind, table in tables:
             for name in [name for name, tensor in table.items() if tensor is not None]:
-                place = Place(_names(raw + name, clean + name, path), module, name, path)
+                place = Registration(_names(raw + name, clean + name, path), module, name, path)
                 yield place, "derived" if name in hidden else kind, frozen
         for name, child in module.__dict__["_modules"].items():
             if child is not None:
@@ -155,7 +153,7 @@ def _is_peft(module: nn.Module) -> bool:
 
 @cache
 def _is_peft_class(kind: type[nn.Module]) -> bool:
-    return plain_of(kind).__module__.startswith("peft.")
+    return _plain_of(kind).__module__.startswith("peft.")
 
 
 def _is_wrapping(module: nn.Module, child: str) -> bool:
@@ -175,7 +173,7 @@ def _is_tuner(module: nn.Module) -> bool:
     return hasattr(module, "targeted_module_names")
 
 
-def _is_adapter(place: Place) -> bool:
+def _is_adapter(place: Registration) -> bool:
     """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
     parts = place.names[0].split(".")
     for depth, module in enumerate(place.path):
@@ -188,10 +186,10 @@ def _is_adapter(place: Place) -> bool:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
-    return plain_of(type(module))
+    return _plain_of(type(module))
 
 
-def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
+def _plain_of(kind: type[nn.Module]) -> type[nn.Module]:
     """`plain_class` of a class."""
     while True:
         order = kind.__mro__

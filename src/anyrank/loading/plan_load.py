@@ -1,12 +1,10 @@
-"""Everything before the first byte of payload: who sees what, headers, the plan, and agreement on
-it.
-"""
+"""Everything before the first byte of payload: headers, who sees the source, the agreed plan."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,78 +15,123 @@ from anyrank.files.formats import Source, list_memory, list_source
 from anyrank.files.storage import storage_for
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.allocate import default_buffer
-from anyrank.loading.match_model import Options, Prepared, fit
-from anyrank.loading.strategy import decide
+from anyrank.loading.match_model import ModelMatch, match_model
+from anyrank.loading.options import Options
+from anyrank.loading.strategy import Decision, decide
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class SourceInfo:
+class _SourceInfo:
     """What a rank was given as a source, and whether it is there.
 
     Attributes:
-        given: the paths, or "a table in memory", or "" for None or an empty table.
-        there: whether this rank can read it.
-        in_memory: whether it is a table.
-        seed: this rank's torch seed; the first rank's is used for first values.
+        given: the paths, or "a dict of tensors", or "" for None or an empty dict.
+        visible: whether this rank can read it.
+        seed: this rank's torch seed.
     """
 
     given: str
-    there: bool
-    in_memory: bool
+    visible: bool
     seed: int
 
 
-def agree_on_options(
-    ranks: Ranks, call: str, make: Callable[[], Options], **arguments: object
-) -> Options:
-    """This rank's options, checked; the arguments by which they are made are equal on all ranks.
+@dataclass(frozen=True)
+class AgreedPlan:
+    """A load that can only fail by I/O from here on.
 
-    `buffer_bytes` may differ: the smallest counts.
-
-    Raises:
-        LoadError: an unknown option, or arguments that differ; on all ranks.
+    Attributes:
+        match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
+        decision: who reads.
+        coordinates: of every rank, by global rank.
+        buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
+        seed: the first rank's torch seed, for tensors that a rule fills.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        in_place: whether any rank writes into memory that held values before.
     """
-    made: list[Options] = []
-    ranks.same_arguments(call, arguments, LoadError, lambda: made.append(make()))
-    return made[0]
+
+    match: ModelMatch
+    decision: Decision
+    coordinates: dict[int, Coordinates]
+    buffer_bytes: int
+    seed: int
+    rebuild: bool
+    in_place: bool
 
 
-def prepare(model: nn.Module, source: Source | None, ranks: Ranks, options: Options) -> Prepared:
+@dataclass(frozen=True)
+class _MatchSummary:
+    """What a rank lets the others know of its match.
+
+    Attributes:
+        digest: of all that must be equal on all ranks.
+        coordinates: where this rank is in the mesh of each tensor.
+        has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
+        frozen: hash of each frozen part, None where it is unknown.
+        buffer_bytes: staging memory that this rank would use.
+    """
+
+    digest: str
+    coordinates: Coordinates
+    has_meta_buffers: bool
+    has_real_tensors: bool
+    frozen: dict[str, str | None]
+    buffer_bytes: int
+
+
+def plan_load(
+    model: nn.Module, source: Source | None, ranks: Ranks, options: Options
+) -> AgreedPlan:
     """Plan a load and agree on it. All ranks; nothing is changed.
 
     Raises:
         LoadError: of any rank, on all ranks.
     """
-    sights = ranks.together("looking at the source", lambda: _look(source))
-    first = _agreed_reader(sights, ranks)
-    listing = ranks.from_one("reading the headers", first, lambda: list_source(_given(source)))
+    sources = ranks.together("looking at the source", lambda: _look(source))
+    first = _agreed_reader(sources, ranks)
+    listing = ranks.from_one(
+        "reading the headers", first, lambda: list_source(_given(source)).without_memory()
+    )
 
-    plans: list[Prepared] = []
-
-    def plan_here() -> tuple[str, Coordinates, bool, bool, dict[str, str | None], int]:
-        # A table lies differently in each rank's memory, so each looks at its own.
+    def match_here() -> tuple[ModelMatch, _MatchSummary]:
+        # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         mine = list_memory(source) if isinstance(source, Mapping) and source else listing
-        plans.append(fit(model, mine, options, sights[0].seed))
-        targets = plans[0].targets
-        buffer = options.buffer_bytes or default_buffer(targets)
-        hollow = any(t.is_meta and t.kind == "derived" for t in targets)
-        real = any(not targets[index].is_meta for index in plans[0].stored)
-        parts: dict[str, str | None] = {
+        match = match_model(model, mine, options)
+        return match, _summary(model, match, options)
+
+    match, summaries = ranks.own_and_all("planning the load", match_here)
+    if len({summary.digest for summary in summaries}) > 1:
+        _explain_difference(match, ranks)
+    _compare_frozen([summary.frozen for summary in summaries], ranks)
+    places = (summary.coordinates for summary in summaries)
+    coordinates = dict(zip(ranks.ranks, places, strict=True))
+    shared = _replicated(match, coordinates, dict(zip(ranks.ranks, ranks.nodes, strict=True)))
+    visible = [info.visible for info in sources]
+    return AgreedPlan(
+        match=match,
+        decision=decide(options.strategy, ranks.ranks, ranks.nodes, visible, shared),
+        coordinates=coordinates,
+        buffer_bytes=min(summary.buffer_bytes for summary in summaries),
+        seed=sources[0].seed,
+        rebuild=any(summary.has_meta_buffers for summary in summaries),
+        in_place=any(summary.has_real_tensors for summary in summaries),
+    )
+
+
+def _summary(model: nn.Module, match: ModelMatch, options: Options) -> _MatchSummary:
+    tensors = match.tensors
+    return _MatchSummary(
+        digest=_digest(match),
+        coordinates=coordinates_of(tensors),
+        has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
+        has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
+        frozen={
             name: part.anyrank_frozen.digest  # type: ignore[union-attr]
             for name, part in frozen_parts(model)
-        }
-        return _digest(plans[0]), coordinates_of(targets), hollow, real, parts, buffer
-
-    answers = ranks.together("planning the load", plan_here)
-    digests, coordinates, hollow, real, parts, buffers = zip(*answers, strict=True)
-    if len(set(digests)) > 1:
-        _explain_difference(plans[0], ranks)
-    _compare_frozen(parts, ranks)
-    plans[0].rebuild, plans[0].in_place = any(hollow), any(real)
-    plans[0].buffer_bytes = min(buffers)
-    return _decided(plans[0], options, ranks, coordinates, [sight.there for sight in sights])
+        },
+        buffer_bytes=options.buffer_bytes or default_buffer(tensors),
+    )
 
 
 def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> None:
@@ -101,123 +144,107 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
         for rank, others in zip(ranks.ranks, parts, strict=True):
             if others.get(name) != digest and None not in (digest, others.get(name)):
                 raise LoadError(
-                    f"the frozen part {name or 'itself'} differs between ranks: "
+                    f"the frozen part {name or '(the model itself)'} differs between ranks: "
                     f"rank {ranks.ranks[0]} has {digest}, rank {rank} has {others.get(name)}: "
                     "freeze the same weights on every rank"
                 )
 
 
-def _decided(
-    prepared: Prepared,
-    options: Options,
-    ranks: Ranks,
-    coordinates: Sequence[Coordinates],
-    sees: Sequence[bool],
-) -> Prepared:
-    """Choose the strategy, from what all ranks know of one another."""
-    prepared.coordinates = dict(zip(ranks.ranks, coordinates, strict=True))
-    shared = _replicated(prepared, dict(zip(ranks.ranks, ranks.nodes, strict=True)))
-    prepared.decision = decide(options.strategy, ranks.ranks, ranks.nodes, sees, shared)
-    return prepared
-
-
 def _given(source: Source | None) -> Source:
     if source is None:
-        raise LoadError("the source is None on every rank: give a path, a list or a table")
+        raise LoadError(
+            "the source is None on every rank: give a path, a list of paths or a dict of tensors"
+        )
     return source
 
 
-def _look(source: Source | None) -> SourceInfo:
+def _look(source: Source | None) -> _SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
-        filled = bool(source)
-        return SourceInfo("a table in memory" if filled else "", filled, True, seed)
+        return _SourceInfo("a dict of tensors" if source else "", bool(source), seed)
     several = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
-    there = True
+    visible = True
     for path in paths:
         try:
             storage = storage_for(path)
-            there = there and (storage.is_file(path) or storage.is_dir(path))
+            visible = visible and (storage.is_file(path) or storage.is_dir(path))
         except (AnyrankError, ImportError):
             raise
         except Exception as error:  # each of fsspec's file systems has errors of its own
             raise LoadError(f"{path}: cannot be reached: {error}") from error
-    return SourceInfo(", ".join(paths), there, False, seed)
+    return _SourceInfo(", ".join(paths), visible, seed)
 
 
-def _agreed_reader(sights: list[SourceInfo], ranks: Ranks) -> int:
+def _agreed_reader(sources: Sequence[_SourceInfo], ranks: Ranks) -> int:
     """The rank whose headers count: the first that sees the source.
 
     Raises:
         LoadError: ranks were given different sources.
     """
     given: dict[str, int] = {}
-    for sight, rank in zip(sights, ranks.ranks, strict=True):
-        if sight.given:
-            given.setdefault(sight.given, rank)
+    for info, rank in zip(sources, ranks.ranks, strict=True):
+        if info.given:
+            given.setdefault(info.given, rank)
     if len(given) > 1:
-        (one, rank), (other, other_rank) = list(given.items())[:2]
+        (source, rank), (other, other_rank) = list(given.items())[:2]
         raise LoadError(
-            f"ranks were given different sources: rank {rank} {one!r}, rank {other_rank} "
-            f"{other!r}; give all ranks the same one, or None to those that have none"
+            f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
+            f"{other!r}; give all ranks the same source, or None to ranks that have no source"
         )
-    for sight, rank in zip(sights, ranks.ranks, strict=True):
-        if sight.there:
-            return rank
-    for sight, rank in zip(sights, ranks.ranks, strict=True):
-        if sight.given:
-            return rank
-    return ranks.ranks[0]
+    seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
+    return next(iter([*seeing, *given.values(), *ranks.ranks]))
 
 
-def _replicated(prepared: Prepared, node_of: Mapping[int, int]) -> int:
+def _replicated(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], node_of: Mapping[int, int]
+) -> int:
     """Bytes that ranks on different machines hold alike."""
     if len(set(node_of.values())) == 1:
         return 0
     total = 0
-    for index, tensor in prepared.stored.items():
-        groups = replicas(index, prepared.targets[index], prepared.coordinates)
+    for index, stored in match.stored.items():
+        groups = replicas(index, match.tensors[index], coordinates)
         for pieces, members in groups.items():
             if len({node_of[member] for member in members}) > 1:
-                total += sum(piece.box.numel for piece in pieces) * tensor.dtype.itemsize
+                total += sum(piece.box.numel for piece in pieces) * stored.dtype.itemsize
     return total
 
 
-def _digest(prepared: Prepared) -> str:
-    table = [
+def _digest(match: ModelMatch) -> str:
+    rows = [
         (
-            target.describe(),
-            str(prepared.stored[index].dtype) if index in prepared.stored else "",
-            index in prepared.compared,
-            index in prepared.initialise,
+            tensor.describe(),
+            str(match.stored[index].dtype) if index in match.stored else "",
+            index in match.compared,
+            index in match.initialise,
         )
-        for index, target in enumerate(prepared.targets)
+        for index, tensor in enumerate(match.tensors)
     ]
-    return hashlib.blake2b(repr(table).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
 
 
-def _explain_difference(prepared: Prepared, ranks: Ranks) -> None:
+def _explain_difference(match: ModelMatch, ranks: Ranks) -> None:
     """Raise the first difference between the ranks' models. All ranks."""
-    tables = ranks.gather([target.describe() for target in prepared.targets])
-    for rank, table in zip(ranks.ranks[1:], tables[1:], strict=True):
-        for ours, theirs in zip(tables[0], table, strict=False):
+    models = ranks.gather([tensor.describe() for tensor in match.tensors])
+    for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
+        for ours, theirs in zip(models[0], model, strict=False):
             if ours != theirs:
                 raise LoadError(
-                    f"the ranks' models differ: rank {ranks.ranks[0]} has {_told(ours)}, "
-                    f"rank {rank} has {_told(theirs)}"
+                    f"the ranks' models differ: rank {ranks.ranks[0]} has {_in_words(ours)}, "
+                    f"rank {rank} has {_in_words(theirs)}"
                 )
-        if len(table) != len(tables[0]):
+        if len(model) != len(models[0]):
             raise LoadError(
-                f"the ranks' models differ: rank {ranks.ranks[0]} has {len(tables[0])} tensors, "
-                f"rank {rank} has {len(table)}"
+                f"the ranks' models differ: rank {ranks.ranks[0]} has {len(models[0])} tensors, "
+                f"rank {rank} has {len(model)}"
             )
     raise LoadError(
-        "the ranks' renaming functions give different names, or their tables have other keys or "
-        "dtypes"
+        "the ranks' renaming functions give different names, or their dicts of tensors have "
+        "different keys or dtypes"
     )
 
 
-def _told(described: tuple[str, tuple[int, ...], str, str]) -> str:
+def _in_words(described: tuple[str, tuple[int, ...], str, str]) -> str:
     name, shape, dtype, layout = described
     return f"{name} {list(shape)} {dtype}" + ("" if layout == "None" else f" {layout}")

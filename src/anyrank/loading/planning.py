@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.errors import LoadError
 from anyrank.files.formats import Source, list_source
-from anyrank.loading.match_model import Options, Prepared
-from anyrank.loading.plan_load import agree_on_options, prepare
+from anyrank.files.listing import Listing
+from anyrank.loading.match_model import ModelMatch
+from anyrank.loading.options import Options, check_choice, check_count, check_model, check_source
+from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
 from anyrank.settings import BUFFER_BYTES
@@ -34,7 +35,7 @@ START_SEC = 0.1  # headers and agreement
 
 
 @dataclass(frozen=True)
-class Tensor:
+class _Tensor:
     """What the closed form needs of one tensor."""
 
     name: str
@@ -67,6 +68,15 @@ def plan(
     yet: each tensor is then cut along its first dim over the last axis of the mesh and held alike
     along the axes before it (FSDP2, HSDP).
 
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.Linear(1024, 1024, bias=False)
+        weights = {"weight": torch.zeros(1024, 1024)}
+        plan = anyrank.plan(model, weights, world_size=8)
+        assert plan.share_bytes == [1024 * 1024 * 4 // 8] * 8
+        print(plan)
+
     Args:
         model: as for `load`; for ranks that do not exist yet, plain, for instance on meta.
         source: as for `load`.
@@ -74,47 +84,44 @@ def plan(
         mesh: sizes of the axes, the sharded one last: (2, 8) is HSDP with 2 replicas of 8 shards.
         ranks_per_node: for `world_size` and `mesh`; default: at most 8.
         missing, unexpected, cast, rename, strategy, buffer_bytes, process_group: as for `load`.
-        progress: taken so that a load's arguments fit; no payload moves, so there is none to show.
+        progress: ignored, as no payload moves; accepted so that the arguments of a load can be
+            passed on.
         verify: count the bytes that a comparison with the source's checksums would read as well.
 
     Raises:
-        LoadError: as `load` would; and for a mesh that does not multiply to `world_size`.
+        LoadError: as `load` would.
+        ValueError, TypeError: an argument that is wrong in itself, as for `load`; or a mesh that
+            does not multiply to `world_size`.
     """
+    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, verify=verify)
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:
-            options = agree_on_options(
-                ranks,
-                "plan",
-                lambda: Options(missing, unexpected, cast, rename, strategy, buffer_bytes),
-                missing=missing,
-                unexpected=unexpected,
-                cast=cast,
-                rename=rename,
-                strategy=strategy,
-                verify=bool(verify),
-            )
-            prepared = prepare(model, source, ranks, options)
-            made = _plan_of(prepared, ranks.ranks, ranks.nodes)
-        return _with_check(made, prepared) if verify else made
-    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes)
-    prepared = prepare(model, source, one_process(), options)
-    tensors = [
-        Tensor(
-            t.name, t.shape, prepared.stored[i].dtype if i in prepared.stored else t.dtype, t.dtype
+            options.agree(ranks, "plan", model, source)
+            agreed = plan_load(model, source, ranks, options)
+            made = _plan_of(agreed, ranks.ranks, ranks.nodes)
+    else:
+        sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+        check_model(model)
+        check_source(source)
+        options.check()
+        agreed = plan_load(model, source, one_process(), options)
+        listing, tensors = agreed.match.listing, _dtypes(agreed.match)
+        made = _closed_form(
+            tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing.format
         )
-        for i, t in enumerate(prepared.targets)
-        if t.kind != "derived"
-    ]
-    buffer, name = prepared.buffer_bytes, prepared.listing.format
-    made = closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, name)
-    absent = [prepared.targets[i].name for i in prepared.match.missing]
-    made = replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
-    return _with_check(made, prepared) if verify else made
+    match = agreed.match
+    made = replace(made, missing=match.missing, unexpected=match.unexpected)
+    return _with_check(made, match.listing) if verify else made
 
 
-def _with_check(made: LoadPlan, prepared: Prepared) -> LoadPlan:
+def _dtypes(match: ModelMatch) -> list[_Tensor]:
+    loadable = [(i, t) for i, t in enumerate(match.tensors) if t.kind != "derived"]
+    stored = {i: tensor.dtype for i, tensor in match.stored.items()}
+    return [_Tensor(t.name, t.shape, stored.get(i, t.dtype), t.dtype) for i, t in loadable]
+
+
+def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
     """The plan of a load that compares the files with their checksums first, each byte once."""
-    listing = prepared.listing
     checked = sum(info.size for info in listing.files if info.sha256)
     checked += sum(record.stop - record.start for record in listing.checksums)
     checked += sum(listing.files[number].size for number in listing.sums)
@@ -144,11 +151,14 @@ def plan_source(
         dtype: of the model's floating tensors; default: the source's.
 
     Raises:
-        LoadError, UnsafeFile: as `load`.
+        LoadError, UnsafeFile, ValueError, TypeError: as `plan`.
     """
+    sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+    check_choice("strategy", strategy, STRATEGIES)
+    check_source(source)
     listing = list_source(source)
     tensors = [
-        Tensor(
+        _Tensor(
             key,
             t.shape,
             t.dtype,
@@ -157,29 +167,44 @@ def plan_source(
         for key, t in listing.tensors.items()
     ]
     buffer = buffer_bytes or BUFFER_BYTES.get()
-    return closed_form(tensors, world_size, mesh, ranks_per_node, strategy, buffer, listing.format)
+    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing.format)
 
 
-def closed_form(
-    tensors: Sequence[Tensor],
-    world_size: int | None,
-    mesh: Sequence[int] | None,
+def _mesh_sizes(
+    world_size: int | None, mesh: Sequence[int] | None, ranks_per_node: int | None
+) -> tuple[int, ...]:
+    """Sizes of the mesh's axes.
+
+    Raises:
+        ValueError, TypeError: an argument that is no positive whole number, or a mesh that does not
+            multiply to `world_size`.
+    """
+    sizes = tuple(mesh) if mesh is not None else (1 if world_size is None else world_size,)
+    for name, values in (
+        ("mesh", sizes),
+        ("world_size", [world_size]),
+        ("ranks_per_node", [ranks_per_node]),
+    ):
+        for value in values:
+            if value is not None:
+                check_count(name, value)
+    world = math.prod(sizes)
+    if world_size is not None and world != world_size:
+        shape = "x".join(map(str, sizes))
+        raise ValueError(f"a mesh of {shape} has {world} ranks, not {world_size}")
+    return sizes
+
+
+def _closed_form(
+    tensors: Sequence[_Tensor],
+    sizes: tuple[int, ...],
     ranks_per_node: int | None,
     strategy: str,
     buffer: int,
     format_name: str,
 ) -> LoadPlan:
-    """Bytes by rank for first-dim shards over the last mesh axis, without walking the ranks'
-    boxes.
-    """
-    sizes = tuple(mesh) if mesh is not None else (world_size or 1,)
+    """Bytes by rank for first-dim shards over the last mesh axis; visits shards, not ranks."""
     world = math.prod(sizes)
-    if any(size < 1 for size in sizes) or (world_size is not None and world != world_size):
-        raise LoadError(
-            f"a mesh of {'x'.join(map(str, sizes))} has {world} ranks, not {world_size}"
-        )
-    if strategy not in STRATEGIES:
-        raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
     per_node = min(ranks_per_node or 8, world)
     nodes = [rank // per_node for rank in range(world)]
     shards, copies = sizes[-1], world // sizes[-1]
@@ -214,18 +239,18 @@ def closed_form(
     )
 
 
-def _plan_of(prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
-    """The plan of a prepared load, from every rank's pieces."""
+def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
+    """The forecast of an agreed plan, from every rank's pieces."""
     share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
     model_bytes = source_bytes = 0
-    name, readers = prepared.decision.name, prepared.decision.readers
-    for index, target in enumerate(prepared.targets):
+    name, readers = plan.decision.name, plan.decision.readers
+    for index, target in enumerate(plan.match.tensors):
         if target.kind == "derived":
             continue
-        stored = prepared.stored.get(index)
+        stored = plan.match.stored.get(index)
         model_bytes += math.prod(target.shape) * target.dtype.itemsize
         source_bytes += stored.nbytes if stored is not None else 0
-        for pieces, members in replicas(index, target, prepared.coordinates).items():
+        for pieces, members in replicas(index, target, plan.coordinates).items():
             numel = sum(piece.box.numel for piece in pieces)
             for member in members:
                 share[member] += numel * target.dtype.itemsize
@@ -237,20 +262,17 @@ def _plan_of(prepared: Prepared, ranks: Sequence[int], nodes: Sequence[int]) -> 
                 read[taker] += nbytes if name == "own" else nbytes // len(takers)
                 others = len(members) - (taker in members)
                 sent[taker] += 0 if name == "own" else nbytes * others // len(takers)
-    lists = [list(one.values()) for one in (share, read, sent)]
-    made = _made(
-        prepared.decision,
+    return _made(
+        plan.decision,
         nodes,
-        lists[0],
-        lists[1],
-        lists[2],
-        prepared.buffer_bytes,
-        prepared.listing.format,
+        list(share.values()),
+        list(read.values()),
+        list(sent.values()),
+        plan.buffer_bytes,
+        plan.match.listing.format,
         model_bytes,
         source_bytes,
     )
-    absent = [prepared.targets[i].name for i in prepared.match.missing]
-    return replace(made, missing=absent, unexpected=list(prepared.match.unexpected))
 
 
 def _made(
@@ -264,13 +286,13 @@ def _made(
     model_bytes: int,
     source_bytes: int,
 ) -> LoadPlan:
-    staged = [min(buffer, max(one, other)) for one, other in zip(read, sent, strict=True)]
-    peak = [one + most for one, most in zip(share, staged, strict=True)]
+    staged = [min(buffer, max(pair)) for pair in zip(read, sent, strict=True)]
+    peak = [sum(pair) for pair in zip(share, staged, strict=True)]
     count = max(nodes) + 1
     node_read, node_peak = [0] * count, [0] * count
-    for node, one, most in zip(nodes, read, peak, strict=True):
-        node_read[node] = min(node_read[node] + one, source_bytes)  # then it is in the page cache
-        node_peak[node] += most
+    for node, nbytes, peak_bytes in zip(nodes, read, peak, strict=True):
+        node_read[node] = min(node_read[node] + nbytes, source_bytes)  # the rest is in the cache
+        node_peak[node] += peak_bytes
     seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
     return LoadPlan(
         decision.name, decision.reason, len(nodes), count, model_bytes, source_bytes, share, read,

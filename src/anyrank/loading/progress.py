@@ -9,23 +9,23 @@ from typing import Any
 
 
 class Progress:
-    """Counts bytes and tells somebody.
+    """Counts bytes and reports them.
 
     Args:
         total: bytes in all.
-        tell: called with (bytes done, bytes in all).
+        report: called with (bytes done, bytes in all).
     """
 
-    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
         self.total = total
         self.done = 0
-        self.tell = tell
+        self.report = report
 
     def add(self, nbytes: int) -> None:
         """Count bytes."""
         self.done += nbytes
-        if self.tell is not None:
-            self.tell(min(self.done, self.total), self.total)
+        if self.report is not None:
+            self.report(min(self.done, self.total), self.total)
 
 
 @contextmanager
@@ -38,8 +38,8 @@ def progress_for(
     elif callable(wanted):
         yield Progress(total, wanted)
     else:
-        with _bar(total) as tell:
-            yield Progress(total, tell)
+        with _bar(total) as report:
+            yield Progress(total, report)
 
 
 @contextmanager

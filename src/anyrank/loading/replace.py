@@ -1,4 +1,4 @@
-"""New memory in the place of meta tensors. The tensor objects stay the same ones where torch can.
+"""New memory in place of meta tensors. The tensor objects stay the same where torch can keep them.
 
 Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
 memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import dtensor_like
 
 # Properties, so that they stay with the object while the memory that they act on is swapped.
@@ -30,7 +30,7 @@ class Replacement:
         same: whether the tensor object is still the one that the model was built with.
     """
 
-    def __init__(self, target: Target, local: torch.Tensor) -> None:
+    def __init__(self, target: ModelTensor, local: torch.Tensor) -> None:
         self.target = target
         self.same = True
         self.other = _like(target, local)
@@ -57,7 +57,7 @@ class Replacement:
     def _assign(self, new: Any) -> None:
         self.same = not self.same
         self.other, self.target.tensor = self.target.tensor, new
-        for place in self.target.places:
+        for place in self.target.registrations:
             setattr(place.module, place.attribute, new)
 
 
@@ -69,27 +69,27 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
     """
     done: list[Replacement] = []
     try:
-        for one in replacements:
-            done.append(one)
-            one.toggle()
+        for replacement in replacements:
+            done.append(replacement)
+            replacement.toggle()
     except BaseException:
-        take_back(done[:-1])
+        _take_back(done[:-1])
         raise
-    return [one.target.name for one in done if not one.same]
+    return [each.target.name for each in done if not each.same]
 
 
-def take_back(replacements: Iterable[Replacement]) -> None:
+def _take_back(replacements: Iterable[Replacement]) -> None:
     """Undo `replace`: what was on meta is there again."""
-    for one in replacements:
-        one.toggle()
+    for replacement in replacements:
+        replacement.toggle()
 
 
-def put_in_place(target: Target, local: torch.Tensor) -> None:
+def put_in_place(target: ModelTensor, local: torch.Tensor) -> None:
     """Make `local` the target's memory."""
     Replacement(target, local).toggle()
 
 
-def _like(target: Target, local: torch.Tensor) -> Any:
+def _like(target: ModelTensor, local: torch.Tensor) -> Any:
     """A tensor of the target's class, layout and attributes around new memory."""
     old: Any = target.tensor
     with torch.inference_mode(False):
@@ -106,13 +106,13 @@ def _like(target: Target, local: torch.Tensor) -> Any:
     return new
 
 
-def _weak_entries(target: Target) -> list[tuple[list[Any], int]]:
+def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
     """Entries of the owning modules' lists that refer to the tensor weakly."""
     if not weakref.getweakrefs(target.tensor):
         return []
     return [
         (entries, n)
-        for place in target.places
+        for place in target.registrations
         for entries in vars(place.module).values()
         if isinstance(entries, list)
         for n, entry in enumerate(entries)
@@ -120,11 +120,11 @@ def _weak_entries(target: Target) -> list[tuple[list[Any], int]]:
     ]
 
 
-def _cut_graphs(target: Target) -> None:
+def _cut_graphs(target: ModelTensor) -> None:
     """Drop the graph of what an owning module computed from its parameters while on meta: a hook
     computes it again before the module runs.
     """
-    for place in target.places:
+    for place in target.registrations:
         attributes = vars(place.module)
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:

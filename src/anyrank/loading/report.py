@@ -14,21 +14,28 @@ SHOWN = 5
 class LoadReport:
     """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
 
+    Example::
+
+        model = torch.nn.Linear(2, 2)
+        report = anyrank.load(model, {"weight": torch.eye(2)}, missing="keep")
+        assert report.kept == ["bias"]
+        print(report)  # one screen
+        report.to_json()
+
     Attributes:
         missing: tensors of the model that the source does not hold.
-        unexpected: keys of the source that the model has no place for.
-        mismatched: kept for completeness; a shape mismatch always raises, so this is empty.
+        unexpected: keys of the source that fill no tensor of the model.
         initialised: tensors that a rule of the model gave their values, with the rule.
         rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
-        doubled: keys of a tied tensor's other ends that the source holds as well -> the key taken;
-            compared with `verify=True` only.
+        duplicates: keys of tied tensors that the source holds more than once -> the key that was
+            loaded; compared with `verify=True` only.
         cast: tensor -> "dtype in the source -> dtype in the model".
-        renewed: tensors on meta that something else referred to, so that torch could not keep the
-            object: the model has new ones, and an optimizer built before holds the old.
-        own_code: modules whose own load_state_dict code (hooks, overrides, extra state) was run, on
-            what had been loaded.
+        renewed: tensors on meta whose objects torch could not keep, as something else referred to
+            them: the model has new objects, and an optimizer built before has the old ones.
+        own_code: modules whose own load_state_dict code (hooks, overrides, extra state) was run on
+            the loaded tensors.
         own_code_not_run: modules whose code load_state_dict would have run as well -> why it was
             not; values that it would have changed are those of the source.
         frozen: parts passed to `freeze()` -> where their values came from.
@@ -37,7 +44,7 @@ class LoadReport:
         reason: why this strategy.
         nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.
         verified: what `verify=True` compared, in words; "" without it.
-        skipped: files and keys that were passed over by rule.
+        skipped: files and keys that were skipped, with the reason.
         bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry a rank, in the
             group's order. Peaks are above the state before the call.
         seconds: of the slowest rank.
@@ -45,12 +52,11 @@ class LoadReport:
 
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
-    mismatched: list[str] = field(default_factory=list[str])
     initialised: dict[str, str] = field(default_factory=dict[str, str])
     rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     kept: list[str] = field(default_factory=list[str])
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    doubled: dict[str, str] = field(default_factory=dict[str, str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
     renewed: list[str] = field(default_factory=list[str])
     own_code: list[str] = field(default_factory=list[str])
@@ -112,7 +118,14 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load would do. Lists have one entry a rank, in the group's order.
+    """What a load would do. Lists have one entry per rank, in the group's order.
+
+    Example::
+
+        weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
+        plan = anyrank.plan(torch.nn.Linear(2, 2), weights, mesh=(2, 1))  # two whole copies
+        assert plan.read_bytes == [24, 24]
+        print(plan)
 
     Attributes:
         strategy, reason: who reads, and why.

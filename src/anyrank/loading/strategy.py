@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from anyrank.errors import LoadError
 
-Strategy = Literal["auto", "own", "stripe", "scatter"]
 STRATEGIES = ("auto", "own", "stripe", "scatter")
 
 # Below this, the latency of exchanging costs more than a second read of the same bytes saves.
@@ -42,17 +40,15 @@ def decide(
     """Choose who reads.
 
     Args:
-        strategy: what the caller asked for.
+        strategy: what the caller asked for, of `STRATEGIES`.
         ranks: global ranks, in the group's order.
         nodes: machine of each.
         sees: whether each sees the source.
         replicated_bytes: bytes that ranks on different machines hold alike.
 
     Raises:
-        LoadError: an unknown strategy, or one that the ranks' view of the source rules out.
+        LoadError: a strategy that needs the source where some ranks do not see it.
     """
-    if strategy not in STRATEGIES:
-        raise LoadError(f"strategy={strategy!r} is unknown; give one of {', '.join(STRATEGIES)}")
     if len(ranks) == 1:
         return Decision("own", ONE_MACHINE)
     seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from anyrank.errors import CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import check_file, read_sums
@@ -13,7 +12,7 @@ from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.tensors.layout import Piece
 from anyrank.world.ranks import Ranks
 
@@ -45,7 +44,7 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
             )
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
-        digest = Crc32()
+        digest = _Crc32()
         _feed(path, record.start, record.stop, digest.update, check)
         if digest.hexdigest() != record.digest:
             raise LoadError(
@@ -58,13 +57,13 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
             check_file(info.path, read_sums(where, info.size), number, count, check)
         except CorruptCheckpoint as error:
             raise LoadError(str(error)) from error
-    said = [f"SHA-256 of {len(digests)} files"] if digests else []
-    said += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
-    said += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
-    return said
+    compared = [f"SHA-256 of {len(digests)} files"] if digests else []
+    compared += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
+    compared += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
+    return compared
 
 
-class Crc32:
+class _Crc32:
     """zlib's CRC-32 with hashlib's methods."""
 
     def __init__(self) -> None:
@@ -77,21 +76,21 @@ class Crc32:
         return f"{self.value:08x}"
 
 
-def compare_doubled(
-    listing: Listing, memory: Mapping[str, Any] | None, doubled: Mapping[str, str]
-) -> None:
-    """Compare the ends of tied tensors that a source holds more than once. Each rank by itself.
+def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
+    """Compare the keys of tied tensors that a source holds more than once. Each rank by itself.
 
     Raises:
-        LoadError: two ends hold different values, so that tying them would drop one.
+        LoadError: two keys of a tied tensor hold different values, and the model can keep only one.
     """
-    with Reader(listing, memory, buffer_bytes=BLOCK_BYTES) as reader:
-        for key, taken in doubled.items():
-            one, other = (reader.read_whole(listing.tensors[name]) for name in (key, taken))
-            if content_hash(one) != content_hash(other):
+    with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+        for key, loaded in duplicates.items():
+            hashes = {
+                content_hash(reader.read_whole(listing.tensors[name])) for name in (key, loaded)
+            }
+            if len(hashes) > 1:
                 raise LoadError(
-                    f"{key} and {taken} are one tensor in the model, and hold different values in "
-                    "the source: untie them in the model, or remove the one that does not count"
+                    f"{key} and {loaded} are one tensor in the model, and hold different values in "
+                    "the source: untie them in the model, or remove the key that is wrong"
                 )
 
 
@@ -114,7 +113,7 @@ def _feed(
         file.close()
 
 
-def compare_replicas(targets: list[Target], ranks: Ranks) -> int:
+def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
     """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
 
     Raises:
@@ -141,7 +140,7 @@ def compare_replicas(targets: list[Target], ranks: Ranks) -> int:
     return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
 
 
-def count_nonfinite(targets: list[Target], ranks: Ranks) -> dict[str, int]:
+def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
     """NaN and infinite values by tensor, over all ranks (replicas count once a rank). All ranks."""
 
     def count() -> dict[str, int]:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_complete
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.run_folder import SavedStep
@@ -251,7 +251,7 @@ class Checkpoints:
         def here() -> tuple[bool, int | None, bool]:
             run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
-                self._state.data.check_complete()
+                check_complete(self._state.data)
             due = self._is_first and self._options.cadence.is_due(
                 self._state.step + 1, self._last_save
             )

@@ -9,8 +9,6 @@ import torch
 from anyrank.files.reader import memory_of
 from anyrank.random_state.hashing import mix64, signed
 from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece
-from anyrank.tensors.writes import cut
 
 PART_BYTES = 8 << 20  # of a tensor at a time: on a device, a few times as much is taken
 SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
@@ -57,9 +55,8 @@ def start_digests(
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements in row-major order, contiguous, so many at a time."""
     if tensor.numel():
-        whole = Box.whole(tensor.shape)
-        for piece in cut(Piece(whole, whole.offsets), max(1, PART_BYTES // tensor.itemsize)):
-            yield tensor[piece.box.slices()].contiguous()
+        for box in Box.whole(tensor.shape).cut(PART_BYTES // tensor.itemsize):
+            yield tensor[box.slices()].contiguous()
 
 
 def on_cpu(tensor: torch.Tensor) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from anyrank.data.loader import ElasticLoader
+from anyrank.data.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position
-from anyrank.data.step import Step
+from anyrank.data.step import Step, is_complete
 from anyrank.resume.background import innermost
 from anyrank.resume.state import TrainState, run_parts
 
@@ -91,8 +91,8 @@ class StepCounter:
         (step, hooks), self._body = self._body, None
         self.was_broken_off = not on_purpose
         if not hooks.stepped:
-            loader_of(self._state).abandon_step()  # the weights are those of the step before
-        elif on_purpose and step.is_complete:
+            abandon_step(loader_of(self._state))  # the weights are those of the step before
+        elif on_purpose and is_complete(step):
             self.count()
         else:
             run_parts(self._state).unusable = lost_step(step, on_purpose)

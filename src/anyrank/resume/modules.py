@@ -15,7 +15,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.formats import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.loading.allocate import allocate, default_device, device_for
-from anyrank.loading.model_tensors import Target, find_targets
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
 from anyrank.loading.replace import put_in_place
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
@@ -28,18 +28,18 @@ from anyrank.resume.part_types import (
     listed,
     misfits,
 )
-from anyrank.tensors.names import WRAPPERS, match, near
-from anyrank.tensors.sharded_tensor import hold
+from anyrank.tensors.names import WRAPPERS, match_keys, near
+from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.walk import walk
 
 
-def targets_of(module: nn.Module) -> list[Target]:
+def targets_of(module: nn.Module) -> list[ModelTensor]:
     """Every tensor of a module.
 
     Raises:
         CheckpointError: two that a checkpoint holds or checks have one name.
     """
-    targets = find_targets(module)
+    targets = find_tensors(module)
     count = Counter(target.name for target in kept(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
@@ -47,13 +47,13 @@ def targets_of(module: nn.Module) -> list[Target]:
     return targets
 
 
-def kept(targets: Sequence[Target]) -> list[Target]:
+def kept(targets: Sequence[ModelTensor]) -> list[ModelTensor]:
     """Those that a checkpoint holds or checks."""
     return [target for target in targets if target.kind != "derived"]
 
 
 def save_module(
-    part: str, module: nn.Module, targets: Sequence[Target], stepped: Container[int]
+    part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
 ) -> Saved:
     """What a module contributes to a save. This rank's view; the ranks compare it.
 
@@ -84,7 +84,7 @@ def save_module(
         )
     named = [_below(part, target) for target in mine]
     saved = Saved(None, [*named])
-    saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.places[1:]}
+    saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}
     saved.unsynced = {t.name for t in named if t.kind == "buffer" and t.layout is None}
     saved.strict = part == "model" or bool(saved.steady)
@@ -94,7 +94,7 @@ def save_module(
     return saved
 
 
-def _below(part: str, target: Target) -> Target:
+def _below(part: str, target: ModelTensor) -> ModelTensor:
     """A tensor by its name in a checkpoint."""
     return replace(target, name=f"{part}.{target.name}")
 
@@ -126,7 +126,7 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
 
 
 def match_module(
-    part: str, module: nn.Module, targets: list[Target], record: Any, stored: Stored
+    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, stored: Stored
 ) -> Matched:
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
@@ -146,7 +146,7 @@ def match_module(
 
     def commit() -> None:
         for fill in fills:
-            if isinstance(fill.held, Target) and fill.held.is_meta:
+            if isinstance(fill.held, ModelTensor) and fill.held.is_meta:
                 put_in_place(fill.held, fill.local)
         for one, value in restored:
             one.set_extra_state(value)
@@ -162,14 +162,14 @@ def match_module(
 
 
 def _fit_tensors(
-    part: str, wanted: Sequence[Target], device: torch.device, stored: Stored, matched: Matched
+    part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, matched: Matched
 ) -> None:
     """Add what fills these tensors, and what does not fit."""
     saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
     used: set[str] = set()
     for target in wanted:
-        names = [f"{part}.{name}" for place in target.places for name in place.names]
+        names = [f"{part}.{name}" for place in target.registrations for name in place.names]
         key = next((name for name in (target.name, *names) if name in saved), None)
         if key is None:
             missing.append(target.name.removeprefix(f"{part}."))
@@ -202,7 +202,7 @@ def _fit_extra(
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~tensor"]]
-        held = hold(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
+        held = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
         matched.fills.append(Fill(held, saved, held.tensor, stored.listing))
         return held.tensor
 
@@ -216,7 +216,7 @@ def _fit_extra(
     return [(here[name], from_json(saved[name], take)) for name in saved if name in here]
 
 
-def _memory(target: Target, device: torch.device) -> torch.Tensor:
+def _memory(target: ModelTensor, device: torch.device) -> torch.Tensor:
     if target.is_meta:
         return allocate(target, device_for(target, device))
     return target.local()
@@ -243,8 +243,10 @@ def _frozen(
                 problems.append(_digest_differs(part, name, known, info.digest))
             continue
         listing = list_source(info.source or known["source"])
-        targets = kept(find_targets(inner))
-        found = match([target.wanted() for target in targets], listing.tensors, lambda key: key)
+        targets = kept(find_tensors(inner))
+        found = match_keys(
+            [target.all_names() for target in targets], listing.tensors, lambda key: key
+        )
         if found.missing:
             names = [targets[index].name for index in found.missing]
             problems.append(listed(f"{part}.{name}: not in its source", names))

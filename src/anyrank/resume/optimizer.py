@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.loading.allocate import device_for
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.opaque import (
     is_opaque,
@@ -38,13 +38,13 @@ from anyrank.resume.part_types import (
 )
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
-from anyrank.tensors.sharded_tensor import Held, dtensor_like, hold, placement_of
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_like, placement_of
 from anyrank.world.device import rank_device
 
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 # How a step is computed, not what: a run goes on with what its optimizer is made with now.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-Names = Mapping[int, Target]  # id of a parameter -> the tensor of a module of the same state
+Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
@@ -99,7 +99,9 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
     return found
 
 
-def _putter(saved: Saved, parameter: Held | None, rank: int) -> Callable[[str, torch.Tensor], Any]:
+def _putter(
+    saved: Saved, parameter: ShardedTensor | None, rank: int
+) -> Callable[[str, torch.Tensor], Any]:
     """Keeps tensors of the state, and says how each lies in terms of its parameter."""
 
     def put(where: str, tensor: torch.Tensor) -> Any:
@@ -139,7 +141,7 @@ def match_optimizer(
     if matched.problems:
         return matched
     made: dict[str, Any] = {}
-    held_now: list[Held] = []
+    held_now: list[ShardedTensor] = []
     for name, tree in record["state"].items():
         parameter = by_name[name]
         taker = _Taker(stored, matched, names[id(parameter)], optimizer, rank)
@@ -225,13 +227,13 @@ class _Taker:
         self,
         stored: Stored,
         matched: Matched,
-        parameter: Target | None,
+        parameter: ModelTensor | None,
         optimizer: Optimizer,
         rank: int,
     ) -> None:
         self.stored, self.matched = stored, matched
         self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
-        self.tensors: list[Held] = []
+        self.tensors: list[ShardedTensor] = []
 
     def take(self, table: Mapping[str, list[str]]) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
@@ -257,7 +259,7 @@ class _Taker:
             )
             return torch.empty(0, device="cpu")
         tensor = self._make(placements, saved.shape, saved.dtype, self._device(where))
-        held = hold(key, tensor)
+        held = as_sharded(key, tensor)
         self.tensors += [] if kind == "~own" else [held]
         self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return tensor

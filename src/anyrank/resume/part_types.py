@@ -12,7 +12,7 @@ import torch
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.resume.report import Outcome
-from anyrank.tensors.sharded_tensor import Held, hold
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -35,8 +35,8 @@ class Saved:
     """
 
     record: Any
-    tensors: list[Held] = field(default_factory=list[Held])
-    own: list[Held] = field(default_factory=list[Held])
+    tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    own: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     steady: set[str] = field(default_factory=set[str])
     unsynced: set[str] = field(default_factory=set[str])
@@ -48,7 +48,7 @@ class Saved:
 class Fill:
     """Memory of this rank and the bytes that fill it."""
 
-    held: Held
+    held: ShardedTensor
     stored: StoredTensor
     local: torch.Tensor
     listing: Listing
@@ -100,7 +100,7 @@ def own_name(where: str, index: int) -> str:
     return f"{where}@{index:05d}"
 
 
-def hold_to_save(name: str, tensor: torch.Tensor) -> Held:
+def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
     """A tensor as this rank holds it, for a save.
 
     Raises:
@@ -111,7 +111,7 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> Held:
         kind = f"{'quantised' if tensor.is_quantized else tensor.layout} tensor"
     else:
         try:
-            return hold(name, tensor)
+            return as_sharded(name, tensor)
         except LoadError:
             pass
     raise CheckpointError(
@@ -120,13 +120,13 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> Held:
     )
 
 
-def layout_digest(tensors: Sequence[Held]) -> str:
+def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
     """One hash of how tensors lie on the ranks."""
     table = [(held.name, str(held.layout)) for held in tensors]
     return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
 
 
-def misfits(stored: StoredTensor, held: Held) -> str | None:
+def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
     """How a stored tensor differs from the one it is to fill, or None."""
     if stored.shape != held.shape:
         return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"

@@ -11,14 +11,14 @@ from anyrank.errors import CheckpointError
 from anyrank.files.block_sums import SUFFIX, BlockDigester
 from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
-from anyrank.files.run_folder import Place
+from anyrank.files.run_folder import SavedBox
 from anyrank.files.storage import join_path
 from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.files.torch_blob import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
-from anyrank.tensors.sharded_tensor import Held, version_of
-from anyrank.tensors.writes import PIECE_BYTES, Write, cut
+from anyrank.tensors.sharded_tensor import ShardedTensor, version_of
+from anyrank.tensors.writes import PIECE_BYTES, Write
 from anyrank.world.pages import use_large_pages
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Ranks
@@ -55,8 +55,8 @@ class Item:
 
 
 def items_of(
-    tensors: Sequence[Held],
-    own: Sequence[Held],
+    tensors: Sequence[ShardedTensor],
+    own: Sequence[ShardedTensor],
     writes: Sequence[Write],
     rank: int,
     steady: set[str],
@@ -72,13 +72,12 @@ def items_of(
     for held in own:
         box = Box.whole(held.shape)  # one empty piece, where there is no element
         for whole in local_pieces(held.shape, None, None) or (Piece(box, box.offsets),):
-            for piece in cut(whole, max(1, PIECE_BYTES // held.dtype.itemsize)):
-                source = held.local()[piece.box.slices()]
-                items.append(_item(held, piece.box, source, False))
+            for part in whole.box.cut(PIECE_BYTES // held.dtype.itemsize):
+                items.append(_item(held, part, held.local()[part.slices()], False))
     return items
 
 
-def _item(held: Held, box: Box, source: torch.Tensor, steady: bool) -> Item:
+def _item(held: ShardedTensor, box: Box, source: torch.Tensor, steady: bool) -> Item:
     version = version_of(held.tensor)
     return Item(held.name, held.shape, held.dtype, box, source, steady, held.tensor, version)
 
@@ -145,7 +144,7 @@ def written_while_copied(item: Item) -> CheckpointError:
 
 def write_share(
     store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
-) -> tuple[list[Place], dict[str, FileRecord]]:
+) -> tuple[list[SavedBox], dict[str, FileRecord]]:
     """Write the items into one data file, durably, and its checksums into another.
 
     Returns:
@@ -155,7 +154,7 @@ def write_share(
         CheckpointError: the device says no.
     """
     path = join_path(folder, name)
-    places: list[Place] = []
+    places: list[SavedBox] = []
     with storing(path):
         output = _Output(store.create(path))
         try:
@@ -164,7 +163,7 @@ def write_share(
                 start = output.size
                 length, offset = output.put(item)
                 what = (item.name, item.shape, item.dtype, item.box)
-                places.append(Place(*what, name, start + offset, start, length))
+                places.append(SavedBox(*what, name, start + offset, start, length))
             output.flush()
         except BaseException:
             output.sink.abandon()

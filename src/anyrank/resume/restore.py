@@ -18,7 +18,7 @@ from anyrank.loading.allocate import buffer_for, default_device
 from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
-from anyrank.loading.model_tensors import find_targets
+from anyrank.loading.model_tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     RankCoords,
     StreamOutcome,
@@ -164,7 +164,6 @@ class Resuming:
         threads = read_threads(self.ranks.ranks_on_node)
         return Reader(
             listing,
-            None,
             buffer_bytes=buffer,
             threads=threads,
             check=self.ranks.check,
@@ -184,7 +183,7 @@ class Resuming:
     def _rebuild(self) -> None:
         for one in self.inner.parts.values():
             if isinstance(one, nn.Module):
-                targets = find_targets(one)
+                targets = find_tensors(one)
                 rebuild(
                     targets,
                     self.ranks,

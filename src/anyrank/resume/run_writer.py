@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
@@ -91,7 +91,7 @@ class RunWriter:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
         if isinstance(state.data, Position):
-            state.data.check_receipt(ranks)
+            check_receipt(state.data, ranks)
         snapshot = collect(state, ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)

@@ -13,12 +13,12 @@ from importlib.metadata import version
 import torch
 
 from anyrank import faults
-from anyrank.data.position import Position
+from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
-from anyrank.files.run_folder import INDEX, Place, index_of
+from anyrank.files.run_folder import INDEX, SavedBox, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.random_state.saved_streams import (
@@ -41,7 +41,7 @@ from anyrank.resume.summary import (
     summarize,
     tensors_of,
 )
-from anyrank.tensors.sharded_tensor import Coordinates, Held
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
@@ -90,7 +90,7 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, Position):
-        data = state.data.place()
+        data = data_rank(state.data)
     return RankCoords(ranks.index, ranks.size, *data)
 
 
@@ -160,7 +160,7 @@ def _replicas(
 
 def _items(
     parts: Mapping[str, Saved],
-    own: Sequence[Held],
+    own: Sequence[ShardedTensor],
     coordinates: Mapping[int, Coordinates],
     rank: int,
 ) -> list[Item]:
@@ -187,7 +187,7 @@ def _streams(
     return SavedStreams([summary.coords for summary in summaries], digests, merged)
 
 
-def _layout_in_words(tensors: Sequence[Held]) -> str:
+def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
     """How most bytes lie on the ranks."""
     count: dict[str, int] = {}
     for held in tensors:
@@ -217,7 +217,7 @@ def write(
     )
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[Place], dict[str, FileRecord]]:
+    def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
         faults.point("save.write")
         try:
             return write_share(folder.store, temporary, name, snapshot.items, ranks.check)

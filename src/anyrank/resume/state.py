@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.loading.model_tensors import Target
+from anyrank.loading.model_tensors import ModelTensor
 from anyrank.resume.modules import kept, match_module, save_module, targets_of
 from anyrank.resume.optimizer import match_optimizer, save_optimizer
 from anyrank.resume.part_types import Matched, Saved, Stored
@@ -146,7 +146,7 @@ class RunParts:
         if self.unusable is not None:
             raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
 
-    def _targets(self) -> dict[str, list[Target]]:
+    def _targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module, by part."""
         modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
         return {part: targets_of(module) for part, module in modules.items()}
@@ -203,9 +203,9 @@ class RunParts:
         return matched
 
 
-def names_of(targets: Mapping[str, Sequence[Target]]) -> dict[int, Target]:
+def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
     """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
-    found: dict[int, Target] = {}
+    found: dict[int, ModelTensor] = {}
     for part, several in targets.items():
         for target in kept(several):
             # Not with a ".", which names have already.

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from anyrank.data.position import Position, check_state_dict
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
@@ -20,7 +21,7 @@ from anyrank.resume.part_types import (
     own_name,
 )
 from anyrank.resume.report import Outcome
-from anyrank.tensors.sharded_tensor import Held, hold
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 
 
 @runtime_checkable
@@ -78,7 +79,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         return Matched(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
-    tensors: list[Held] = []
+    tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, where),) = table.items()
@@ -90,7 +91,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         else:
             device = None if like is None else like.device
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-        held = hold(where, tensor)
+        held = as_sharded(where, tensor)
         tensors.append(held)
         matched.fills.append(Fill(held, saved, held.local(), stored.listing))
         return tensor
@@ -99,10 +100,9 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     current: Any = thing.state_dict()
     if isinstance(current, dict) and not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
-    check = getattr(thing, "check_state_dict", None)
-    if check is not None:
+    if isinstance(thing, Position):
         try:
-            check(tree)
+            check_state_dict(thing, tree)
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):

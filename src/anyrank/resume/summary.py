@@ -15,7 +15,7 @@ from anyrank.random_state.saved_streams import RankCoords
 from anyrank.resume.part_types import Saved, differences
 from anyrank.resume.replicas import History
 from anyrank.resume.state import TrainState, run_parts
-from anyrank.tensors.sharded_tensor import Coordinates, Held, coordinates_of
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -86,7 +86,7 @@ def summarize(
     )
 
 
-def tensors_of(parts: Mapping[str, Saved]) -> list[Held]:
+def tensors_of(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
     """What the ranks hold together: the same list on all of them."""
     return [held for one in parts.values() for held in one.tensors]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d. A 0-d box has one
-    element.
-    """
+    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d; one if 0-d."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,6 +42,24 @@ class Box:
     def shifted(self, by: Sequence[int]) -> Box:
         """The same sizes, moved by an amount in each dim."""
         return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def split(self, dim: int, rows: int) -> Iterator[Box]:
+        """Consecutive parts of at most `rows` rows along one dim."""
+        for low in range(0, self.sizes[dim], rows):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[dim] += low
+            sizes[dim] = min(rows, self.sizes[dim] - low)
+            yield Box(tuple(offsets), tuple(sizes))
+
+    def cut(self, most: int) -> Iterator[Box]:
+        """Parts of at most `most` elements (or one), in row-major order, of whole rows first."""
+        if self.numel <= max(1, most):
+            yield self
+            return
+        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        rows = max(1, most * self.sizes[dim] // self.numel)
+        for part in self.split(dim, rows):
+            yield from part.cut(most)
 
     def slices(self) -> tuple[slice, ...]:
         """Index for the elements of this box in a tensor that starts at the global origin."""

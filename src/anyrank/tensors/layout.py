@@ -40,11 +40,15 @@ class Piece:
     box: Box
     local: tuple[int, ...]
 
+    def part(self, box: Box) -> Piece:
+        """The piece, limited to a smaller box."""
+        inside = box.relative_to(self.box.offsets).shifted(self.local)
+        return Piece(box, inside.offsets)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a mesh. Which ranks the mesh has does not matter, only where in it one
-    is.
+    """How a tensor lies on a mesh, whatever ranks the mesh has.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.
@@ -100,9 +104,7 @@ def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
 def _dim_intervals(
     dim: int, size: int, layout: Layout, coordinate: Sequence[int]
 ) -> list[Interval]:
-    """Cut one dim once for each mesh axis that shards it, in the order in which they were
-    applied.
-    """
+    """Cut one dim once per mesh axis that shards it, in the order of the sharding."""
     intervals: list[Interval] = [(0, size)]
     for axis, split_factor in _cut_order(dim, layout):
         number, index = layout.mesh_shape[axis], coordinate[axis]
@@ -144,12 +146,12 @@ def _nth_chunk(length: int, number: int, index: int) -> Interval:
 def _strided(intervals: list[Interval], factor: int, number: int, index: int) -> list[Interval]:
     """Chunk `index` of each of `factor` equal parts, one after the other."""
     length = _length(intervals)
-    taken: list[Interval] = []
+    parts: list[Interval] = []
     for part in range(factor):
         start, size = _nth_chunk(length, factor, part)
         inner, inner_size = _nth_chunk(size, number, index)
-        taken += _take(intervals, start + inner, inner_size)
-    return _merged(taken)
+        parts += _take(intervals, start + inner, inner_size)
+    return _merged(parts)
 
 
 def _length(intervals: list[Interval]) -> int:
@@ -158,14 +160,14 @@ def _length(intervals: list[Interval]) -> int:
 
 def _take(intervals: list[Interval], start: int, length: int) -> list[Interval]:
     """Elements [start, start + length) of the sequence that the intervals spell."""
-    taken: list[Interval] = []
+    parts: list[Interval] = []
     position = 0
     for first, size in intervals:
         low, high = max(start, position), min(start + length, position + size)
         if low < high:
-            taken.append((first + low - position, high - low))
+            parts.append((first + low - position, high - low))
         position += size
-    return taken
+    return parts
 
 
 def _merged(intervals: list[Interval]) -> list[Interval]:

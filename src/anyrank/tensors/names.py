@@ -25,7 +25,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     replacement applied in order, or a callable.
 
     Raises:
-        LoadError: a regex that does not compile, or another type.
+        ValueError: a regex that does not compile, or an entry that is no pair.
+        TypeError: another type.
     """
     if rename is None:
         return lambda key: key
@@ -45,7 +46,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
     except (re.error, TypeError, ValueError) as error:
-        raise LoadError(
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
             f"rename= takes a dict, pairs of (regex, replacement) or a callable: {error}"
         ) from error
 
@@ -102,40 +104,42 @@ def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorNames:
     """A tensor of the model as the matcher sees it.
 
     Attributes:
-        names: for each place where the tensor hangs (several when tied), the names that mean it,
-            the best first.
+        names: for each place of the model that has the tensor (several when tied), the names that
+            mean the place, the best first.
     """
 
     names: tuple[tuple[str, ...], ...]
 
 
 @dataclass
-class Match:
+class KeyMatch:
     """Which key fills which tensor.
 
     Attributes:
         keys: index of the wanted tensor -> key in the file.
         missing: indices of wanted tensors without a key.
         unexpected: keys that fill nothing.
-        doubled: keys that a tied tensor did not need, with the key that filled it.
+        duplicates: keys that a tied tensor did not need, with the key that filled it.
     """
 
     keys: dict[int, str] = field(default_factory=dict[int, str])
     missing: list[int] = field(default_factory=list[int])
     unexpected: list[str] = field(default_factory=list[str])
-    doubled: dict[str, str] = field(default_factory=dict[str, str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str], str]) -> Match:
+def match_keys(
+    wanted: Sequence[TensorNames], keys: Iterable[str], rename: Callable[[str], str]
+) -> KeyMatch:
     """Give each wanted tensor its key.
 
     One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
     a key of an adapter fills the adapter's copy alone, and before a key of the base does. A tied
-    tensor takes the key of its first place that has one.
+    tensor takes the key of its first place that has a key.
 
     Raises:
         LoadError: two keys mean the same place.
@@ -146,7 +150,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
             for name in names:
                 places.setdefault(name, []).append((index, place))
     found: dict[tuple[int, int], str] = {}
-    result = Match()
+    result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
     adapters = {key for key, name in renamed.items() if of_adapter(name)}
     for key in sorted(renamed, key=lambda key: key not in adapters):
@@ -165,7 +169,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
     for (index, _), key in sorted(found.items()):
         first = result.keys.setdefault(index, key)
         if first != key:
-            result.doubled[key] = first
+            result.duplicates[key] = first
     direct = {index: key for index, key in result.keys.items() if key not in adapters}
     for index, want in enumerate(wanted):
         if index not in result.keys:
@@ -179,7 +183,7 @@ def match(wanted: Sequence[Wanted], keys: Iterable[str], rename: Callable[[str],
 
 def _key_of_twin(
     index: int,
-    want: Wanted,
+    want: TensorNames,
     places: dict[str, list[tuple[int, int]]],
     direct: dict[int, str],
 ) -> str | None:
@@ -220,8 +224,8 @@ def _ends_alike(parts: list[str], other: str) -> int:
     others = other.split(".")
     common = 0
     for ours, theirs in ((parts, others), (reversed(parts), reversed(others))):
-        for one, two in zip(ours, theirs, strict=False):
-            if one != two:
+        for mine, other in zip(ours, theirs, strict=False):
+            if mine != other:
                 break
             common += 1
     return common

@@ -1,6 +1,4 @@
-"""Boxes wanted x chunks stored -> reads -> blocks of bytes. Pure: no file, no process, no
-payload.
-"""
+"""What to read: boxes wanted x chunks stored -> reads -> blocks of bytes. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class Read:
     """A box that one chunk holds and one rank wants.
 
     Attributes:
-        stored: the tensor at rest.
+        stored: the stored tensor.
         chunk: the chunk that holds the box.
         box: in global coordinates, inside the chunk and inside the piece.
         local: where the box starts in the rank's local tensor.
@@ -53,7 +51,7 @@ class Block:
     Attributes:
         read: what it is for.
         start: byte offset of the first wanted element.
-        stop: byte offset behind the last wanted element.
+        stop: byte offset after the last wanted element.
         strides: of the wanted elements inside the byte range, in elements.
         dense: whether the range holds the wanted elements row-major and nothing else.
     """
@@ -134,21 +132,16 @@ def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
     sparse = row_numel * read.stored.dtype.itemsize * SPARSE < step
     rows = 1 if sparse else max(1, (most_bytes - row) // step + 1)
     rows = min(rows, -(-sizes[dim] // 2))  # always make progress
-    for low in range(0, sizes[dim], rows):
-        offsets, lengths = list(read.box.offsets), list(sizes)
-        offsets[dim] += low
-        lengths[dim] = min(rows, sizes[dim] - low)
-        yield read.part(Box(tuple(offsets), tuple(lengths)))
+    for part in read.box.split(dim, rows):
+        yield read.part(part)
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one, both included."""
+    """Elements from the first to the last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements follow one another in row-major order; strides of size-1 dims do not
-    matter.
-    """
+    """Whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
     wanted = row_major(sizes)
     return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))

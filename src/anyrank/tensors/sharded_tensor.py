@@ -14,11 +14,11 @@ from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local
 
 
 @dataclass
-class Held:
+class ShardedTensor:
     """One tensor that the ranks hold, each its share or each the whole.
 
     Attributes:
-        name: how errors and reports call it.
+        name: in errors and reports.
         tensor: a plain tensor or DTensor, real or on meta.
         shape: global shape.
         layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
@@ -53,11 +53,6 @@ class Held:
     def local_numel(self) -> int:
         return sum(piece.box.numel for piece in self.pieces)
 
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of what this rank holds, in the tensor's dtype."""
-        return self.local_numel * self.dtype.itemsize
-
     def local(self) -> torch.Tensor:
         """This rank's memory, to be written to in place."""
         tensor: Any = self.tensor.detach()
@@ -68,14 +63,14 @@ class Held:
         return self.name, self.shape, str(self.dtype), str(self.layout)
 
 
-def hold(name: str, tensor: torch.Tensor) -> Held:
+def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
     """A tensor as this rank holds it.
 
     Raises:
         LoadError: a tensor subclass or placement whose bytes cannot be placed.
     """
     layout, coordinate = layout_of(tensor, name)
-    return Held(name, tensor, tuple(tensor.shape), layout, coordinate)
+    return ShardedTensor(name, tensor, tuple(tensor.shape), layout, coordinate)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -105,7 +100,7 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     shape = tuple(int(size) for size in mesh.shape)
     coordinate = mesh.get_coordinate()
-    layout = Layout(shape, tuple(placement_of(one, name) for one in placements))
+    layout = Layout(shape, tuple(placement_of(placement, name) for placement in placements))
     return layout, None if coordinate is None else tuple(coordinate)
 
 
@@ -135,7 +130,7 @@ def placement_of(placement: Any, name: str) -> Placement:
     """A placement of torch as plain data.
 
     Raises:
-        LoadError: it is partial, or of a kind that says no dim.
+        LoadError: it is partial, or names no dim.
     """
     if placement.is_replicate():
         return Placement("replicate")
@@ -157,14 +152,14 @@ class Coordinates:
         return self.table[self.which[index]]
 
 
-def coordinates_of(tensors: Sequence[Held]) -> Coordinates:
+def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
     """This rank's place in the mesh of each tensor, by which others know what it holds."""
     table = tuple(dict.fromkeys(held.coordinate for held in tensors))
     return Coordinates(table, tuple(table.index(held.coordinate) for held in tensors))
 
 
 def replicas(
-    index: int, held: Held, coordinates: Mapping[int, Coordinates]
+    index: int, held: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
     """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
 

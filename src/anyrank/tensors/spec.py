@@ -1,4 +1,4 @@
-"""What a tensor is, without its values: name, shape, dtype, and where its bytes are at rest."""
+"""What a tensor is, without its values: name, shape, dtype, and where its bytes are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyrank.tensors.box import Box, row_major
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A strided view of bytes at rest that holds one box of a tensor.
+    """A strided view of stored bytes that holds one box of a tensor.
 
     Attributes:
         box: the part of the global tensor that the chunk holds.
@@ -37,12 +37,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor at rest: disjoint chunks that together cover its shape.
+    """A stored tensor: disjoint chunks that together cover its shape.
 
     Attributes:
         name: the key in the file, before any renaming.
         shape: global shape.
-        dtype: dtype of the bytes at rest.
+        dtype: dtype of the stored bytes.
         chunks: where the bytes are. Most formats have one chunk, DCP has one a writer.
     """
 

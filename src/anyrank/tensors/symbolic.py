@@ -19,13 +19,11 @@ from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each is a read of its own
+MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each takes a separate read
 
 
 class SymbolicTensor:
-    """A stored tensor that answers to the tensor methods and torch functions that only move
-    elements.
-    """
+    """A stored tensor with the methods and functions of torch that only move elements."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -45,23 +43,21 @@ class SymbolicTensor:
         if own is None:
             raise LoadError(
                 f"a conversion calls {getattr(func, '__name__', func)}, which computes values; "
-                "anyrank "
-                "converts names and layouts only: convert the checkpoint with the library that "
-                "made it, "
-                "save it, and load that"
+                "anyrank converts names and layouts only: convert the checkpoint with the library "
+                "that made it, save it, and load the result"
             )
         return own(*args, **(kwargs or {}))
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Converters tell tensors from lists of them by isinstance.
+        # Converters distinguish tensors from lists of tensors by isinstance.
         return torch.Tensor
 
     def __getattr__(self, name: str) -> Any:
         raise LoadError(
             f"a conversion uses .{name} of a tensor, which anyrank does not know without reading "
-            "it: "
-            "convert the checkpoint with the library that made it, save it, and load that"
+            "the tensor: convert the checkpoint with the library that made it, save it, and load "
+            "the result"
         )
 
     @property
@@ -143,8 +139,8 @@ class SymbolicTensor:
 
     def transpose(self, dim0: int, dim1: int) -> SymbolicTensor:
         order = list(range(self.ndim))
-        one, other = _dim(dim0, self.ndim), _dim(dim1, self.ndim)
-        order[one], order[other] = other, one
+        first, second = _dim(dim0, self.ndim), _dim(dim1, self.ndim)
+        order[first], order[second] = second, first
         return self.permute(order)
 
     def t(self) -> SymbolicTensor:
@@ -199,7 +195,7 @@ class SymbolicTensor:
         return SymbolicTensor(StoredTensor(self.stored.name, shape, self.dtype, tuple(chunks)))
 
 
-def cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     """The tensors one after the other along a dim."""
     first = tensors[0]
     dim = _dim(dim, first.ndim)
@@ -219,9 +215,9 @@ def cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     return SymbolicTensor(StoredTensor(first.stored.name, shape, first.dtype, tuple(chunks)))
 
 
-def stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     """The tensors side by side along a new dim."""
-    return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _regrouped(chunk: Chunk, sizes: Sequence[int], itemsize: int) -> list[Chunk] | None:
@@ -309,9 +305,9 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.cat: cat,
-    torch.concat: cat,
-    torch.stack: stack,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    torch.stack: _stack,
     torch.chunk: SymbolicTensor.chunk,
     torch.split: SymbolicTensor.split,
     torch.narrow: SymbolicTensor.narrow,

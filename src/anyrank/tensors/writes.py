@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.sharded_tensor import Coordinates, Held, replicas
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 
-PIECE_BYTES = 32 << 20  # most of one piece at rest: the unit of balance and of staging
+PIECE_BYTES = 32 << 20  # largest piece on disk: the unit of balance and of staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Write:
 
 
 def plan_writes(
-    tensors: Sequence[Held],
+    tensors: Sequence[ShardedTensor],
     coordinates: Mapping[int, Coordinates],
     most_bytes: int = PIECE_BYTES,
     by_first: Container[str] = (),
 ) -> list[Write]:
     """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
 
-    What one rank alone holds, it writes. What several hold goes piece by piece, the largest first,
-    to the holder with the fewest bytes so far.
+    A rank writes what it alone holds. What several hold is assigned piece by piece, the largest
+    first, to the holder with the fewest bytes so far.
 
     Args:
         tensors: as this rank holds them, in the same order on all ranks.
@@ -54,7 +54,8 @@ def plan_writes(
         groups = replicas(index, held, coordinates)
         for pieces, members in (groups or _empty(held, coordinates)).items():
             for whole in pieces:
-                for piece in cut(whole, max(1, most_bytes // itemsize)):
+                for box in whole.box.cut(most_bytes // itemsize):
+                    piece = whole.part(box)
                     nbytes = piece.box.numel * itemsize
                     first, *others = members
                     if others and held.name not in by_first:
@@ -62,7 +63,7 @@ def plan_writes(
                         continue
                     load[first] += nbytes
                     writes.append(Write(index, piece, first, nbytes))
-    for nbytes, index, piece, members in sorted(shared, key=lambda one: -one[0]):
+    for nbytes, index, piece, members in sorted(shared, key=lambda entry: -entry[0]):
         writer = min(members, key=load.__getitem__)
         load[writer] += nbytes
         writes.append(Write(index, piece, writer, nbytes))
@@ -70,7 +71,7 @@ def plan_writes(
 
 
 def _empty(
-    held: Held, coordinates: Mapping[int, Coordinates]
+    held: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
     """A tensor without elements is written as one empty box, so that its dtype and shape are kept.
 
@@ -78,20 +79,3 @@ def _empty(
     """
     whole = Box.whole(held.shape)
     return {(Piece(whole, whole.offsets),): (next(iter(coordinates)),)}
-
-
-def cut(piece: Piece, most: int) -> Iterator[Piece]:
-    """Pieces of at most `most` elements (or one), cut along the outermost dims."""
-    sizes = piece.box.sizes
-    if piece.box.numel <= most:
-        yield piece
-        return
-    dim = next(d for d, n in enumerate(sizes) if n > 1)
-    row = piece.box.numel // sizes[dim]
-    rows = max(1, most // row)
-    for low in range(0, sizes[dim], rows):
-        length = min(rows, sizes[dim] - low)
-        offsets = [o + low if d == dim else o for d, o in enumerate(piece.box.offsets)]
-        local = [o + low if d == dim else o for d, o in enumerate(piece.local)]
-        box = Box(tuple(offsets), (*sizes[:dim], length, *sizes[dim + 1 :]))
-        yield from cut(Piece(box, tuple(local)), most)

@@ -15,19 +15,19 @@ def rank_device() -> torch.device:
     """This rank's accelerator by its local rank, or the CPU where there is none.
 
     Does not initialise the accelerator. A process that sees a single device, because the launcher
-    hides the others, owns that one.
+    hides the others, owns that device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    index = local_rank()
+    index = _local_rank()
     if index is None:
         index = torch.accelerator.current_device_index()
     return torch.device(accelerator.type, index if index < torch.accelerator.device_count() else 0)
 
 
-def local_rank() -> int | None:
-    """This process's number on its machine, as its launcher says, or None."""
+def _local_rank() -> int | None:
+    """This process's number on its machine, as its launcher set it, or None."""
     for name in LOCAL_RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -41,7 +41,7 @@ def read_threads(ranks_on_node: int) -> int:
 
 
 def boot_id() -> str:
-    """What tells one start of this machine from the next, as process numbers begin anew.
+    """What distinguishes one boot of this machine from the next, as process numbers begin anew.
 
     Empty where the system has no such thing.
     """

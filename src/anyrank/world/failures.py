@@ -1,4 +1,4 @@
-"""Errors and values as they travel between ranks, and how those of all ranks become one."""
+"""Errors and values that travel between ranks, and one error for those of all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One rank's exception, as it travels. `kind` is None for a rank that only stopped for
-    others.
-    """
+class _Failure:
+    """One rank's exception, as it travels. `kind` is None if it stopped because of others."""
 
     kind: type[AnyrankError] | None
     text: str
@@ -28,10 +26,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank brings to an agreement."""
+    """One rank's result and failure."""
 
     value: Any
-    failure: Failure | None
+    failure: _Failure | None
 
 
 def shown(value: object) -> str:
@@ -58,27 +56,29 @@ def same_error(
     """What some ranks' checks raised, equal on all ranks."""
     kind, text = next(iter(failed.values()))
     if issubclass(kind, AnyrankError):
-        failures = {r: Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)}
+        failures = {
+            r: _Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)
+        }
         return joined(f"{call}()", failures, size)
     if len(failed) < size:
         text = f"{text} (on {name(list(failed))})"
     return kind(text)
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> _Failure:
     if isinstance(error, Interrupted):
-        return Failure(None, "stopped, because another rank failed")
+        return _Failure(None, "stopped, because another rank failed")
     if isinstance(error, RankError):
-        return Failure(RankError, str(error))
+        return _Failure(RankError, str(error))
     if isinstance(error, AnyrankError):
-        return Failure(type(error), str(error))
-    return Failure(RankError, f"{type(error).__name__}: {error}")
+        return _Failure(type(error), str(error))
+    return _Failure(RankError, f"{type(error).__name__}: {error}")
 
 
-def joined(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
+def joined(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
     """One error for all ranks, equal on all of them."""
     own = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(own.values()), Failure(RankError, "all ranks stopped for one another"))
+    first = next(iter(own.values()), _Failure(RankError, "all ranks stopped for one another"))
     causes = {rank: failure.text for rank, failure in own.items()}
     texts = set(causes.values())
     if len(own) == size and len(texts) == 1:

@@ -48,8 +48,7 @@ class Lines:
         return ", ".join(f"{named(there)} on {self.met.hosts[n]}" for n, there in by_node.items())
 
     def roll_call(self, rank: int, flag: str, number: int, what: str) -> RankError:
-        """The error that names the ranks which no longer answer. For survivors of a broken
-        group.
+        """The error that names the ranks that no longer answer, for those that do.
 
         Args:
             rank: this process's own.

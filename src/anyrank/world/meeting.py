@@ -124,7 +124,7 @@ class Meeting:
                 seconds=1.0,
             )
         except StoreLost:
-            log.debug("the others are not told that rank %d left", self.rank)
+            log.debug("the other ranks do not know that rank %d left", self.rank)
 
     def lead(self) -> Met:
         """The first rank's part: see all, compare the calls, and answer."""
@@ -209,7 +209,7 @@ class Meeting:
             pause = min(POLL_SEC, pause * 2)
 
     def watch_all(self) -> None:
-        """Notice a rank that waited here, and is gone. The first rank; it tells the others."""
+        """Notice a rank that waited here, and is gone. The first rank; it lets the others know."""
         try:
             for index in range(1, len(self.ranks)):
                 self.watch(index)

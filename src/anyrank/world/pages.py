@@ -33,7 +33,7 @@ def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool
         ranks_on_node: how many processes do the same at this time.
     """
     storages = [t.untyped_storage() for t in tensors if t.is_cpu and t.layout == torch.strided]
-    ranges = {one.data_ptr(): one.nbytes() for one in storages if one.nbytes() >= MIN_BYTES}
+    ranges = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes() >= MIN_BYTES}
     needed = sum(ranges.values()) * ranks_on_node * HEADROOM
     if not ranges or not SIZE_FILE.exists() or free_bytes() < needed:
         return False
@@ -44,7 +44,7 @@ def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool
 
 
 def free_bytes() -> int:
-    """Memory that is free in blocks of a large page and more; 0 where that is not told."""
+    """Memory that is free in blocks of a large page and more; 0 where that is unknown."""
     try:
         least = int(SIZE_FILE.read_text(encoding="ascii"))
         zones = FREE_FILE.read_text(encoding="ascii").splitlines()

@@ -38,7 +38,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
                 "limit of locked memory (ulimit -l)"
             )
         # Of what holds the pages, `memory` is the first to go: they are unlocked, then unmapped.
-        weakref.finalize(memory, unlock, module, address, device).atexit = False
+        weakref.finalize(memory, _unlock, module, address, device).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -51,8 +51,8 @@ def pages(nbytes: int) -> Any:
     return (ctypes.c_char * nbytes).from_buffer(mapped)
 
 
-def unlock(module: Any, address: int, device: torch.device) -> None:
-    """Release a registration. Called by the collector: an error has nobody to reach."""
+def _unlock(module: Any, address: int, device: torch.device) -> None:
+    """Release a registration. Called by the collector, where an error reaches no caller."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
         module.cudart().cudaHostUnregister(address)

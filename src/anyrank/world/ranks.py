@@ -1,4 +1,4 @@
-"""The processes of one call: the same code with no process group, with one rank and with many.
+"""The processes of a call: the same code without a process group, on one rank and on many.
 
 All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
 mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from anyrank.world.watch import Watch
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
@@ -105,7 +106,7 @@ class Ranks:
             what: what is done here, the same on all ranks.
 
         Raises:
-            RankError: a rank has died or did not come, named where that can be told; or ranks do
+            RankError: a rank has died or did not come, named where that is known; or ranks do
                 something else here.
         """
         if self.lines is None:
@@ -133,7 +134,7 @@ class Ranks:
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
         every = [_as_tensor(b"", length) for _ in self.ranks]
         self.group.allgather(every, _as_tensor(data, length)).wait()
-        return [_as_bytes(one) for one in every]
+        return [_as_bytes(received) for received in every]
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -201,16 +202,31 @@ class Ranks:
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
 
-        `work` must not wait for other ranks, unless it goes on serving them after its own failure.
+        `work` must not wait for other ranks, unless it keeps serving them after its own failure.
 
         Raises:
             AnyrankError: of the class that the first failing rank raised, with every cause;
                 RankError for an exception that is not anyrank's own, and for a rank that died.
         """
-        value, cause = None, None
+        return self.own_and_all(what, lambda: (None, work()))[1]
+
+    def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
+        """As `together`; each rank keeps a result of its own, and sends another. All ranks.
+
+        Args:
+            what: as for `together`.
+            work: returns (anything at all, what the other ranks get, which pickles).
+
+        Returns:
+            This rank's own first result, the very object, and every rank's second.
+
+        Raises:
+            AnyrankError: as `together`.
+        """
+        own, value, cause = None, None, None
         self.round += 1
         try:
-            value = work()
+            own, value = work()
         except Exception as error:
             if self.lines is None:
                 raise
@@ -221,7 +237,7 @@ class Ranks:
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
             raise joined(what, failures, self.size) from cause
-        return [answer.value for answer in answers]
+        return cast("S", own), [answer.value for answer in answers]
 
     def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
         """Run `work` on one rank and return its result on every rank. All ranks.
@@ -229,19 +245,18 @@ class Ranks:
         Raises:
             AnyrankError: as `together`.
         """
-        made: list[T] = []
-        data = b""
 
-        def here() -> tuple[int, bytes]:
-            nonlocal data
-            if self.rank == rank:
-                made.append(work())
-                data = b"" if self.lines is None else pickle.dumps(made[0])
-            return len(data), data if len(data) <= HEAD_BYTES // 2 else b""  # what travels along
+        def here() -> tuple[tuple[T | None, bytes], tuple[int, bytes]]:
+            value = work() if self.rank == rank else None
+            sent = self.lines is not None and self.rank == rank
+            data = pickle.dumps(value) if sent else b""
+            small = data if len(data) <= HEAD_BYTES // 2 else b""  # travels with its length
+            return (value, data), (len(data), small)
 
-        length, small = max(self.together(what, here))
+        (value, data), every = self.own_and_all(what, here)
         if self.lines is None:
-            return made[0]
+            return cast("T", value)
+        length, small = max(every)
         if small:
             return pickle.loads(small)  # noqa: S301 - from our own rank
         payload = _as_tensor(data, length)
@@ -288,7 +303,7 @@ class Ranks:
         if failed:
             raise same_error(call, failed, self.size, self.named) from problem
         for name in mine:
-            values = {r: table[name] for r, (table, _) in zip(self.ranks, every, strict=True)}
+            values = {r: given[name] for r, (given, _) in zip(self.ranks, every, strict=True)}
             if len(set(values.values())) > 1:
                 text = different(f"{call}(): {name}= differs between ranks", values, self.named)
                 raise error(f"{text}: give all ranks the same")
@@ -306,9 +321,7 @@ class Ranks:
             raise Interrupted
 
     def roll_call(self, what: str) -> RankError:
-        """The error that names the ranks which no longer answer. For survivors of a broken
-        group.
-        """
+        """The error that names the ranks that no longer answer, for those that do."""
         assert self.lines is not None
         return self.lines.roll_call(self.rank, self._flag, self.watch.number, what)
 

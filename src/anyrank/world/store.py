@@ -28,7 +28,7 @@ class StoreLost(RankError):
     """The store does not answer, or the connection to it is closed."""
 
 
-class Call(Generic[T]):
+class _Call(Generic[T]):
     """One call, as it passes between the threads."""
 
     def __init__(self, work: Callable[[Any], T]) -> None:
@@ -49,19 +49,19 @@ class Store:
     def __init__(self, store: Any, prefix: str) -> None:
         self.address = _address(store)
         self.lost = False
-        self.calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
         background.start("anyrank-store", partial(_serve, [inner], self.calls), self.close)
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
-        """What `work` returns for torch's store, within so many seconds.
+        """What `work` returns for torch's store, within the given seconds.
 
         Raises:
             StoreLost: it failed, or took longer; then `work` may still be running.
         """
         if self.lost:
             raise StoreLost(f"the ranks' store{self.address} does not answer")
-        call = Call(work)
+        call = _Call(work)
         self.calls.put(call)
         if not call.done.wait(seconds):
             self.lost = True
@@ -135,7 +135,7 @@ def is_here(store: Any) -> bool:
         return False
 
 
-def _serve(kept: list[Any], calls: queue.SimpleQueue[Call[Any] | None]) -> None:
+def _serve(kept: list[Any], calls: queue.SimpleQueue[_Call[Any] | None]) -> None:
     store = kept.pop()  # the only reference, which goes with this frame
     while (call := calls.get()) is not None:
         try:

@@ -61,7 +61,7 @@ class Watch:
         self.since = time.monotonic()
 
     def end(self) -> None:
-        """The others have come."""
+        """The other ranks are here."""
         self.since = 0.0
 
     def close(self) -> None:

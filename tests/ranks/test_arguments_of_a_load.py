@@ -1,0 +1,100 @@
+"""Wrong arguments of load, plan and materialize: the same error on all ranks, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anyrank
+from anyrank.testing import run_ranks
+
+WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
+WRONG: dict[str, tuple[type[Exception], Any, str]] = {
+    "missing": (ValueError, "erorr", "missing='erorr' is unknown: give one of error, init, keep"),
+    "unexpected": (ValueError, "keep", "unexpected='keep' is unknown"),
+    "cast": (ValueError, True, "cast=True is unknown"),
+    "strategy": (ValueError, "fastest", "strategy='fastest' is unknown"),
+    "rename": (ValueError, [("(", "x")], "rename= takes a dict, pairs of"),
+    "buffer_bytes": (ValueError, 0, "buffer_bytes=0 is not a positive number"),
+    "verify": (TypeError, "full", "verify='full': give True or False"),
+}
+TYPES: dict[str, Any] = {"buffer_bytes": 1.5, "rename": 7}
+
+
+def load(**options: Any) -> None:
+    anyrank.load(nn.Linear(3, 3), WEIGHTS, **options)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("call", [anyrank.load, anyrank.plan])
+def test_a_wrong_value_is_a_value_error(call: Any, name: str) -> None:
+    kind, value, text = WRONG[name]
+    with pytest.raises(kind) as caught:
+        call(nn.Linear(3, 3), WEIGHTS, **{name: value})
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_value_of_another_type_is_a_type_error(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        load(**{name: TYPES[name]})
+
+
+def test_a_progress_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="progress='bar'"):
+        load(progress="bar")
+
+
+def test_what_is_no_model_and_no_source() -> None:
+    with pytest.raises(TypeError, match=r"model= takes a torch.nn.Module, not dict"):
+        anyrank.load(WEIGHTS, nn.Linear(3, 3))  # type: ignore[arg-type]
+    for source in (7, [7]):
+        with pytest.raises(TypeError, match=r"source= takes a path, .* not int"):
+            anyrank.load(nn.Linear(3, 3), source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"mesh": (2, 3), "world_size": 8}, {"mesh": (2, 0)}, {"world_size": 0}]
+)
+def test_a_mesh_that_has_no_such_ranks(mesh: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"a mesh of 2x3 has 6 ranks|not a positive number"):
+        anyrank.plan(nn.Linear(3, 3), WEIGHTS, **mesh)
+
+
+def test_a_wrong_argument_of_materialize() -> None:
+    with anyrank.meta():
+        model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="init='zeros' is unknown"):
+        anyrank.materialize(model, init="zeros")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device='nowhere'"):
+        anyrank.materialize(model, device="nowhere")
+    assert model.weight.is_meta
+
+
+def job_one_wrong(call: str, name: str, value: Any) -> tuple[str, str]:
+    function: Any = {"load": anyrank.load, "plan": anyrank.plan}[call]
+    options = {name: value} if dist.get_rank() == 1 else {}
+    try:
+        function(nn.Linear(3, 3), WEIGHTS, **options)
+    except (ValueError, TypeError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [("load", "missing", "erorr"), ("plan", "cast", "all"), ("load", "buffer_bytes", "1 MiB")],
+)
+def test_one_ranks_wrong_argument_is_the_same_error_on_all(
+    call: str, name: str, value: Any
+) -> None:
+    results = run_ranks(2, job_one_wrong, call, name, value)
+    assert results[0] == results[1]
+    kind, text = results[0]
+    assert kind == ("TypeError" if name == "buffer_bytes" else "ValueError")
+    assert text.startswith(f"{name}={value!r}")
+    assert text.endswith("(on rank 1)")
