@@ -1,4 +1,4 @@
-"""JSON of others, checked before it is used: one description of what a value must be."""
+"""Schemas of JSON, so that a file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Schema = Any
 
 @dataclass(frozen=True)
 class Table:
-    """A table of any names, whose values are all of one kind."""
+    """A JSON object of any keys, whose values all have one schema."""
 
     values: Schema
 
@@ -30,7 +30,7 @@ class Optional:
 
 
 def check(value: Any, schema: Schema, where: str) -> None:
-    """Compare a value with what it must be.
+    """Compare a value with its schema.
 
     Raises:
         ValueError: names the first place that is wrong.

@@ -1,4 +1,4 @@
-"""A save beside the training: the copy under the next forward and backward, then the files.
+"""A save during the training: the copy under the next forward and backward, then the files.
 
 Parameters and optimizer state change in `optimizer.step` alone, so their copy may run while the
 next gradients are computed; only the optimizer waits for it. Everything else is copied at once.
@@ -40,7 +40,7 @@ class Background:
     def __init__(self, write: Write) -> None:
         self.write = write
         self.now, self.later = Staging(), Staging()
-        # Beside the training's streams, which wait for `copied` before the state changes.
+        # Apart from the training's streams, which wait for `copied` before the state changes.
         self.streams: dict[torch.device, torch.Stream] = {}
         self.copied: dict[torch.device, torch.Event] = {}
         self.unchecked: list[Item] = []  # whose copy may not have ended
@@ -76,13 +76,13 @@ class Background:
         Raises:
             AnyrankError: a rank had no memory for the copy; nothing was started.
         """
-        fleeting = [item for item in snapshot.items if not item.steady]
+        mutable = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
         copied: list[Item] = []
         before: list[Callable[[], list[int]]] = []
 
         def copy() -> None:
-            copied.extend(self.now.take(fleeting, ranks))
+            copied.extend(self.now.take(mutable, ranks))
             before.append(start_digests([item.source for item in steady], ranks.check))
 
         ranks.together("copying the state", copy)
@@ -144,8 +144,8 @@ class Background:
             self.failure = error
         except Exception as error:  # a thread must hand on whatever happens in it
             self.failure = RankError(f"{type(error).__name__}: {error}")
-        if self.failure is not None:  # told at the next step as well, but there may be none
-            log.error("step %d was not saved: %s", snapshot.header["step"], self.failure)
+        if self.failure is not None:  # raised at the next step as well, but there may be none
+            log.error("step %d was not saved: %s", snapshot.manifest.step, self.failure)
 
     def wait_for_copy(self) -> None:
         """Return when the state may change again, by what is asked of the current stream."""

@@ -200,7 +200,8 @@ class Checkpoints:
             model = torch.nn.Linear(4, 1)
             ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(model, data=loader))
             for step in ckpts.steps(epochs=1):
-                shapes = [batch.shape for batch in step.microbatches(model, own_backward=True)]
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).sum())
             assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)

@@ -1,4 +1,4 @@
-"""A run folder has one writer: a lock file with owner, host and time, and stale ones told apart.
+"""A run folder has one writer: a lock file with owner, host and time, and stale locks recognised.
 
 Local: the file is created exclusively, a stale one is renamed away first, and only one process can
 rename it. Object stores have neither: there the last to write has it, and each save looks again.

@@ -20,7 +20,7 @@ from anyrank.loading.replace import put_in_place
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
     Fill,
-    Fitted,
+    Matched,
     Saved,
     Stored,
     hold_to_save,
@@ -55,7 +55,7 @@ def kept(targets: Sequence[ModelTensor]) -> list[ModelTensor]:
 def save_module(
     part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
 ) -> Saved:
-    """What a module brings to a save. This rank's view; the ranks compare it.
+    """What a module contributes to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
@@ -76,10 +76,10 @@ def save_module(
             elsewhere.append(inner)
             frozen[name] = {"source": info.source, "digest": info.digest}
     mine = [target for target in kept(targets) if target.frozen not in elsewhere]
-    hollow = [target.name for target in mine if target.is_meta]
-    if hollow:
+    on_meta = [target.name for target in mine if target.is_meta]
+    if on_meta:
         raise CheckpointError(
-            listed(f"{part}: on meta, so there is nothing to save", hollow)
+            listed(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
     named = [_below(part, target) for target in mine]
@@ -100,7 +100,7 @@ def _below(part: str, target: ModelTensor) -> ModelTensor:
 
 
 def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules with a state of their own beside their tensors, by name without wrappers.
+    """The modules with a state of their own apart from their tensors, by name without wrappers.
 
     Frozen parts that are kept `elsewhere` are left out, with what is below them.
     """
@@ -125,9 +125,9 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
 
 
-def fit_module(
+def match_module(
     part: str, module: nn.Module, targets: list[ModelTensor], record: Any, stored: Stored
-) -> Fitted:
+) -> Matched:
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
     problems, fills = _frozen(part, module, record, device)
@@ -140,9 +140,9 @@ def fit_module(
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]
     outcome = stored.moved(record["layout"], layout_digest(wanted))
-    fitted = Fitted(outcome, fills, problems=problems)
-    _fit_tensors(part, wanted, device, stored, fitted)
-    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, fitted)
+    matched = Matched(outcome, fills, problems=problems)
+    _fit_tensors(part, wanted, device, stored, matched)
+    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, matched)
 
     def commit() -> None:
         for fill in fills:
@@ -154,13 +154,15 @@ def fit_module(
             remember(inner)  # tensors among the extra state included
             _compare_digest(part, name, inner, record)
 
-    fitted.commit = commit
-    fitted.hollow = any(target.is_meta and target.kind == "derived" for target in targets)
-    return fitted
+    matched.commit = commit
+    matched.has_meta_buffers = any(
+        target.is_meta and target.kind == "derived" for target in targets
+    )
+    return matched
 
 
 def _fit_tensors(
-    part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, fitted: Fitted
+    part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, matched: Matched
 ) -> None:
     """Add what fills these tensors, and what does not fit."""
     saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
@@ -175,33 +177,33 @@ def _fit_tensors(
         used.update({key, *names})
         others = [saved[name] for name in names if name in saved]
         if any(other.chunks != saved[key].chunks for other in others):
-            fitted.problems.append(
+            matched.problems.append(
                 f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
                 f"differ ({', '.join(one.name for one in others)}): untie them"
             )
         problem = misfits(saved[key], target)
         if problem:
-            fitted.problems.append(problem)
+            matched.problems.append(problem)
             continue
-        fitted.fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
+        matched.fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
     extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
-        fitted.problems.append(listed(f"{part}: not in the checkpoint", shown))
+        matched.problems.append(listed(f"{part}: not in the checkpoint", shown))
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
-        fitted.problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
+        matched.problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
 
 
 def _fit_extra(
-    part: str, here: Mapping[str, nn.Module], record: Any, stored: Stored, fitted: Fitted
+    part: str, here: Mapping[str, nn.Module], record: Any, stored: Stored, matched: Matched
 ) -> list[tuple[nn.Module, Any]]:
     """Modules with the extra state that they are to have; adds fills and what is wrong with it."""
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~tensor"]]
         held = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
-        fitted.fills.append(Fill(held, saved, held.tensor, stored.listing))
+        matched.fills.append(Fill(held, saved, held.tensor, stored.listing))
         return held.tensor
 
     saved: dict[str, Any] = record["extra"]
@@ -210,7 +212,7 @@ def _fit_extra(
         (f"{part}: extra state of modules that are not in the model", saved.keys() - here.keys()),
     ):
         if names:
-            fitted.problems.append(listed(title, sorted(names)))
+            matched.problems.append(listed(title, sorted(names)))
     return [(here[name], from_json(saved[name], take)) for name in saved if name in here]
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.part_types import Fitted, Saved, Stored, listed
+from anyrank.resume.part_types import Matched, Saved, Stored, listed
 from anyrank.resume.report import Outcome
-from anyrank.resume.stateful import fit_stateful, save_stateful, tensors_now
+from anyrank.resume.stateful import match_stateful, save_stateful, tensors_now
 
 HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -52,7 +52,7 @@ def overrides(optimizer: Optimizer, method: str) -> bool:
 
 
 def _kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    """Tensors beside the parameters, and other optimizers, in an optimizer's attributes."""
+    """Tensors other than the parameters, and other optimizers, in an optimizer's attributes."""
     seen = {id(one) for group in optimizer.param_groups for one in group["params"]}
     seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
     for name, value in vars(optimizer).items():
@@ -77,7 +77,7 @@ def _within(
 
 
 def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
-    """What such an optimizer brings to a save: its state_dict(). This rank's view.
+    """What such an optimizer contributes to a save: its state_dict(). This rank's view.
 
     Raises:
         CheckpointError: it has no state_dict() for this rank, tensors that the state_dict() does
@@ -109,7 +109,7 @@ def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
 
 
 def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
-    """Names of tensors that an optimizer keeps beside its parameters, and does not save."""
+    """Names of tensors that an optimizer keeps in addition to its parameters, and does not save."""
     parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
     kept = [*_tensors_of("state", optimizer.state, parameters)]
     for where, value in _kept_elsewhere(optimizer):
@@ -139,26 +139,28 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.detach().cpu().view(-1), other.detach().cpu().view(-1))
 
 
-def fit_opaque(part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int) -> Fitted:
+def match_opaque(
+    part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
+) -> Matched:
     """What fills such an optimizer: its load_state_dict(). Nothing is changed."""
     name = type(optimizer).__name__
-    fitted = fit_stateful(part, optimizer, record, stored, rank)
+    matched = match_stateful(part, optimizer, record, stored, rank)
     if record["class"] != name:
-        fitted.problems.append(other_class(part, name, record["class"]))
-    load = fitted.commit
+        matched.problems.append(other_class(part, name, record["class"]))
+    load = matched.commit
 
     def commit() -> None:
         load()
         now = tensors_now(part, optimizer)
-        wanted = {fill.held.name: fill.local.dtype for fill in fitted.fills}
+        wanted = {fill.held.name: fill.local.dtype for fill in matched.fills}
         cast_ = [key for key, dtype in wanted.items() if key not in now or now[key].dtype != dtype]
         if cast_:
-            fitted.outcome = Outcome(
+            matched.outcome = Outcome(
                 "derived", listed(f"load_state_dict() of a {name} changed the dtype of", cast_)
             )
 
-    fitted.commit = commit
-    return fitted
+    matched.commit = commit
+    return matched
 
 
 def other_class(part: str, name: str, saved: str) -> str:

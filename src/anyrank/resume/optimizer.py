@@ -18,8 +18,8 @@ from anyrank.loading.allocate import device_for
 from anyrank.loading.model_tensors import ModelTensor
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.opaque import (
-    fit_opaque,
     is_opaque,
+    match_opaque,
     other_class,
     overrides,
     save_opaque,
@@ -27,7 +27,7 @@ from anyrank.resume.opaque import (
 )
 from anyrank.resume.part_types import (
     Fill,
-    Fitted,
+    Matched,
     Saved,
     Stored,
     differences,
@@ -48,7 +48,7 @@ Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
-    """What an optimizer brings to a save. This rank's view; the ranks compare it.
+    """What an optimizer contributes to a save. This rank's view; the ranks compare it.
 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
@@ -119,38 +119,38 @@ def _putter(
     return put
 
 
-def fit_optimizer(
+def match_optimizer(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
-) -> Fitted:
+) -> Matched:
     """What fills an optimizer. Nothing is changed."""
     optimizer = unwrapped(optimizer)
     if is_opaque(optimizer) or "opaque" in record:
         if is_opaque(optimizer) and "opaque" in record:
-            return fit_opaque(part, optimizer, record, stored, rank)
+            return match_opaque(part, optimizer, record, stored, rank)
         problem = other_class(part, type(optimizer).__name__, record["class"])
-        return Fitted(stored.moved("", ""), problems=[problem])
-    fitted = Fitted(stored.moved("", ""))
+        return Matched(stored.moved("", ""), problems=[problem])
+    matched = Matched(stored.moved("", ""))
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups = _fit_groups(part, optimizer, record, names, fitted.problems)
+    groups = _fit_groups(part, optimizer, record, names, matched.problems)
     unknown = [name for name in record["state"] if name not in by_name]
     if unknown:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
-        fitted.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
+        matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
     if record["class"] != type(optimizer).__name__:
-        fitted.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
-    if fitted.problems:
-        return fitted
+        matched.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
+    if matched.problems:
+        return matched
     made: dict[str, Any] = {}
     held_now: list[ShardedTensor] = []
     for name, tree in record["state"].items():
         parameter = by_name[name]
-        taker = _Taker(stored, fitted, names[id(parameter)], optimizer, rank)
+        taker = _Taker(stored, matched, names[id(parameter)], optimizer, rank)
         made[name] = from_json(tree, taker.take)
         held_now += taker.tensors
-    other = _Taker(stored, fitted, None, optimizer, rank)
+    other = _Taker(stored, matched, None, optimizer, rank)
     options = [_table(one["options"], other) for one in record["groups"]]
     extra = _table(record["extra"], other)
-    fitted.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
+    matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
 
     def place() -> None:
         for parameter in by_name.values():
@@ -174,8 +174,8 @@ def fit_optimizer(
             optimizer.load_state_dict(optimizer.state_dict())
             place()
 
-    fitted.commit = commit
-    return fitted
+    matched.commit = commit
+    return matched
 
 
 def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
@@ -226,12 +226,12 @@ class _Taker:
     def __init__(
         self,
         stored: Stored,
-        fitted: Fitted,
+        matched: Matched,
         parameter: ModelTensor | None,
         optimizer: Optimizer,
         rank: int,
     ) -> None:
-        self.stored, self.fitted = stored, fitted
+        self.stored, self.matched = stored, matched
         self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
         self.tensors: list[ShardedTensor] = []
 
@@ -243,7 +243,7 @@ class _Taker:
         same_layout = self.parameter is not None and str(self.parameter.layout) == layout
         moved = not (self.stored.same_ranks and same_layout)
         if saved is None or (kind == "~own" and moved):
-            self.fitted.problems.append(
+            self.matched.problems.append(
                 f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of another "
                 "shape than its parameter: only as many ranks with the same layout can go on with "
                 "it"
@@ -252,7 +252,7 @@ class _Taker:
         placements = self._placements(kind, saved.shape, where, same_layout)
         if placements is None:
             assert self.parameter is not None
-            self.fitted.problems.append(
+            self.matched.problems.append(
                 f"{where}: has shape {list(saved.shape)}, its parameter "
                 f"{list(self.parameter.shape)} is sharded now: it does not say which part belongs "
                 "to which rank"
@@ -261,7 +261,7 @@ class _Taker:
         tensor = self._make(placements, saved.shape, saved.dtype, self._device(where))
         held = as_sharded(key, tensor)
         self.tensors += [] if kind == "~own" else [held]
-        self.fitted.fills.append(Fill(held, saved, held.local(), self.stored.listing))
+        self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return tensor
 
     def _placements(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The parts of a training state: what each brings to a save, and what fills it at a resume."""
+"""The parts of a training state: what each contributes to a save, and what fills it at a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 10
 
 @dataclass
 class Saved:
-    """What one part brings to a save.
+    """What one part contributes to a save.
 
     Attributes:
         record: JSON; equal on all ranks, or kept for each of them where `by_rank` says so.
@@ -55,7 +55,7 @@ class Fill:
 
 
 @dataclass
-class Fitted:
+class Matched:
     """What a resume would do with one part.
 
     Attributes:
@@ -63,14 +63,14 @@ class Fitted:
         fills: memory that is filled, the same list on all ranks.
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
-        hollow: whether buffers that no checkpoint holds are on meta.
+        has_meta_buffers: whether buffers that no checkpoint holds are on meta.
     """
 
     outcome: Outcome
     fills: list[Fill] = field(default_factory=list[Fill])
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
-    hollow: bool = False
+    has_meta_buffers: bool = False
 
 
 @dataclass(frozen=True)

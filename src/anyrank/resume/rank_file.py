@@ -145,7 +145,7 @@ def written_while_copied(item: Item) -> CheckpointError:
 def write_share(
     store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
 ) -> tuple[list[SavedBox], dict[str, FileRecord]]:
-    """Write the items into one data file, durably, with its checksums beside it.
+    """Write the items into one data file, durably, and its checksums into another.
 
     Returns:
         Where each item lies, and the manifest's records of both files.

@@ -28,7 +28,7 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
-from anyrank.resume.part_types import Fill, Fitted, Stored
+from anyrank.resume.part_types import Fill, Matched, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
@@ -69,8 +69,8 @@ class Resuming:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
         self.skip = tuple(skip)
-        self.fitted: dict[str, Fitted] = {}
-        self.hollow = False
+        self.matched: dict[str, Matched] = {}
+        self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
@@ -97,17 +97,17 @@ class Resuming:
 
         def here() -> bool:
             if problems:
-                raise CheckpointError(self._told(problems))
+                raise CheckpointError(self._mismatch(problems))
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
-            self.fitted = self.inner.match(records, stored, self.ranks.index)
-            wrong = [problem for one in self.fitted.values() for problem in one.problems]
+            self.matched = self.inner.match(records, stored, self.ranks.index)
+            wrong = [problem for one in self.matched.values() for problem in one.problems]
             if wrong:
-                raise CheckpointError(self._told(wrong))
-            return any(one.hollow for one in self.fitted.values())
+                raise CheckpointError(self._mismatch(wrong))
+            return any(one.has_meta_buffers for one in self.matched.values())
 
-        self.hollow = any(self.ranks.together("fitting the checkpoint", here))
+        self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
 
-    def _told(self, problems: Sequence[str]) -> str:
+    def _mismatch(self, problems: Sequence[str]) -> str:
         path = self.found.name
         now = "as it was" if self.inner.unusable is None else "half restored from a damaged step"
         return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
@@ -124,7 +124,7 @@ class Resuming:
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
-            if self.hollow:
+            if self.has_meta_buffers:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
@@ -138,7 +138,7 @@ class Resuming:
         self.inner.unusable = None
 
     def _read(self) -> None:
-        fills = [fill for one in self.fitted.values() for fill in one.fills]
+        fills = [fill for one in self.matched.values() for fill in one.fills]
         buffer = buffer_for(fill.local.device for fill in fills)
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.found.listing]:
@@ -172,7 +172,7 @@ class Resuming:
 
     def _commit(self) -> None:
         faults.point("resume.commit")
-        for one in self.fitted.values():
+        for one in self.matched.values():
             one.commit()
         manifest = self.found.manifest
         self.state.step, self.state.samples = manifest.step, manifest.samples
@@ -216,8 +216,11 @@ class Resuming:
         return gathered[0][2]
 
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
-        told = {name: one for name, one in streams.items() if one.how != "exact"}
-        notes = [f"random stream {name}: {one.how}, {one.reason}" for name, one in told.items()]
+        notes = [
+            f"random stream {name}: {outcome.how}, {outcome.reason}"
+            for name, outcome in streams.items()
+            if outcome.how != "exact"
+        ]
         notes += differed_in_words(self.found.manifest.differed)
         data = self.state.data
         if isinstance(data, Position):
@@ -233,7 +236,7 @@ class Resuming:
         found, manifest = self.found, self.found.manifest
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather((self.bytes_read, seconds))
-        components = {name: one.outcome for name, one in self.fitted.items()}
+        components = {name: one.outcome for name, one in self.matched.items()}
         for name in self.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
         components["streams"] = _stream_outcome(streams)
@@ -262,7 +265,7 @@ def half_restored(why: str) -> str:
 
 @contextlib.contextmanager
 def _unreadable() -> Generator[None]:
-    """Tell files that cannot be read from all else that a resume may fail of."""
+    """Give files that cannot be read an error class of their own."""
     try:
         yield
     except LoadError as error:
@@ -270,7 +273,7 @@ def _unreadable() -> Generator[None]:
 
 
 def differed_in_words(names: Sequence[str]) -> list[str]:
-    """What to say of tensors that were not alike on the ranks; nothing where there are none."""
+    """A note on tensors that were not equal on the ranks, if there are any."""
     if not names:
         return []
     return [

@@ -72,13 +72,13 @@ class RunFolder:
         return [(n, one) for n, one in steps_of(self.names()) if self._was_renamed(n, one)]
 
     def _was_renamed(self, step: int, name: str) -> bool:
-        """Whether a folder got its name in a commit, behind its manifest."""
+        """Whether a folder got its name in a commit, after its manifest was written."""
         if name != step_name(step):
             return self._has_manifest(name)
         return not self.store.is_file(self.join(name))
 
     def may_be_sound(self, error: Exception) -> bool:
-        """Whether a step was not read because a disk did not hand it out: no proof of damage.
+        """Whether a step was not read because a disk did not return its bytes: no proof of damage.
 
         An object store that does not answer is the network: the next try may get through.
         """
@@ -140,7 +140,7 @@ class RunFolder:
             raise unread
 
     def _clean(self, run: str) -> None:
-        """Remove what dead saves of this run, and retention that was killed, left behind.
+        """Remove what dead saves of this run and killed retention left.
 
         A run that has no step yet has no lasting id: all saves that died are its own. Where nothing
         is renamed, every step without a manifest is one: the lock leaves no other run that could
@@ -252,7 +252,7 @@ class RunFolder:
     def examine(self, name: str, sizes: bool = True) -> tuple[Manifest, dict[str, bytes]]:
         """The manifest of a step, whose files all have the right sizes, or the small ones only.
 
-        Beside it what is in the small files, by name.
+        With it the contents of the small files, by name.
 
         Raises:
             CorruptCheckpoint: a file is gone or is not what was written.

@@ -147,7 +147,7 @@ class RunWriter:
         self._note(self._background.wait(timeout), snapshot)
 
     def _note(self, record: SaveRecord, snapshot: Snapshot) -> None:
-        self._state.run = snapshot.header["run"]
+        self._state.run = snapshot.manifest.run
         self.on_disk = (record.step, self._state.run)
         self.records.append(record)
         log.info("saved step %d: %s", record.step, record.path)

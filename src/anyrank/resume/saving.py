@@ -6,10 +6,9 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
@@ -49,22 +48,20 @@ from anyrank.world.ranks import Ranks
 log = logging.getLogger("anyrank.resume")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
     """What one rank writes, and what the first says in the manifest.
 
     Attributes:
         items: this rank's boxes.
-        records: part -> JSON.
+        manifest: of the step, without the files, which are not written yet.
         aliases: of tied tensors.
-        header: the manifest's other fields: step, epoch, samples, run, lineage, streams and so on.
         replicas: compared before anything is written.
     """
 
     items: list[Item]
-    records: dict[str, Any]
+    manifest: Manifest
     aliases: dict[str, str]
-    header: dict[str, Any]
     replicas: Replicas
 
 
@@ -123,23 +120,27 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         for held in saved.own
         if not saved.by_rank or "by_rank" in records[part] or ranks.index == 0
     ]
-    header = {
-        "step": state.step,
-        "epoch": state.epoch,
-        "samples": state.samples,
-        "run": state.run,
-        "lineage": state.lineage,
-        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
-        "differed": differing(summaries, ranks),
-        "streams": streams.to_json(),
-    }
+    manifest = Manifest(
+        run=state.run or ranks.from_one("naming the run", ranks.ranks[0], lambda: uuid.uuid4().hex),
+        step=state.step,
+        epoch=state.epoch,
+        samples=state.samples,
+        saved_on={"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
+        lineage=state.lineage,
+        written="",
+        versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
+        files={},
+        parts=records,
+        differed=differing(summaries, ranks),
+        streams=streams.to_json(),
+    )
     aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
     coordinates = {
         rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
     }
     items = _items(parts, own, coordinates, ranks.rank)
     replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
-    return Snapshot(items, records, aliases, header, replicas)
+    return Snapshot(items, manifest, aliases, replicas)
 
 
 def _replicas(
@@ -209,15 +210,11 @@ def write(
         CheckpointError: replicas differ, or a rank could not write; nothing was committed.
     """
     start = time.perf_counter()
-    header = snapshot.header
-    first = ranks.ranks[0]
-    header["differed"] = [*header["differed"], *snapshot.replicas.compare(ranks)]
-
-    def begin() -> tuple[str, str]:
-        run = header["run"] or uuid.uuid4().hex
-        return run, folder.begin(header["step"], run)
-
-    header["run"], temporary = ranks.from_one("making the folder", first, begin)
+    first, step = ranks.ranks[0], snapshot.manifest.step
+    differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
+    temporary = ranks.from_one(
+        "making the folder", first, lambda: folder.begin(step, snapshot.manifest.run)
+    )
     name = f"__{ranks.index}_0.distcp"
 
     def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
@@ -241,12 +238,13 @@ def write(
         }
         for file, data in small.items():
             files[file] = record(write_file(folder.store, join_path(temporary, file), data))
-        manifest = _manifest(snapshot, files)
-        final = folder.commit(temporary, header["step"], manifest)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = replace(snapshot.manifest, files=files, differed=differed, written=now)
+        final = folder.commit(temporary, step, manifest)
         removed = folder.tidy(final, keep, keep_every)
         nbytes = sum(one.size for one in files.values())
         seconds = time.perf_counter() - start
-        return SaveRecord(header["step"], folder.join(final), nbytes, seconds, 0.0, removed)
+        return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
 
     return ranks.from_one("committing the checkpoint", first, commit)
 
@@ -258,14 +256,4 @@ def _not_shared(folder: str, ranks: Ranks) -> CheckpointError:
         f"{folder}: {here} does not see this folder, which rank {ranks.ranks[0]} made on {there}: "
         "every rank writes its share there, so the run's path must be absolute, and on storage "
         "that is shared by all machines"
-    )
-
-
-def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
-    return Manifest(
-        **snapshot.header,
-        written=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
-        files=files,
-        parts=snapshot.records,
     )

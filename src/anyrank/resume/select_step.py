@@ -216,7 +216,7 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
-        manifest = None  # it may be sound itself, and tell how much is lost
+        manifest = None  # it may be sound itself, and show how much is lost
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(folder.store, folder.join(name))
         return Candidate(step, name, manifest, damaged=str(error))

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.loading.model_tensors import ModelTensor
-from anyrank.resume.modules import fit_module, kept, save_module, targets_of
-from anyrank.resume.optimizer import fit_optimizer, save_optimizer
-from anyrank.resume.part_types import Fitted, Saved, Stored
+from anyrank.resume.modules import kept, match_module, save_module, targets_of
+from anyrank.resume.optimizer import match_optimizer, save_optimizer
+from anyrank.resume.part_types import Matched, Saved, Stored
 from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
-from anyrank.resume.stateful import Stateful, fit_stateful, save_stateful
+from anyrank.resume.stateful import Stateful, match_stateful, save_stateful
 from anyrank.resume.wrappers import unwrapped
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
@@ -175,11 +175,11 @@ class RunParts:
                 saved[part] = save_stateful(part, cast("Stateful", one), rank)
         return saved
 
-    def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Fitted]:
+    def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
         """What fills every part that `records` has; nothing is changed."""
         targets = self._targets()
         names = names_of(targets)
-        fitted: dict[str, Fitted] = {}
+        matched: dict[str, Matched] = {}
         for part, record in records.items():
             one = self.parts[part]
             kind = _kind(one)
@@ -188,19 +188,19 @@ class RunParts:
                     f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint"
                 )
             if isinstance(one, nn.Module):
-                fitted[part] = fit_module(part, one, targets[part], record, stored)
+                matched[part] = match_module(part, one, targets[part], record, stored)
             elif isinstance(one, Optimizer):
-                fitted[part] = fit_optimizer(part, one, record, stored, names, rank)
+                matched[part] = match_optimizer(part, one, record, stored, names, rank)
             else:
-                fitted[part] = fit_stateful(part, cast("Stateful", one), record, stored, rank)
-        loader, data = fitted.get("data"), self.parts.get("data")
+                matched[part] = match_stateful(part, cast("Stateful", one), record, stored, rank)
+        loader, data = matched.get("data"), self.parts.get("data")
         if loader and not stored.same_ranks and not isinstance(data, Position):
             loader.outcome = Outcome(
                 "derived",
                 f"a {type(data).__name__} has what it saved on {stored.ranks} ranks: only "
                 "it knows what that means here, and samples may be repeated or lost",
             )
-        return fitted
+        return matched
 
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
@@ -208,7 +208,7 @@ def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTen
     found: dict[int, ModelTensor] = {}
     for part, several in targets.items():
         for target in kept(several):
-            # Not with a ".", which would not tell it apart.
+            # Not with a ".", which names have already.
             name = target.name if part == "model" else f"{part}/{target.name}"
             found.setdefault(id(target.tensor), replace(target, name=name))
     return found

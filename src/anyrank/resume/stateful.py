@@ -13,7 +13,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
     Fill,
-    Fitted,
+    Matched,
     Saved,
     Stored,
     hold_to_save,
@@ -34,7 +34,7 @@ class Stateful(Protocol):
 
 
 def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
-    """What a stateful object brings to a save. This rank's view.
+    """What a stateful object contributes to a save. This rank's view.
 
     Its plain tensors go with its record: kept once when all ranks have the same record, else for
     each rank.
@@ -63,20 +63,20 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     return saved
 
 
-def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: int) -> Fitted:
+def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: int) -> Matched:
     """What fills a stateful object. Nothing is changed."""
-    fitted = Fitted(Outcome("exact"))
+    matched = Matched(Outcome("exact"))
     if "by_rank" in record:
         if not stored.same_ranks:
-            fitted.problems.append(
+            matched.problems.append(
                 f"{part}: a {record['class']} whose state differed between the {stored.ranks} "
                 "ranks that saved it cannot go on with another number: give it a state that knows "
                 "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
             )
-            return fitted
+            return matched
         record = record | {"tree": record["by_rank"][rank]}
     if not record["tree"]:
-        return Fitted(Outcome("fresh", "it had no state when it was saved"))
+        return Matched(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
@@ -93,7 +93,7 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
         held = as_sharded(where, tensor)
         tensors.append(held)
-        fitted.fills.append(Fill(held, saved, held.local(), stored.listing))
+        matched.fills.append(Fill(held, saved, held.local(), stored.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)
@@ -104,11 +104,11 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
         try:
             check_state_dict(thing, tree)
         except CheckpointError as error:
-            fitted.problems.append(f"{part}: {error}")
+            matched.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):
-        fitted.outcome = stored.moved(record["layout"], layout_digest(tensors))
-    fitted.commit = lambda: thing.load_state_dict(tree)
-    return fitted
+        matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
+    matched.commit = lambda: thing.load_state_dict(tree)
+    return matched
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
