@@ -313,9 +313,7 @@ CONTENDERS = {
         resume("full"),
         "step-????????",
     ),
-    "anyrank_size": Contender(
-        'anyrank, verify="size", the default', "anyrank", resume("size"), "step-????????"
-    ),
+    "anyrank_size": Contender('anyrank, verify="size"', "anyrank", resume("size"), "step-????????"),
     "dcp": Contender("dcp.save, one folder", "dcp", load_dcp, "latest"),
     "dcp_async": Contender("dcp.async_save, one folder", "dcp_async", load_dcp, "latest"),
     "dcp_new": Contender("dcp.save, new folders", "dcp_new", load_dcp, "step-*"),

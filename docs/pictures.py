@@ -175,7 +175,7 @@ RESUME = (
     ("agree", "all ranks compare; the state is untouched if one cannot go on", "world"),
     ("spans", "each rank reads its share, wherever it was written", "files"),
     ("boxes", "into fresh memory, put in place when every rank has all", "resume"),
-    ("random", "streams last: exact, or derived for another rank count", "resume"),
+    ("random", "streams last: exact, or derived for another rank count", "random_state"),
     ("report", "per part: exact, resharded, derived, skipped or fresh", "resume"),
 )
 STREETS = {"load": LOAD, "save": SAVE, "resume": RESUME}

@@ -139,7 +139,7 @@ def test_the_quick_demo_is_one_screen() -> None:
 def test_the_quick_demo_takes_no_size(option: str, anyrank: Callable[[str], Result]) -> None:
     result = anyrank(f"demo --quick {option}")
     assert result.exit_code == 2
-    assert f"leave {option.split()[0]} out" in result.stderr
+    assert f"remove {option.split()[0]}" in result.stderr
 
 
 def losses_in(text: str) -> list[float]:
@@ -218,7 +218,7 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     assert Path("o/load.txt").read_text(encoding="utf-8").count("loaded 3 tensors") == 2
     assert "2 ranks  from step 0, SIGKILL while step 3 was saved" in result.stdout
     assert "1 ranks  from step 2, to the end" in result.stdout
-    assert "5 MiB in 0.50 s beside the training, which stands still for 0.25 s" in result.stdout
+    assert "5 MiB in 0.50 s alongside the training, which pauses for 0.25 s" in result.stdout
     assert "epoch 1: 24 exactly once" in result.stdout
     assert json.loads(Path("o/report.json").read_text(encoding="utf-8"))["ranks"] == 2
 

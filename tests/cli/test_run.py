@@ -36,7 +36,7 @@ def test_a_script_that_fails_goes_on_on_fewer_ranks(anyrank: Callable[[str], Res
     attempts = json.loads(result.stdout)["attempts"]
     assert [(one["ranks"], one["exit_code"]) for one in attempts] == [(2, 1), (1, 0)]
     assert "exit code 1 on 2 ranks after" in result.stderr
-    assert "going on on 1" in result.stderr
+    assert "continuing on 1" in result.stderr
     assert sorted(path.name for path in Path().glob("seen-*"))[0] == "seen-1-0"
     assert Path("seen-1-0").read_text() == "--lr 3 --json"  # the script's own flags
 

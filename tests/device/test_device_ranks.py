@@ -181,4 +181,4 @@ def test_numbers_of_tiles_are_compared_without_waiting_for_the_device(tmp_path: 
     assert on_two_ranks(tmp_path, "tiled", 4) == [(0, True, "")] * 2
     for reads, _, text in on_two_ranks(tmp_path, "tiled", 7):
         assert reads == 0
-        assert "share its sharded parameters between 2 and 4" in text
+        assert "share its sharded parameters have between 2 and 4" in text

@@ -12,8 +12,9 @@ from torch import nn
 
 import anyrank
 from anyrank.files.reader import synchronize
-from anyrank.memory import offload as offload_module
-from anyrank.memory.copy_streams import Streams
+from anyrank.memory import offload_engine
+from anyrank.memory.host_buffers import StreamCopies
+from anyrank.memory.offload import engine_of
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +55,7 @@ def inputs(device: torch.device, rows: int = 2048) -> torch.Tensor:
     return torch.randn(1, rows, WIDTH, device=device, generator=generator).requires_grad_()
 
 
-class Slow(Streams):
+class Slow(StreamCopies):
     """Streams whose copies begin late: whoever does not wait reads rubbish."""
 
     def copy(self, stream: Any, target: Any, source: Any, after: Any) -> Any:
@@ -65,11 +66,14 @@ class Slow(Streams):
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])
-@pytest.mark.parametrize("lanes", [Streams, Slow])
+@pytest.mark.parametrize("copies", [StreamCopies, Slow])
 def test_copies_that_are_late_are_waited_for(
-    device: torch.device, lanes: type[Streams], keep_last: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    copies: type[StreamCopies],
+    keep_last: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_module, "copy_streams_of", lanes)
+    monkeypatch.setattr(offload_engine, "copy_engine_for", copies)
     net, x = model(device), inputs(device)
     plain = grads(net, x)
     offload = anyrank.Offload(256 * MIB, keep_last=keep_last)
@@ -101,8 +105,8 @@ def test_host_buffers_are_pinned_of_exact_size_and_freed_by_close(device: torch.
     anyrank.recompute_(net, "*", offload=offload)
     grads(net, x)
     nbytes = x.numel() * 4
-    offload.pool.collect()
-    buffers = offload.pool.idle[nbytes]
+    engine_of(offload).pool.collect()
+    buffers = engine_of(offload).pool.idle[nbytes]
     assert [buffer.data.is_pinned() for buffer in buffers] == [True, True]
     offload.close()
     assert offload.stats().held_bytes == 0

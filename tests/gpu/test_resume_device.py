@@ -11,6 +11,7 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
+from anyrank.resume.state import run_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +31,7 @@ def build(options: dict[str, Any], device: torch.device) -> anyrank.TrainState:
 
 def train(state: anyrank.TrainState, steps: int) -> list[float]:
     """Losses, which dropout on the device makes depend on its stream."""
-    model, optimizer = state.parts["model"], state.parts["optimizer"]
+    model, optimizer = run_parts(state).parts["model"], run_parts(state).parts["optimizer"]
     device = next(model.parameters()).device
     losses: list[float] = []
     for _ in range(steps):
@@ -59,8 +60,8 @@ def test_a_run_on_the_device_goes_on_bit_by_bit(
     assert report is not None
     assert set(report.components.values()) == {"exact"}
     for mine, other in zip(
-        fresh.parts["optimizer"].state.values(),
-        state.parts["optimizer"].state.values(),
+        run_parts(fresh).parts["optimizer"].state.values(),
+        run_parts(state).parts["optimizer"].state.values(),
         strict=True,
     ):
         assert {k: v.device for k, v in mine.items()} == {k: v.device for k, v in other.items()}
@@ -78,14 +79,16 @@ def test_a_run_moves_from_the_device_to_the_cpu_and_back(
     assert report is not None
     assert report.components["streams"] in ("exact", "derived")
     for parameter, other in zip(
-        moved.parts["model"].parameters(), state.parts["model"].parameters(), strict=True
+        run_parts(moved).parts["model"].parameters(),
+        run_parts(state).parts["model"].parameters(),
+        strict=True,
     ):
         assert parameter.device.type == "cpu"
         assert torch.equal(parameter, other.cpu())
     save(tmp_path / "cpu", moved)
     back = build({"fused": True}, device)
     resume(tmp_path / "cpu", back, "must")
-    steps = [one["step"] for one in back.parts["optimizer"].state.values()]
+    steps = [one["step"] for one in run_parts(back).parts["optimizer"].state.values()]
     assert all(
         step.device == device and step.item() == 2 for step in steps
     )  # a fused step reads it there

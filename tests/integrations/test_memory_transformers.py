@@ -44,7 +44,7 @@ def test_modules_that_view_their_input_are_tiled(family: str) -> None:
 def test_a_block_whose_router_is_recorded_is_refused(mask: Any) -> None:
     model = make("mixtral", output_router_logits=True)
     anyrank.tile_(model, "**.mlp", chunk_size=5)
-    with pytest.raises(ValueError, match="transformers records router_logits inside of it"):
+    with pytest.raises(ValueError, match="transformers records router_logits inside it"):
         grads(model, attention_mask=mask)
 
 

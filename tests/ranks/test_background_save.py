@@ -118,21 +118,21 @@ def job_uncounted(path: str, how: str, late: bool) -> str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     state = anyrank.TrainState(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
-        ckpts.step_done()
-        if late:
-            time.sleep(0.3)
-        for parameter in net.parameters():
-            if how == "data":
-                parameter.data.fill_(2)
-            elif how == "detach":
-                parameter.data[..., -1] = 2
-            else:
-                parameter.detach().numpy()[...] += 1
-        try:
+    try:  # outside of the `with`, which would save the changed state when it is left
+        with anyrank.Checkpoints(path, state, every=1, background=True) as ckpts:
+            ckpts.step_done()
+            if late:
+                time.sleep(0.3)
+            for parameter in net.parameters():
+                if how == "data":
+                    parameter.data.fill_(2)
+                elif how == "detach":
+                    parameter.data[..., -1] = 2
+                else:
+                    parameter.detach().numpy()[...] += 1
             ckpts.wait()
-        except anyrank.CheckpointError as error:
-            return str(error)
+    except anyrank.CheckpointError as error:
+        return str(error)
     return "nothing"
 
 

@@ -330,9 +330,9 @@ REFUSED = {
         "microbatch of at most 1, or a global_batch of at least 6, or run on at most 2 ranks"
     ),
     "outside": "is not in process_group",
-    "smaller wrapper": "averages gradients over 1 ranks, the data is cut over 3",
-    "smaller mesh": "averages gradients over 1 ranks, the data is cut over 3",
-    "fsdp_tp": "averages gradients over 2 ranks, the data is cut over 4",
+    "smaller wrapper": "averages gradients over 1 ranks, and the data is divided among 3",
+    "smaller mesh": "averages gradients over 1 ranks, and the data is divided among 3",
+    "fsdp_tp": "averages gradients over 2 ranks, and the data is divided among 4",
     "tp": "whose ranks need the same data",
     "wrapped already": "give microbatches\\(\\) the wrapped model",
 }
@@ -457,7 +457,7 @@ def job_bypass(how: str) -> tuple[int, str]:
 BYPASSED = {
     "module": "has not exchanged them: call the wrapped model itself",
     "contained": "has not exchanged them: call the wrapped model itself",
-    "own": "a backward of your own ran in step.microbatches",
+    "own": "gradients were computed without step.backward",
 }
 
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import anyrank
-from anyrank.memory import offload as offload_module
-from anyrank.memory.pool import HostPool
+from anyrank.memory import offload_engine
+from anyrank.memory.host_buffers import HostPool
 from anyrank.testing import RanksFailed, run_ranks
 
 WIDTH, ROWS, CHUNK = 4, 10, 4
@@ -203,7 +203,7 @@ def test_7_a_copy_is_finished_before_its_source_goes(monkeypatch: pytest.MonkeyP
 
     x = rows()
     assert not torch.equal(early(x), x)
-    monkeypatch.setattr(offload_module, "copy_streams_of", Late)
+    monkeypatch.setattr(offload_engine, "copy_engine_for", Late)
     module = mlp()
     plain = grads_of(module, module, x)
     offload = anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)

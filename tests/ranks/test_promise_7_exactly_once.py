@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.data.order import Order
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_receipt
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.random_state.hashing import derive
@@ -35,22 +35,22 @@ class At(Position):
 
     def __init__(self, schedule: Schedule, rank: int, size: int) -> None:
         self.at = rank, size
-        super().__init__(schedule, key=None, group=None, on_batch_change="rescale")
+        super().__init__(schedule, None, None, "rescale")
 
-    def place(self) -> tuple[int, int]:
-        self.schedule.check_size(self.at[1])
+    def _data_rank(self) -> tuple[int, int]:
+        self._schedule.check_size(self.at[1])
         return self.at
 
     def take(self, plan: StepPlan, losing: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Run this rank's part of a step and count it; as if `losing` samples had been lost."""
         seen = receipt_of(plan.epoch, torch.empty(0, dtype=torch.int64))
-        for turn in plan.turns(*self.at):
-            if not turn.is_copy:
-                ids = self.schedule.ids(plan, turn.k)
-                yield turn.k, ids
-                real = ids[: max(0, plan.n - plan.bounds(turn.k)[0])]
+        for slot in plan.slots(*self.at):
+            if not slot.is_copy:
+                ids = self._schedule.ids(plan, slot.k)
+                yield slot.k, ids
+                real = ids[: max(0, plan.n - plan.bounds(slot.k)[0])]
                 seen += receipt_of(plan.epoch, torch.tensor(real[losing:], dtype=torch.int64))
-        self.advance(plan, seen)
+        self._advance(plan, seen)
 
 
 class Together(Ranks):
@@ -64,8 +64,8 @@ class Together(Ranks):
             (
                 rank.at[0],
                 rank.step,
-                [(one.epoch, one.earlier, one.planned) for one in rank.ledgers],
-                [one.seen for one in rank.ledgers],
+                [(one.epoch, one.earlier, one.planned) for one in rank._records],
+                [one.seen for one in rank._records],
             )
             for rank in ranks
         ]
@@ -105,8 +105,8 @@ def test_any_script_of_runs_gives_the_uninterrupted_order(
             if state is not None:
                 rank.load_state_dict(json.loads(state))
         for number in range(saved + killed):
-            plan = ranks[0].next_step()
-            assert all(rank.next_step() == plan for rank in ranks)
+            plan = ranks[0]._next_step()
+            assert all(rank._next_step() == plan for rank in ranks)
             for rank in ranks:
                 for k, ids in rank.take(plan):
                     if number < saved:
@@ -117,7 +117,7 @@ def test_any_script_of_runs_gives_the_uninterrupted_order(
                 assert all(json.dumps(rank.state_dict()) == state for rank in ranks)
                 together = Together(ranks)
                 for rank in ranks:
-                    rank.check_receipt(together)
+                    rank._check_receipt(together)
                     assert all(one.verdict.startswith("exactly once") for one in rank.receipts)
     assert_uninterrupted(schedule, found)
 
@@ -126,12 +126,12 @@ def assert_uninterrupted(schedule: Schedule, found: dict[tuple[int, int], list[i
     """What was found is what one rank without any interruption takes."""
     alone = At(schedule, 0, 1)
     for step in range(max((step for step, _ in found), default=-1) + 1):
-        plan = alone.next_step()
+        plan = alone._next_step()
         assert dict(alone.take(plan)) == {k: ids for (s, k), ids in found.items() if s == step}
     epochs: dict[int, list[int]] = {}
     alone = At(schedule, 0, 1)
     for _ in range(alone.step, max((step for step, _ in found), default=-1) + 1):
-        plan = alone.next_step()
+        plan = alone._next_step()
         epochs.setdefault(plan.epoch, []).extend(i for _, ids in alone.take(plan) for i in ids)
     for epoch, ids in epochs.items():
         real = ids[: schedule.order.n]  # what pads comes last
@@ -145,25 +145,25 @@ def test_what_is_not_exactly_once_is_an_error(wrong: str) -> None:
     schedule = Schedule(Order(20, 5, True), 8, 2, "short")
     ranks = [At(schedule, rank, 2) for rank in range(2)]
     for _ in range(2):
-        plan = ranks[0].next_step()
+        plan = ranks[0]._next_step()
         for rank in ranks:
             list(rank.take(plan, losing=rank.at[0] if wrong == "lost" else 0))
     kind, message = anyrank.CheckpointError, "epoch 0 is not exactly once"
     if wrong == "behind":
-        list(ranks[1].take(ranks[1].next_step()))
-        message = r"ranks differ in what they took, by rank at steps \[2, 3\]"
+        list(ranks[1].take(ranks[1]._next_step()))
+        message = r"ranks differ in the samples they ran, by rank at steps \[2, 3\]"
     elif wrong == "missing":
         ranks.pop()
-        kind, message = ValueError, "not all that share the data, of which there are 2"
+        kind, message = ValueError, "not all of the 2 data-parallel ranks"
     elif wrong == "double":  # two ranks with the same data that did not do the same
         other = At(schedule, 1, 2)
         for _ in range(2):
-            list(other.take(other.next_step(), losing=1))
+            list(other.take(other._next_step(), losing=1))
         ranks.append(other)
-        message = "ranks differ in what they took"
+        message = "ranks differ in the samples they ran"
     for rank in ranks:
         with pytest.raises(kind, match=message):
-            rank.check_receipt(Together(ranks))
+            rank._check_receipt(Together(ranks))
 
 
 # -- on ranks -------------------------------------------------------------------------------------
@@ -201,14 +201,14 @@ def run_to(
         for step in loader:
             for batch in step.microbatches(net):
                 drawn = draw(step)
-                assert step.turn is not None
-                if not step.turn.is_copy:
-                    seen[step.number, step.turn.k] = (batch, drawn)
+                assert step._slot is not None
+                if not step._slot.is_copy:
+                    seen[step.number, step._slot.k] = (batch, drawn)
             loader.commit()
             if loader.step == steps:
                 break
     with open_ranks() as ranks:
-        loader.check_receipt(ranks)
+        check_receipt(loader, ranks)
     return seen, loader.state_dict(), loader.receipts
 
 
@@ -315,7 +315,7 @@ def job_data_coordinates() -> Any:
         for batch in step.microbatches(nn.Linear(1, 1)):
             taken.append((batch, torch.rand(()).item()))
     with open_ranks() as ranks:
-        loader.check_receipt(ranks)
+        check_receipt(loader, ranks)
     return taken, loader.receipts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,53 @@ import anyrank
 
 WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 
+
+def checkpoints() -> anyrank.Checkpoints:
+    return anyrank.Checkpoints("run", anyrank.TrainState(nn.Linear(1, 1)))
+
+
+def saved() -> anyrank.Checkpoints:
+    ckpts = checkpoints()
+    ckpts.save()
+    ckpts.close()
+    return ckpts
+
+
+DATA = torch.zeros(8, 1)
+POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
+POSITION += " state_dict load_state_dict"
+
+
+def loader() -> anyrank.ElasticLoader:
+    return anyrank.ElasticLoader(DATA, global_batch=4, microbatch=2)
+
+
+def share() -> Any:
+    sampler = anyrank.ElasticSampler(8, global_batch=4, microbatch=2)
+    next(iter(sampler))
+    return sampler.share(0)
+
+
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
+    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data"),
+    "Checkpoints": (
+        checkpoints,
+        "path resume steps step_done save wait close latest saved stats",
+    ),
+    "SavedStep": (
+        lambda: saved().saved()[0],
+        "step epoch samples written ranks nbytes path",
+    ),
+    "SaveRecord": (
+        lambda: saved().stats()[0],
+        "step path nbytes seconds stall_seconds removed",
+    ),
+    "ResumeReport": (
+        lambda: saved().resume(),
+        "step epoch samples path saved_on ranks lost_steps lost_samples set_aside components"
+        " notes verified bytes_read seconds to_json",
+    ),
     "LoadReport": (
         lambda: anyrank.load(nn.Linear(2, 2), WEIGHTS),
         "missing unexpected initialised rebuilt kept tied duplicates cast renewed own_code"
@@ -31,10 +77,33 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
     ),
+    "ElasticLoader": (loader, f"{POSITION} from_shards"),
+    "ElasticSampler": (
+        lambda: anyrank.ElasticSampler(8, global_batch=4, microbatch=2),
+        f"{POSITION} share",
+    ),
+    "Share": (share, "weight is_last step k seed scale seeded"),
+    "Step": (
+        lambda: next(iter(loader())),
+        "number epoch samples k microbatches backward scale loss",
+    ),
+    "Offload": (lambda: anyrank.Offload(1), "stats close"),
+    "OffloadStats": (
+        lambda: anyrank.Offload(1).stats(),
+        "pool_bytes held_bytes used_bytes peak_bytes copied_bytes loaded_bytes shared kept"
+        " allocated reused",
+    ),
+    "the handle of recompute_": (
+        lambda: anyrank.recompute_(nn.Sequential(nn.ReLU()), "*"),
+        "names remove",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_class_shows_what_is_documented_alone(name: str) -> None:
+def test_a_class_shows_what_is_documented_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     make, names = NAMES[name]
     assert {each for each in dir(make()) if not each.startswith("_")} == set(names.split())

@@ -595,7 +595,7 @@ class Outer:
 def test_a_second_patch_of_the_same_kind_is_refused() -> None:
     model = Model()
     handle = anyrank.recompute_(model, "layers.1")
-    with pytest.raises(ValueError, match=r"layers\.1 has a recompute_ already"):
+    with pytest.raises(ValueError, match=r"layers\.1 has a recompute_ patch already"):
         anyrank.recompute_(model, "layers.*")
     assert "forward" not in model.layers[0].__dict__
     handle.remove()
@@ -605,9 +605,9 @@ def test_a_second_patch_of_the_same_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("layer.*", r"names no module of Model \(near: layers\.\d\)"),
+        ("layer.*", r"matches no module of Model \(near: layers\.\d\)"),
         ("layers", r"layers is a ModuleList, which is never called: did you mean layers\.\*"),
-        ("", "names no module|did you mean"),
+        ("", "matches no module|did you mean"),
     ],
 )
 def test_a_pattern_that_names_nothing_to_call(pattern: str, message: str) -> None:

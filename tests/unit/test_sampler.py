@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
+from anyrank.data.position import check_receipt
 from anyrank.data.sampler import Share
 from anyrank.world.ranks import one_process
 
@@ -63,7 +64,7 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
         if sampler.share(number).is_last:
             sampler.commit()
     assert found == expected
-    sampler.check_receipt(one_process())
+    check_receipt(sampler, one_process())
     assert sampler.receipts[0].verdict.startswith("exactly once")
     assert (sampler.epoch, sampler.step) == (1, 2 if tail == "drop" else 3)
 
@@ -71,10 +72,10 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
 def test_fetching_ahead_does_not_count() -> None:
     sampler = make()
     batches = list(sampler)
-    assert (sampler.step, sampler.consumed, sampler.seen.count) == (0, 0, 0)
+    assert (sampler.step, sampler.consumed, sampler._seen.count) == (0, 0, 0)
     assert list(sampler) == batches
     sampler.commit()
-    assert (sampler.step, sampler.consumed, sampler.seen.count) == (1, 8, 8)
+    assert (sampler.step, sampler.consumed, sampler._seen.count) == (1, 8, 8)
     assert list(sampler) == batches[4:]
 
 
@@ -101,7 +102,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
     assert len({len(one) for one in batches}) == 1
     ends = [[one.share(n).is_last for n in range(len(batches[0]))] for one in every]
     assert all(one == ends[0] for one in ends)
-    plan = every[0].next_step()
+    plan = every[0]._next_step()
     terms: dict[int, float] = {}
     for number, is_last in enumerate(ends[0]):
         for one, lists in zip(every, batches, strict=True):
@@ -117,7 +118,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
             terms = {}
             for one in every:
                 one.commit()
-            plan = every[0].next_step()
+            plan = every[0]._next_step()
     assert {one.epoch for one in every} == {1}
 
 
@@ -134,7 +135,7 @@ def test_what_it_refuses() -> None:
             sampler.share(number)
     for _ in range(3):
         sampler.commit()
-    with pytest.raises(anyrank.CheckpointError, match="no step of epoch 1 was given out"):
+    with pytest.raises(anyrank.CheckpointError, match="no batch of epoch 1 was yielded"):
         sampler.commit()
     with pytest.raises(TypeError, match="has no length"):
         make(iter([1]))
@@ -166,7 +167,7 @@ class Later(Sharded):
 def test_a_second_sharding_is_refused(wrapper: type[Sharded]) -> None:
     sampler = make()
     batches = DataLoader(TensorDataset(torch.arange(22)), batch_sampler=wrapper(sampler))
-    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} stands between"):
+    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} is between"):
         list(batches)
 
 
@@ -177,7 +178,7 @@ def test_accelerates_sharding_is_refused() -> None:
     batches = accelerate.prepare_data_loader(
         DataLoader(data, batch_sampler=sampler), num_processes=2, process_index=0
     )
-    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard stands"):
+    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard is between"):
         list(batches)
 
 
@@ -200,7 +201,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     sampler = make()
     batches = iter(sampler)
     next(batches)
-    with pytest.raises(ValueError, match="batch 1 was not taken"):
+    with pytest.raises(ValueError, match="batch 1 was not yielded"):
         sampler.share(1)
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 1 were"):
         sampler.commit()
@@ -208,7 +209,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     batches = iter(sampler)
     list(itertools.islice(batches, 4))
     sampler.commit()
-    sampler.check_receipt(one_process())
+    check_receipt(sampler, one_process())
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 0 were"):
         sampler.commit()
     assert (sampler.step, sampler.samples) == (1, 8)

@@ -71,7 +71,7 @@ def test_a_lane_is_read_in_sequence_and_opens_a_shard_once() -> None:
         yield from read(shard)
 
     loader = make()
-    loader.fetcher.dataset.dataset.read = counted
+    loader._fetcher.dataset.dataset.read = counted
     lanes: dict[int, list[Any]] = {}
     for number, (_, batch, _) in enumerate(run(loader)):
         lanes.setdefault(number % 3, []).extend(sample[:2] for sample in batch)
@@ -150,7 +150,10 @@ def test_wrong_arguments_are_refused(name: str) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "names": ({"shards": list("abcdf")}, "the order 'shards-v1 .*give the shuffle, weights and shards"),
+    "names": (
+        {"shards": list("abcdf")},
+        "the order 'shards-v1 .*give the shuffle, weights and shards",
+    ),
     "lengths": ({"lengths": [9, 0, 4, 13, 5]}, "the order 'shards-v1 "),
     "shuffle": ({"shuffle": False}, "the order 'shards-v1 .*identity"),
     "batch": ({"global_batch": 12}, "give 6, which works on any number of ranks$"),

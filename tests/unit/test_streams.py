@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
 import random
 import re
 import sys
-from collections.abc import Mapping
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,21 @@ from hypothesis import strategies as st
 import anyrank
 from anyrank.random_state import saved_streams, streams
 from anyrank.random_state.saved_streams import (
-    MAGIC,
-    Outcome,
-    Place,
+    RankCoords,
+    SavedStreams,
     Scope,
+    StreamOutcome,
+    StreamState,
     capture,
     check_scopes,
-    fingerprints,
+    digests_of,
+    from_json,
     observed_scopes,
-    read_blob,
     restore,
 )
 from anyrank.random_state.streams import PythonStream, TorchStream, ambient, seeded
 
-ONE = Place(0, 1, 0, 1)
+ONE = RankCoords(0, 1, 0, 1)
 NAMES = ["python", "numpy", "torch"]
 
 
@@ -50,9 +51,26 @@ def seed_all(number: int) -> None:
         stream.seed(number)
 
 
-def restored(blob: bytes | None, place: Place, first: bytes | None = None, **options: Any) -> Any:
-    given: dict[str, Any] = {"seed": 1, "samples": 64, "generators": {}, "scopes": {}, **options}
-    return restore(blob, first or blob or b"", given.pop("scopes"), place, **given)
+def fingerprints() -> dict[str, str]:
+    """Stream -> digest of its state now."""
+    return digests_of(capture({}))
+
+
+def saved_by(coords: Sequence[RankCoords], ranks: Sequence[dict[str, StreamState]]) -> SavedStreams:
+    """The streams of a checkpoint, there and back as the text of a manifest."""
+    states = {state.digest: state for rank in ranks for state in rank.values()}
+    streams = SavedStreams([*coords], [digests_of(rank) for rank in ranks], states)
+    return from_json(json.loads(json.dumps(streams.to_json())))
+
+
+def saved_here(generators: Mapping[str, torch.Generator] | None = None) -> SavedStreams:
+    """The streams of this process, alone."""
+    return saved_by([ONE], [capture(generators or {})])
+
+
+def restored(saved: SavedStreams, coords: RankCoords, **options: Any) -> Any:
+    given: dict[str, Any] = {"seed": 1, "samples": 64, "generators": {}, **options}
+    return restore(saved, coords, torch_version="2.13", **given)
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -101,76 +119,95 @@ def test_the_same_ranks_go_on_exactly(seed: int, ahead: int) -> None:
     for _ in range(ahead % 7):
         draws(generators)
     np.random.rand(ahead)
-    blob = capture(ONE, generators)
+    saved = saved_here(generators)
     expected = [draws(generators) for _ in range(3)]
-    outcomes = restored(blob, ONE, generators=generators)
-    assert outcomes == dict.fromkeys([*NAMES, "generator.noise"], Outcome("exact", "same ranks"))
+    outcomes = restored(saved, ONE, generators=generators)
+    assert outcomes == dict.fromkeys(
+        [*NAMES, "generator.noise"], StreamOutcome("exact", "same ranks")
+    )
     assert [draws(generators) for _ in range(3)] == expected
 
 
-def test_a_blob_is_json_and_bytes() -> None:
-    blob = capture(ONE, {})
-    assert len(blob) < 12_000
-    head = blob[len(MAGIC) + 4 :]
-    table = json.JSONDecoder().raw_decode(head[: head.rindex(b"}]}") + 3].decode())[0]
-    assert table["torch"] == torch.__version__
-    assert [row["name"] for row in table["streams"]] == NAMES
-    assert {row["algorithm"] for row in table["streams"]} == {"mt19937"}
-    assert b"\x80\x04" not in blob[:40]
+def test_streams_are_json_and_equal_states_are_there_once() -> None:
+    seed_all(0)
+    states = capture({})
+    table = saved_by(each_rank(4, 4), [states] * 4).to_json()
+    assert len(json.dumps(table)) < 16_000
+    assert [[*row["streams"]] for row in table["ranks"]] == [NAMES] * 4
+    assert len(table["states"]) == 3
+    assert {state["algorithm"] for state in table["states"].values()} == {"mt19937"}
 
 
-def each_rank(world: int, data: int) -> list[Place]:
-    return [Place(r, world, r * data // world, data) for r in range(world)]
+def each_rank(world: int, data: int) -> list[RankCoords]:
+    return [RankCoords(r, world, r * data // world, data) for r in range(world)]
 
 
 @settings(deadline=None)
 @given(
     saved=st.integers(1, 5),
     now=st.integers(1, 5),
-    scopes=st.fixed_dictionaries({n: st.sampled_from(["global", "dp", "rank"]) for n in NAMES}),
+    scopes=st.fixed_dictionaries({n: st.sampled_from(["global", "rank"]) for n in NAMES}),
 )
 def test_any_number_of_ranks_goes_on_and_none_shares_a_stream(
     saved: int, now: int, scopes: dict[str, Scope]
 ) -> None:
-    blobs: list[bytes] = []
-    for place in each_rank(saved, saved):
+    ranks: list[dict[str, StreamState]] = []
+    for coords in each_rank(saved, saved):
         for stream in ambient():
-            stream.seed(0 if scopes[stream.name] == "global" else place.rank + 1)
-        blobs.append(capture(place, {}))
+            # One rank alone shares nothing: its streams have the scope "rank" whatever the seed is.
+            shared = scopes[stream.name] == "global"
+            stream.seed(0 if shared else coords.rank + 1)
+        ranks.append(capture({}))
+    streams_saved = saved_by(each_rank(saved, saved), ranks)
+    found = streams_saved.scopes()
     results: list[Any] = []
-    for attempt, place in itertools.product(range(2), each_rank(now, now)):
+    for attempt, coords in itertools.product(range(2), each_rank(now, now)):
         seed_all(99 + attempt)  # what a fresh process has
-        own = blobs[place.rank] if place.rank < saved else None
-        outcomes = restored(own, place, blobs[0], scopes=scopes)
-        results.append((place, fingerprints({}), outcomes))
+        outcomes = restored(streams_saved, coords)
+        results.append((coords, fingerprints(), outcomes))
         for name, outcome in outcomes.items():
-            is_exact = saved == now or scopes[name] == "global"
+            is_exact = saved == now or found[name] == "global"
             assert outcome.how == ("exact" if is_exact else "derived"), outcome
     assert results[:now] == results[now:]  # the same again
-    check_scopes(results[:now], scopes)
-    for name, scope in scopes.items():
-        states = {prints[name] for _, prints, _ in results[:now]}
+    check_scopes(results[:now], found)
+    for name, scope in found.items():
+        assert scope == ("global" if saved > 1 and scopes[name] == "global" else "rank")
+        states = {digests[name] for _, digests, _ in results[:now]}
         assert len(states) == (1 if scope == "global" else now)
 
 
 def test_ranks_with_the_same_data_share_what_is_theirs() -> None:
-    seed_all(0)
-    blob = capture(ONE, {})
-    scopes: dict[str, Scope] = {"python": "dp", "numpy": "rank", "torch": "global"}
+    ranks: list[dict[str, StreamState]] = []
+    for coords in each_rank(4, 2):
+        for stream, number in zip(ambient(), (coords.data_index, coords.rank, 0), strict=True):
+            stream.seed(number)
+        ranks.append(capture({}))
+    streams_saved = saved_by(each_rank(4, 2), ranks)
+    scopes = streams_saved.scopes()
+    assert scopes == {"python": "dp", "numpy": "rank", "torch": "global"}
     results: list[Any] = []
-    for place in each_rank(4, 2):
-        outcomes = restored(blob if place.rank == 0 else None, place, blob, scopes=scopes)
-        results.append((place, fingerprints({}), outcomes))
+    for coords in each_rank(6, 3):
+        outcomes = restored(streams_saved, coords)
+        results.append((coords, fingerprints(), outcomes))
     check_scopes(results, scopes)
-    assert [len({p[name] for _, p, _ in results}) for name in NAMES] == [2, 4, 1]
+    assert [len({p[name] for _, p, _ in results}) for name in NAMES] == [3, 6, 1]
+
+
+def seeded_apart(count: int) -> list[dict[str, StreamState]]:
+    """The streams of ranks that share none."""
+    ranks: list[dict[str, StreamState]] = []
+    for rank in range(count):
+        seed_all(rank)
+        ranks.append(capture({}))
+    return ranks
 
 
 def test_derived_streams_depend_on_seed_and_samples() -> None:
-    blob = capture(Place(0, 2, 0, 2), {})
+    saved = saved_by(each_rank(2, 2), seeded_apart(2))
     found: list[str] = []
     for options in ({}, {"seed": 2}, {"samples": 65}):
-        restored(blob, ONE, **options)
-        found.append(fingerprints({})["torch"])
+        restored(saved, ONE, **options)
+        found.append(fingerprints()["torch"])
     assert len(set(found)) == 3
 
 
@@ -201,30 +238,30 @@ class Longer(PythonStream):
 def test_another_kind_of_stream_is_derived(
     stream: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blob = capture(ONE, {})
+    saved = saved_here()
     monkeypatch.setattr(saved_streams, "ambient", lambda _: [stream])
-    outcome = restored(blob, ONE)["python"]
+    outcome = restored(saved, ONE)["python"]
     assert outcome.how == "derived"
     assert re.fullmatch(reason, outcome.reason)
 
 
-def test_streams_that_are_new_or_gone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_are_new_or_gone_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = {"old": torch.Generator()}
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "numpy")
-        blob = capture(ONE, generators)
+        saved = saved_here(generators)
     new = torch.Generator().manual_seed(0)
     before = new.get_state()
-    outcomes = restored(blob, ONE, generators={"new": new})
-    assert outcomes["numpy"] == Outcome("derived", "it was not saved")
-    assert outcomes["generator.new"] == Outcome("derived", "it was not saved")
+    outcomes = restored(saved, ONE, generators={"new": new})
+    assert outcomes["numpy"] == StreamOutcome("derived", "it was not saved")
+    assert outcomes["generator.new"] == StreamOutcome("derived", "it was not saved")
     assert outcomes["generator.old"].how == "skipped"
     assert outcomes["python"].how == "exact"
     assert not torch.equal(new.get_state(), before)
-    # Also on a rank that had no blob
-    outcomes = restored(None, Place(1, 2, 1, 2), blob, generators={"new": new})
-    assert outcomes["generator.new"] == Outcome("derived", "it was not saved")
-    assert outcomes["python"] == Outcome(
+    # Also on a rank that did not save
+    outcomes = restored(saved, RankCoords(1, 2, 1, 2), generators={"new": new})
+    assert outcomes["generator.new"] == StreamOutcome("derived", "it was not saved")
+    assert outcomes["python"] == StreamOutcome(
         "derived", "saved on fewer ranks, now on rank 1 of 2, data 1 of 2"
     )
 
@@ -234,15 +271,15 @@ def test_more_accelerator_states_than_devices_are_no_error(monkeypatch: pytest.M
     real = streams.ambient
     with monkeypatch.context() as patch:
         patch.setattr(saved_streams, "ambient", lambda devices: [*real(devices), spare])
-        blobs = [capture(place, {}) for place in each_rank(7, 7)]
-    outcomes = restored(blobs[5], Place(5, 6, 5, 6), blobs[0])
-    assert outcomes.pop("device") == Outcome("skipped", "it was saved and is not in use here")
+        saved = saved_by(each_rank(7, 7), seeded_apart(7))
+    outcomes = restored(saved, RankCoords(5, 6, 5, 6))
+    assert outcomes.pop("device") == StreamOutcome("skipped", "it was saved and is not in use here")
     assert {one.how for one in outcomes.values()} == {"derived"}
 
 
 # -- scopes ---------------------------------------------------------------------------------------
 
-PLACES = each_rank(4, 2)
+RANKS = each_rank(4, 2)
 OBSERVED: dict[str, tuple[list[Any], Scope]] = {
     "equal on all": (["a", "a", "a", "a"], "global"),
     "equal by data": (["a", "a", "b", "b"], "dp"),
@@ -253,31 +290,22 @@ OBSERVED: dict[str, tuple[list[Any], Scope]] = {
 }
 
 
-def gathered(prints: list[Any], places: list[Place] | None = None) -> list[Any]:
+def gathered(digests: list[Any], ranks: list[RankCoords] | None = None) -> list[Any]:
     return [
-        (place, {} if one is None else {"x": one})
-        for place, one in zip(places or PLACES, prints, strict=True)
+        (coords, {} if digest is None else {"x": digest})
+        for coords, digest in zip(ranks or RANKS, digests, strict=True)
     ]
 
 
 @pytest.mark.parametrize("name", OBSERVED)
 def test_scopes_are_those_that_are_observed(name: str) -> None:
     prints, scope = OBSERVED[name]
-    assert observed_scopes(gathered(prints), {}) == {"x": scope}
+    assert observed_scopes(gathered(prints)) == {"x": scope}
 
 
 def test_one_rank_alone_and_data_ranks_alone_have_rank_scope() -> None:
-    assert observed_scopes(gathered(["a"], [ONE]), {}) == {"x": "rank"}
-    assert observed_scopes(gathered(["a", "b"], each_rank(2, 2)), {}) == {"x": "rank"}
-
-
-def test_a_declared_scope_holds_or_is_an_error() -> None:
-    assert observed_scopes(gathered(["a"] * 4), {"x": "rank"}) == {"x": "rank"}
-    assert observed_scopes(gathered(["a"], [ONE]), {"x": "global"}) == {"x": "global"}
-    with pytest.raises(anyrank.CheckpointError, match=r"x is declared global.*ranks 0 and 3"):
-        observed_scopes(gathered(["a", "a", "a", "b"]), {"x": "global"})
-    with pytest.raises(ValueError, match="scope of x is 'world'"):
-        observed_scopes(gathered(["a"] * 4), {"x": "world"})  # type: ignore[dict-item]
+    assert observed_scopes(gathered(["a"], [ONE])) == {"x": "rank"}
+    assert observed_scopes(gathered(["a", "b"], each_rank(2, 2))) == {"x": "rank"}
 
 
 WRONG: dict[str, tuple[list[str], Scope, str, str]] = {
@@ -291,34 +319,29 @@ WRONG: dict[str, tuple[list[str], Scope, str, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_streams_that_break_their_scope_are_an_error(name: str) -> None:
     prints, scope, how, message = WRONG[name]
-    rows = [(*row, {"x": Outcome(how, "")}) for row in gathered(prints)]  # type: ignore[arg-type]
+    rows = [(*row, {"x": StreamOutcome(how, "")}) for row in gathered(prints)]  # type: ignore[arg-type]
     with pytest.raises(anyrank.CheckpointError, match=message):
         check_scopes(rows, {"x": scope})
 
 
 def test_what_was_saved_equal_may_be_equal() -> None:
-    rows = [(*row, {"x": Outcome("exact", "")}) for row in gathered(["a", "b", "a", "b"])]
+    rows = [(*row, {"x": StreamOutcome("exact", "")}) for row in gathered(["a", "b", "a", "b"])]
     check_scopes(rows, {"x": "rank"})
 
 
 # -- damage ---------------------------------------------------------------------------------------
 
 
-def sealed(body: bytes) -> bytes:
-    """With the checksum of somebody who wants it to be read."""
-    return body + blake2b(body, digest_size=16).digest()
-
-
-def forged(**changes: Any) -> bytes:
-    """A blob whose one stream, numpy's, says what it likes."""
-    row = {"name": "numpy", "algorithm": "mt19937", "values": [5, 0, 0.0], "bytes": 2496}
-    row.update(changes)
-    head = json.dumps({"place": [0, 1, 0, 1], "torch": "2", "streams": [row]}).encode()
-    return sealed(MAGIC + len(head).to_bytes(4, "little") + head + bytes(range(250)) * 10)
+def forged(name: str = "numpy", size: int = 2496, **changes: Any) -> dict[str, Any]:
+    """A table whose one stream has any state."""
+    data = base64.b64encode((bytes(range(250)) * 11)[:size]).decode()
+    state = {"algorithm": "mt19937", "values": [5, 0, 0.0], "data": data, **changes}
+    row = {"data_index": 0, "data_size": 1, "streams": {name: "a"}}
+    return {"ranks": [row], "states": {"a": state}}
 
 
 def test_the_forger_of_these_tests_can_write_a_good_one() -> None:
-    assert restored(forged(), ONE)["numpy"].how == "exact"
+    assert restored(from_json(forged()), ONE)["numpy"].how == "exact"
 
 
 HOSTILE = {
@@ -326,45 +349,32 @@ HOSTILE = {
     "reads before": forged(values=[-1, 0, 0.0]),
     "no numbers": forged(values=["a", 0, 0.0]),
     "too few": forged(values=[]),
-    "short state": forged(bytes=2492),
-    "long state": forged(bytes=2504),
-    "negative": forged(bytes=-1),
-    "huge": forged(bytes=2**70),
-    "place of python": forged(name="python", values=[3, None], bytes=2500),
-    "version of python": forged(name="python", values=[9, None], bytes=2500),
-    "no list": sealed(MAGIC + (2).to_bytes(4, "little") + b"[]"),
-    "deep": sealed(MAGIC + (60_000).to_bytes(4, "little") + b"[" * 60_000),
-    "long table": sealed(MAGIC + b"\xff\xff\xff\xff{}"),
-    "pickle": b"\x80\x04N.",
-    "nothing": b"",
+    "position of python": forged("python", 2500, values=[3, None]),
+    "version of python": forged("python", 2500, values=[9, None]),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_blob_changes_nothing(name: str) -> None:
-    before = fingerprints({})
-    try:
-        outcomes = restored(HOSTILE[name], ONE)
-    except anyrank.CorruptCheckpoint:
-        assert fingerprints({}) == before
-    else:  # of another length: as if another version had written it
-        assert name == "short state"
-        assert outcomes["numpy"].how == "derived"
+def test_a_hostile_state_changes_nothing(name: str) -> None:
+    before = fingerprints()
+    with pytest.raises(anyrank.CorruptCheckpoint, match="holds no state"):
+        restored(from_json(HOSTILE[name]), ONE)
+    assert fingerprints() == before
 
 
-@settings(deadline=None)
-@given(st.data())
-def test_a_torn_or_flipped_blob_is_noticed(data: Any) -> None:
-    blob = capture(ONE, {})
-    place = data.draw(st.integers(0, len(blob) - 1))
-    flipped = bytearray(blob)
-    flipped[place] ^= 1 << data.draw(st.integers(0, 7))
-    for wrong in (bytes(flipped), blob[:place]):
-        with pytest.raises(anyrank.CorruptCheckpoint, match="resume from another"):
-            read_blob(wrong)
+@pytest.mark.parametrize("size", [0, 2492, 2500])
+def test_a_state_of_another_length_is_derived(size: int) -> None:
+    outcome = restored(from_json(forged(size=size)), ONE)["numpy"]
+    assert outcome == ("derived", f"saved as {size} bytes by torch 2.13, now 2496 bytes")
 
 
-def test_damage_in_the_first_ranks_blob_is_noticed_on_all() -> None:
-    blob = capture(ONE, {})
-    with pytest.raises(anyrank.CorruptCheckpoint):
-        restored(blob, ONE, blob[:-1])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"data": "&"}, "base64|padding"), ({"data": "abc"}, "padding"), (None, "no state b")],
+)
+def test_a_table_that_does_not_hold_together_is_refused(change: Any, match: str) -> None:
+    table = forged(**(change or {}))
+    if change is None:
+        table["ranks"][0]["streams"]["torch"] = "b"
+    with pytest.raises(ValueError, match=match):
+        from_json(table)

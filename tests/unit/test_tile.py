@@ -514,9 +514,14 @@ def test_check_cannot_compare_random_results() -> None:
 
 X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
-    "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least one row"),
+    "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
     "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
-    "a dim that is no int": ({"in_dims": (1.5,)}, lambda t: t(X), ValueError, "dims 1.5 are not"),
+    "a dim that is no int": (
+        {"in_dims": (1.5,)},
+        lambda t: t(X),
+        ValueError,
+        "dims 1.5 do not",
+    ),
     "no such dim": ({"in_dims": 3}, lambda t: t(X), ValueError, r"no dim 3 in \[2, 10, 6\]"),
     "too many": ({"in_dims": (1, 1)}, lambda t: t(X), ValueError, "2 entries for 1 positional"),
     "no such name": ({"in_dims": {"y": 1}}, lambda t: t(X), ValueError, r"names \['y'\]"),
@@ -528,15 +533,25 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], st
         ValueError,
         r"args\[0\] has 10, args\[1\] has 3",
     ),
-    "other structure": ({"in_dims": ([1],)}, lambda t: t(X), ValueError, "not those of a Tensor"),
+    "other structure": (
+        {"in_dims": ([1],)},
+        lambda t: t(X),
+        ValueError,
+        "do not match the structure",
+    ),
     "out_dims": (
         {"out_dims": 2},
         lambda t: t(X),
         ValueError,
-        r"returns \[2, 4, 6\], and \[2, 4, 4",
+        r"returns \[2, 4, 6\], expected \[2, 4, 4",
     ),
-    "out_dims none": ({"out_dims": None}, lambda t: t(X), ValueError, "has None for a tensor"),
-    "out_dims pair": ({"out_dims": (1, 1)}, lambda t: t(X), ValueError, "not those of a Tensor"),
+    "out_dims none": ({"out_dims": None}, lambda t: t(X), ValueError, "has None in out_dims"),
+    "out_dims pair": (
+        {"out_dims": (1, 1)},
+        lambda t: t(X),
+        ValueError,
+        "do not match the structure",
+    ),
 }
 
 
@@ -559,10 +574,10 @@ class Output:
     [
         (lambda x: x if x.shape[1] == 4 else x.float(), "tile 2 returns torch.float32, and tile 0"),
         (lambda x: Output(x), "returns a Output, whose tensors cannot be joined"),
-        (lambda x: x[:, :3], "tile 0 returns .2, 3, 6., and .2, 4, 6. is expected"),
+        (lambda x: x[:, :3], "tile 0 returns .2, 3, 6., expected .2, 4, 6."),
         (lambda x: x.sum(), "no dim 1 in"),
         (lambda x: (x, x.shape[1]), "tile 2 returns 2, and tile 0 4 in its place"),
-        (lambda x: [x] * x.shape[1], "tile 2 returns another structure"),
+        (lambda x: [x] * x.shape[1], "tile 2 returns a different structure"),
         (lambda x: x if x.shape[1] == 4 else x[..., 1:], "tile 2 returns"),
     ],
 )
@@ -648,7 +663,7 @@ def test_wide_sums_reach_the_modules_of_a_function() -> None:
 
 
 def test_wide_sums_need_a_module() -> None:
-    with pytest.raises(TypeError, match="grad_dtype needs a module"):
+    with pytest.raises(TypeError, match="grad_dtype needs the parameters of a module"):
         anyrank.tile(torch.sin, grad_dtype=torch.float32)
 
 

@@ -308,7 +308,7 @@ def test_a_fused_loss_is_differentiated_once() -> None:
     with pytest.raises(anyrank.RecomputeError, match='impl="recompute"'):
         torch.autograd.grad(loss, hidden, create_graph=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(anyrank.RecomputeError, match="hands its gradients out once"):
+    with pytest.raises(anyrank.RecomputeError, match="can run backward once"):
         loss.backward()
     loss = anyrank.tiled_loss(module, hidden, labels, impl="recompute", chunk_size=4)
     loss.backward(retain_graph=True)
@@ -348,16 +348,16 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shapes": (head(), {"labels": torch.zeros(3, dtype=torch.long)}, r"\[10, 6\] and labels \[3\]"),
     "reduction": (head(), {"reduction": "avg"}, "reduction='avg'"),
     "impl": (head(), {"impl": "fast"}, "impl='fast'"),
-    "chunk_size": (head(), {"chunk_size": 0}, "at least one token"),
-    "count": (head(), {"count": 3, "reduction": "sum"}, "count is what"),
+    "chunk_size": (head(), {"chunk_size": 0}, "at least 1 token"),
+    "count": (head(), {"count": 3, "reduction": "sum"}, "count is the divisor"),
     "a negative count": (head(), {"count": -1}, "count=-1"),
     "in_dims of a head": (head(), {"in_dims": (0,)}, "one entry for each of the 0 arguments"),
     "smoothing": (scalar, {"label_smoothing": 0.1}, "label_smoothing is for a head"),
-    "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, and \[4\]"),
-    "fused function": (scalar, {"impl": "fused"}, "for nn.Linear itself"),
+    "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, expected \[4\]"),
+    "fused function": (scalar, {"impl": "fused"}, "not nn.Linear itself"),
     "fused adapter": (Lora(), {"impl": "fused"}, "the head is a Lora"),
     "fused none": (head(), {"impl": "fused", "reduction": "none"}, "a gradient for each token"),
-    "fused dtype": (head().float(), {"impl": "fused"}, "another dtype"),
+    "fused dtype": (head().float(), {"impl": "fused"}, "a different dtype"),
 }
 
 
@@ -374,11 +374,11 @@ def test_an_argument_that_cannot_be_cut_is_refused() -> None:
     hidden, labels = data(10)
     with pytest.raises(ValueError, match=r"argument 0 after labels is \[3\]"):
         anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(3), in_dims=(0,))
-    with pytest.raises(ValueError, match="0 to cut it along"):
+    with pytest.raises(ValueError, match="0 to tile it like the labels"):
         anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(10), in_dims=(1,))
 
 
 def test_a_head_takes_no_more_arguments() -> None:
     hidden, labels = data(10)
-    with pytest.raises(ValueError, match="a head takes hidden states alone"):
+    with pytest.raises(ValueError, match="a head is called with hidden states only"):
         anyrank.tiled_loss(head(), hidden, labels, labels)

@@ -1,6 +1,6 @@
-"""The command line: `anyrank COMMAND`, one module beside this one per command.
+"""The command line: `anyrank COMMAND`, with a module in this package for each command.
 
-Exit status: 0 fine, 1 findings or an error in what was read, 2 wrong usage or a missing package.
+Exit status: 0 success, 1 findings or an error in the input, 2 wrong usage or a missing package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMMANDS = ("inspect", "plan", "run", "demo")
 
 
 class Commands(click.Group):
-    """Imports a command's module when it is asked for; the modules import torch when they run."""
+    """Imports a command's module on demand; the modules import torch when they run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -29,9 +29,7 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that anyrank raised on purpose is a message, not a
-        traceback.
-        """
+        """Run the command; an AnyrankError becomes a message without a traceback."""
         try:
             return super().invoke(ctx)
         except AnyrankError as error:

@@ -1,12 +1,12 @@
-"""How commands write to the terminal."""
+"""Terminal output of the commands."""
 
 from __future__ import annotations
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-# Wider than any line: a narrow terminal folds lines, but none loses the numbers at its end, and
-# what is printed does not depend on where. rich itself honours NO_COLOR and FORCE_COLOR.
+# Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output does
+# not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
 LINE_COLUMNS = 10_000
 
 
@@ -21,7 +21,7 @@ def err() -> Console:
 
 
 def write(console: Console, title: str, *lines: RenderableType) -> None:
-    """Print a bold title and what follows. Text may come from files: none of it is markup."""
+    """Print a bold title and lines. Text may come from files, so markup is not interpreted."""
     console.print(title, style="bold", markup=False)
     for line in lines:
         console.print(line, markup=False)

@@ -1,4 +1,4 @@
-"""`anyrank demo`: real weights on ranks of this machine, loaded, trained, killed, resumed."""
+"""`anyrank demo`: load, train, kill and resume a real model on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from anyrank.cli import torchrun
-from anyrank.cli.demo_kills import findings_of, largest_difference, run_with_kills, told_legs
+from anyrank.cli.demo_kills import findings_of, largest_difference, leg_lines, run_with_kills
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +34,8 @@ RANK_SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "",  # host memory is what the demo measures
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Training frees and takes large buffers in each step; glibc would return them to the kernel,
-    # which would zero them anew: a third of the time. Peaks stay the same.
+    # Training frees and allocates large buffers in each step; glibc would return them to the
+    # kernel, which zeroes them again: a third of the time. The peaks do not change.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
@@ -100,16 +100,16 @@ def command(
 
 
 def show_quick(context: click.Context, as_json: bool) -> None:
-    """Load, save and resume a small model, and print what came of it.
+    """Load, save and resume a small model, and print the results.
 
     Raises:
-        UsageError: an option that `--quick` has no use for.
+        UsageError: an option that `--quick` does not use.
     """
     from anyrank.cli.console import err, out, write
 
     for name in ("ranks", "steps", "out"):
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"--quick has a size of its own: leave --{name} out", context)
+            raise click.UsageError(f"--quick has a fixed size: remove --{name}", context)
     from anyrank.cli import demo_quick
 
     with err().status("loading, saving and resuming on 2 ranks and on 1, some 20 seconds"):
@@ -165,7 +165,7 @@ def run_ranks_of_demo(weights: str, out: str, ranks: int, steps: int) -> dict[st
 
 
 def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) -> dict[str, Any]:
-    """The parts' results, with what they were measured on and what is wrong with them."""
+    """The parts' results, with the hardware, versions and findings."""
     from importlib.metadata import version
 
     from anyrank.inspection.inspect import inspect
@@ -199,7 +199,7 @@ def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) 
 
 
 def write_results(results: dict[str, Any], out: str) -> None:
-    """Write report.json, loss.csv and load.txt, beside torchrun.log."""
+    """Write report.json, loss.csv and load.txt to the folder of torchrun.log."""
     from anyrank.loading.report import LoadReport
 
     report, curve, loads = (os.path.join(out, name) for name in FILES)
@@ -230,7 +230,7 @@ def show(results: dict[str, Any], out: str, console: Console) -> None:
         _table(results),
         f"  training  {len(losses)} steps on FSDP2, loss {results['first_loss']:.2f} at first, "
         f"{results['last_loss']:.2f} at last{bars}",
-        *told_legs(results["training"]),
+        *leg_lines(results["training"]),
         f"  one rank  never stopped: losses differ by {results['loss_difference']:.1e} at most",
         f"  wrote     {', '.join(FILES)} and {LOG} in {out}",
         f"  took      {results['seconds']:.0f} s",
@@ -256,7 +256,7 @@ def _table(results: dict[str, Any]) -> Padding:
 
 
 def sparkline(values: list[float]) -> str:
-    """One block a value, the highest for the largest."""
+    """A block for each value, the highest for the largest."""
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / ((high - low) or 1.0)
     return "".join(BARS[round((value - low) * scale)] for value in values)

@@ -1,7 +1,7 @@
-"""The demo's second half: a run that is killed twice in mid save, and goes on on other ranks.
+"""The demo's second half: a run that is killed twice during a save, and resumed on other ranks.
 
-It trains as `examples/finetune.py` does, by that very script. Beside it runs the reference: the
-same script on one rank, never stopped.
+The training script is `examples/finetune.py`. The reference runs at the same time: the same script
+on one rank, without interruption.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ POLL_SEC = 0.01
 
 @dataclass(frozen=True)
 class Leg:
-    """What a run does on one number of ranks.
+    """The part of a run on one number of ranks.
 
     Attributes:
-        ranks: how many.
+        ranks: their number.
         kill_at: SIGKILL to all of them while this step is saved; None to run to the end.
     """
 
@@ -38,17 +38,17 @@ class Leg:
 
 
 def find_script() -> str:
-    """The training script, where the package or the checkout has it."""
+    """The training script, from the package or the checkout."""
     inside = files("anyrank").joinpath("cli", SCRIPT)
-    beside = Path(__file__).parents[3] / "examples" / SCRIPT
-    found = next((str(one) for one in (inside, beside) if one.is_file()), None)
+    example = Path(__file__).parents[3] / "examples" / SCRIPT
+    found = next((str(path) for path in (inside, example) if path.is_file()), None)
     if found is None:
-        raise AnyrankError(f"{SCRIPT} is not in the package: install anyrank anew")
+        raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
     return found
 
 
 def plan_legs(ranks: int, steps: int, chance: random.Random) -> list[Leg]:
-    """Three legs, on fewer ranks each; the first two end in the middle of a save, at random."""
+    """Three legs, each on fewer ranks; the first two end at a random moment of a save."""
     every = steps // SAVES
     first = chance.randint(3, 4) * every
     second = chance.randint(7, 8) * every
@@ -59,10 +59,10 @@ def plan_legs(ranks: int, steps: int, chance: random.Random) -> list[Leg]:
 def run_with_kills(
     weights: str, scratch: str, log: str, ranks: int, steps: int, environ: dict[str, str]
 ) -> dict[str, Any]:
-    """The reference and the killed run, with what became of each leg.
+    """The results of the reference and of the killed run, leg by leg.
 
     Raises:
-        AnyrankError: a rank failed unasked, or `torchrun.LIMIT_SEC` have passed.
+        AnyrankError: a rank failed unexpectedly, or `torchrun.LIMIT_SEC` have passed.
     """
     folder = os.path.join(scratch, "run")
     deadline = time.monotonic() + torchrun.LIMIT_SEC
@@ -110,7 +110,7 @@ def _run_leg(
     file: BinaryIO,
     environ: dict[str, str],
 ) -> dict[str, Any]:
-    """Run one leg; where it was killed, what was committed then."""
+    """Run one leg; its results, with the newest step committed by its end."""
     start = time.perf_counter()
     before = committed(folder)
     process = _start(leg.ranks, folder, steps // SAVES, weights, steps, file, environ)
@@ -132,7 +132,7 @@ def _run_leg(
 
 
 def committed(folder: str) -> list[int]:
-    """The steps of a run that exist."""
+    """The committed steps of a run."""
     from anyrank.files.run_folder import steps_of  # loads torch, which `anyrank --help` does not
 
     return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
@@ -147,8 +147,8 @@ def _wait_for_save(
     sign = f"{step_name(step)}.tmp-"
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
         if process.poll() is not None or time.monotonic() > deadline or step in committed(folder):
-            said = torchrun.tail(log)
-            raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{said}")
+            output = torchrun.tail(log)
+            raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{output}")
         time.sleep(POLL_SEC)
     time.sleep(random.random() * 0.2)  # noqa: S311
 
@@ -159,8 +159,8 @@ def _results(folder: str) -> dict[str, Any]:
     return found
 
 
-def told_legs(results: dict[str, Any]) -> list[str]:
-    """The legs of the killed run, its saves and its data, a line each."""
+def leg_lines(results: dict[str, Any]) -> list[str]:
+    """The legs of the killed run, its saves and its data, as lines."""
     lines: list[str] = []
     for leg in results["legs"]:
         end = "to the end"
@@ -172,7 +172,7 @@ def told_legs(results: dict[str, Any]) -> list[str]:
     seconds = sum(save["seconds"] for save in saves) / len(saves)
     stall = sum(save["stall_seconds"] for save in saves) / len(saves)
     lines.append(
-        f"  a save    {mib:.0f} MiB in {seconds:.2f} s beside the training, which stands still "
+        f"  a save    {mib:.0f} MiB in {seconds:.2f} s alongside the training, which pauses "
         f"for {stall:.2f} s; a resume {results['resumed']['seconds']:.2f} s"
     )
     seen = [f"epoch {epoch}: {count} {verdict}" for epoch, count, verdict in results["receipts"]]
@@ -180,20 +180,20 @@ def told_legs(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def findings_of(results: dict[str, Any], most: float) -> list[str]:
-    """What is wrong with a killed run, in words."""
+def findings_of(results: dict[str, Any], tolerance: float) -> list[str]:
+    """The findings of a killed run, as sentences."""
     found: list[str] = []
     difference = largest_difference(results)
-    if not difference <= most:
+    if not difference <= tolerance:
         found.append(f"losses differ by {difference:.1e} from those of one rank")
-    wrong = [one for one in results["receipts"] if not one[2].startswith("exactly once")]
+    wrong = [row for row in results["receipts"] if not row[2].startswith("exactly once")]
     if wrong or not results["receipts"]:
         found.append(f"samples were not seen exactly once: {results['receipts']}")
     return found
 
 
 def largest_difference(results: dict[str, Any]) -> float:
-    """Of the two runs' losses, relative; infinite when they are not equally many."""
+    """The largest relative difference of the two runs' losses; infinite if their counts differ."""
     mine, reference = results["losses"], results["reference"]
     if len(mine) != len(reference):
         return float("inf")

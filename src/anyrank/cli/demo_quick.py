@@ -1,7 +1,7 @@
-"""`anyrank demo --quick`: a small model, loaded and saved on 2 ranks, resumed on 1; half a minute.
+"""`anyrank demo --quick`: load and save a small model on 2 ranks, resume it on 1; half a minute.
 
-This module is also the program that the ranks run, `python -m anyrank.cli.demo_quick FOLDER UNTIL`.
-It needs nothing but anyrank itself, so it shows whether an installation works.
+The ranks run this module too, as `python -m anyrank.cli.demo_quick FOLDER UNTIL`. It needs only
+anyrank itself, so it shows whether an installation works.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WEIGHTS = "weights.pt"
 
 
 class Sums(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random vectors and their sums; the loader seeds the numbers by sample, on whichever rank."""
+    """Random vectors and their sums; the loader seeds the random numbers for each sample."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -42,7 +42,7 @@ class Sums(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def build() -> nn.Sequential:
-    """The model, with values where the caller is not under `anyrank.meta()`."""
+    """The model, with initial values unless under `anyrank.meta()`."""
     return nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.1), nn.ReLU(), nn.Linear(WIDTH, 1))
 
 
@@ -50,7 +50,7 @@ def build() -> nn.Sequential:
 
 
 def load(model: nn.Module, path: str) -> dict[str, Any]:
-    """Load the weights, and compare every value with the file."""
+    """Load the weights, and compare all values with the file."""
     report = anyrank.load(model, path)
     saved = torch.load(path, weights_only=True)
     whole = {name: _whole(value) for name, value in model.state_dict().items()}
@@ -63,7 +63,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(folder: str, until: int) -> dict[str, Any]:
-    """Resume or begin the run of a folder, and train to a step."""
+    """Resume or start the run of a folder, and train until a step."""
     random.seed(0)
     torch.manual_seed(0)
     with anyrank.meta():
@@ -90,7 +90,7 @@ def train(folder: str, until: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train in each folder named by the arguments; the first rank leaves results.json there."""
+    """Train in each folder given by the arguments; rank 0 writes results.json there."""
     *folders, until = sys.argv[1:]
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def run(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Both legs of the run, and the same run on one rank without a stop; what came of them.
+    """The results of both legs of the run, and of the same run on one rank without interruption.
 
     Raises:
         AnyrankError: a rank failed, or did not end in time.
@@ -144,14 +144,14 @@ def _results(folder: str) -> dict[str, Any]:
 
 
 def _difference(losses: list[float], reference: list[float]) -> float:
-    """Of the two runs' losses, relative; infinite when they are not equally many."""
+    """The largest relative difference of the two runs' losses; infinite if their counts differ."""
     if len(losses) != len(reference):
         return float("inf")
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
 def findings_of(results: Mapping[str, Any]) -> list[str]:
-    """What is wrong, in words."""
+    """The findings, as sentences."""
     found: list[str] = []
     if not results["load"]["equal"]:
         found.append("the loaded values are not those of the file")

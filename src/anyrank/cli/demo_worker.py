@@ -1,8 +1,7 @@
 """One rank of the demo's first half: `torchrun -m anyrank.cli.demo_worker WEIGHTS SCRATCH`.
 
-Each part runs in a process of its own, forked after the imports: memory that an earlier part used
-and malloc kept would hide what a later one needs. Rank 0 leaves each part's results in
-SCRATCH/PART.json.
+Each part runs in its own process, forked after the imports: memory that malloc kept from an earlier
+part would hide the needs of a later part. Rank 0 writes each part's results to SCRATCH/PART.json.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the command asks of every rank.
+    """The arguments of every rank.
 
     Attributes:
         weights: folder of the model.
-        scratch: where results go; `weights.pt` in it holds the same tensors, saved by torch.
+        scratch: folder of the results; its `weights.pt` has the same tensors, saved by torch.
     """
 
     weights: str
     scratch: str
 
     def write(self, part: str, results: dict[str, Any]) -> None:
-        """Leave a part's results for the command. Rank 0 writes, all ranks may call."""
+        """Write a part's results for the command, on rank 0. All ranks may call."""
         if dist.get_rank() == 0:
             path = os.path.join(self.scratch, f"{part}.json")
             with open(path, "w", encoding="utf-8") as file:
@@ -60,9 +59,7 @@ class Job:
 
 
 class Watch:
-    """The most anonymous memory above that at the start, and the time; of this rank, then of
-    all.
-    """
+    """The peak of anonymous memory above its value at the start, and the time."""
 
     def __init__(self) -> None:
         self.start_bytes = self.peak_bytes = rss_anon()
@@ -71,16 +68,16 @@ class Watch:
         self.ended = threading.Event()
 
     def sample(self) -> None:
-        """Look at the memory of this instant."""
+        """Update the peak with the current memory."""
         self.peak_bytes = max(self.peak_bytes, rss_anon())
 
     def keep_sampling(self) -> None:
-        """Until the end; runs in a thread."""
+        """Sample until the end; runs in a thread."""
         while not self.ended.wait(SAMPLE_SEC):
             self.sample()
 
     def by_rank(self) -> dict[str, Any]:
-        """Peaks of all ranks, and the slowest rank's seconds. All ranks call it."""
+        """The peaks of all ranks, and the slowest rank's seconds. All ranks call."""
         mine = (self.peak_bytes - self.start_bytes, self.seconds)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
@@ -106,12 +103,12 @@ def watch() -> Generator[Watch]:
 
 
 def naive(job: Job) -> None:
-    """What scripts do: every rank builds the model and loads the whole file. Also the reference."""
+    """As many scripts do: every rank builds the model and loads the whole file. The reference."""
     config = BertConfig.from_pretrained(job.weights)
     with watch() as watching:
         model = BertModel(config)
         state = torch.load(os.path.join(job.scratch, "weights.pt"), weights_only=True)
-        model.load_state_dict(state, strict=False)  # the file has one key more, position_ids
+        model.load_state_dict(state, strict=False)  # the file has an extra key, position_ids
     job.write("naive", watching.by_rank())
     if dist.get_rank() == 0:
         reference = BertModel.from_pretrained(job.weights)
@@ -147,7 +144,7 @@ PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2)
 def report_load(
     part: str, job: Job, model: nn.Module, watching: Watch, report: anyrank.LoadReport
 ) -> None:
-    """Memory, the report, and how far the embeddings are from the reference. All ranks."""
+    """Write peaks, report, and the difference from the reference's embeddings. All ranks."""
     results = watching.by_rank()
     reference = torch.load(os.path.join(job.scratch, "reference.pt"), weights_only=True)
     difference = (embed(model, job) - reference).abs().max()
@@ -169,7 +166,7 @@ def embed(model: nn.Module, job: Job) -> torch.Tensor:
 
 
 def run_part(part: Callable[[Job], None], job: Job) -> None:
-    """Join the other ranks' processes of this part, and run it."""
+    """Connect to the other ranks' processes of this part, and run it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{os.path.abspath(job.scratch)}/{part.__name__}.store"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
@@ -179,7 +176,7 @@ def run_part(part: Callable[[Job], None], job: Job) -> None:
 
 
 def main() -> None:
-    """Run the parts one after the other; the first that fails ends the rank."""
+    """Run the parts in sequence; the first failure ends the rank."""
     weights, scratch = sys.argv[1:]
     job = Job(weights, scratch)
     for part in PARTS:

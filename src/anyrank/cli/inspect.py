@@ -1,4 +1,4 @@
-"""`anyrank inspect`: what a file or a folder holds."""
+"""`anyrank inspect`: the contents of a file or a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun as a child process of a command: it ends with the command, and with the script's code.
+"""torchrun as a child process of a command: ends with the command, returns the script's exit code.
 
 Started as `python -m anyrank.cli.launcher PARENT ARGUMENTS`, where PARENT is the command's process
 and ARGUMENTS are torchrun's own.
@@ -12,7 +12,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-SIGNALLED = 128  # added to the number of the signal that ended a process, as shells do
+SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its number, as in shells
 
 
 def main(parent: int, arguments: list[str]) -> int:
@@ -35,10 +35,10 @@ def main(parent: int, arguments: list[str]) -> int:
 
 
 def end_with(parent: int) -> bool:
-    """Have SIGTERM sent to this process, and so to the ranks, when its parent ends. Linux only.
+    """Send SIGTERM to this process, and so to the ranks, when its parent ends. Linux only.
 
     Returns:
-        False where the parent has ended already.
+        False if the parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""`anyrank plan`: what a load would cost on ranks that do not exist yet."""
+"""`anyrank plan`: the cost of a load, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | No
         shown = "x".join(map(str, mesh))
         raise click.UsageError(f"--mesh {shown} has {math.prod(mesh)} ranks, --ranks says {world}.")
     if world > MAX_RANKS:
-        raise click.UsageError(f"A mesh of {world} ranks is too large; {MAX_RANKS} are the most.")
+        raise click.UsageError(f"A mesh of {world} ranks is too large; the maximum is {MAX_RANKS}.")
     if nodes is not None and world % nodes:
         raise click.UsageError(f"{world} ranks cannot be spread evenly over --nodes {nodes}.")
     return world
@@ -126,7 +126,7 @@ def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPl
 
 
 def _table(plans: list[LoadPlan]) -> Padding:
-    """One row a strategy, with the most that any rank and any node has."""
+    """A row for each strategy, with the maximum over ranks and nodes."""
     from rich.padding import Padding
 
     from anyrank.cli.console import table
@@ -135,7 +135,7 @@ def _table(plans: list[LoadPlan]) -> Padding:
     ranks = ("rank\nholds", "rank\npeak", "rank\nreads", "rank\nsends")
     made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "about\nsec")
     for plan in plans:
-        most = [
+        maxima = [
             max(values)
             for values in (
                 plan.share_bytes,
@@ -146,6 +146,6 @@ def _table(plans: list[LoadPlan]) -> Padding:
                 plan.node_read_bytes,
             )
         ]
-        cells = [in_units(nbytes) for nbytes in (*most, sum(plan.read_bytes))]
+        cells = [in_units(nbytes) for nbytes in (*maxima, sum(plan.read_bytes))]
         made.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
     return Padding.indent(made, 2)

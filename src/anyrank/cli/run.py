@@ -1,4 +1,4 @@
-"""`anyrank run`: a training script under torchrun, and again on other ranks when it fails."""
+"""`anyrank run`: a training script under torchrun, restarted on other rank counts if it fails."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Attempt:
     """One start of the script.
 
     Attributes:
-        ranks: processes.
-        exit_code: of the script: that of its first rank that failed.
-        seconds: until it ended.
+        ranks: number of processes.
+        exit_code: of the script, from the first rank that failed.
+        seconds: duration.
     """
 
     ranks: int
@@ -34,7 +34,7 @@ class Attempt:
     seconds: float
 
 
-# What follows the script is its own, also where it looks like one of our flags.
+# Arguments after the script belong to the script, even if they look like options of this command.
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--ranks", type=click.IntRange(1), help="Processes.  [default: one an accelerator, else 1]"
@@ -74,7 +74,7 @@ def command(
             last = attempts[-1]
             err().print(
                 f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
-                f"{last.seconds:.0f} s; going on on {number}",
+                f"{last.seconds:.0f} s; continuing on {number}",
                 markup=False,
             )
         attempt, is_stopped = run_once(number, script, arguments, machines)
@@ -82,14 +82,16 @@ def command(
         if attempt.exit_code == 0 or is_stopped:
             break
     if as_json:
-        click.echo(json.dumps({"script": script, "attempts": [asdict(one) for one in attempts]}))
+        click.echo(
+            json.dumps({"script": script, "attempts": [asdict(attempt) for attempt in attempts]})
+        )
     sys.exit(attempts[-1].exit_code)
 
 
 def run_once(
     ranks: int, script: str, arguments: tuple[str, ...], machines: Mapping[str, str | None]
 ) -> tuple[Attempt, bool]:
-    """Start the script once; what came of it, and whether SIGTERM or Ctrl-C asked for the end."""
+    """Start the script once; the attempt, and whether SIGTERM or Ctrl-C stopped it."""
     full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
@@ -112,7 +114,7 @@ def run_once(
 
 
 def environ(ranks: int) -> dict[str, str]:
-    """The script's environment: threads that the ranks share rather than fight for."""
+    """The script's environment, with the cores divided among the ranks' threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), **os.environ}
 

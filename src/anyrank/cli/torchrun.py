@@ -1,4 +1,4 @@
-"""torchrun on this machine, for the commands that start ranks: its line, its start and its end."""
+"""torchrun on this machine: its command line, its start and its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 from anyrank.errors import AnyrankError
 
-# torchrun's own, which it explains at length.
+# torchrun's own flags; its help explains them in detail.
 MACHINE_FLAGS = {
     "nnodes": "Machines, or MIN:MAX; for the flags of several machines see torchrun.",
     "node-rank": "This machine's number, from 0.",
@@ -27,7 +27,7 @@ MACHINE_FLAGS = {
     "rdzv-conf": "KEY=VALUE,...",
 }
 LIMIT_SEC = 900
-TAIL_LINES = 50  # torchrun ends with some twenty of its own
+TAIL_LINES = 50  # of which about twenty are torchrun's own
 
 
 def line(ranks: int, *program: str) -> list[str]:
@@ -47,10 +47,10 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[str]:
-    """The command of `line` as it runs on one of several machines, where any flag says so.
+    """The command of `line` for one of several machines, if any flag is given.
 
     Args:
-        command: as `line` makes it.
+        command: as returned by `line`.
         machines: values of MACHINE_FLAGS by parameter name; None for a flag that was not given.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in machines.items() if value]
@@ -61,7 +61,7 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
 
 
 def run(command: Sequence[str], log: str, environ: Mapping[str, str]) -> None:
-    """Run a launcher to its end, its output in a file.
+    """Run a launcher to its end, with its output in a file.
 
     Raises:
         AnyrankError: a rank failed, or LIMIT_SEC have passed.
@@ -77,14 +77,14 @@ def run(command: Sequence[str], log: str, environ: Mapping[str, str]) -> None:
 def start(
     command: Sequence[str], file: BinaryIO, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher, its output in a file. Ctrl-C does not reach it: `kill_all` ends it."""
+    """Start a launcher with its output in a file. Ctrl-C does not reach it: `kill_all` ends it."""
     return subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
         command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
     )
 
 
 def finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
-    """Wait until a launcher ends well.
+    """Wait until a launcher ends successfully.
 
     Raises:
         AnyrankError: a rank failed, with the last lines of the output; or it is later than
@@ -107,24 +107,24 @@ def tail(log: str) -> str:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a launcher and everything below it, all at once: none of them can tidy up."""
+    """Kill a launcher and all its descendants with SIGKILL, so that none can clean up."""
     if process.poll() is not None:
         return
     doomed = [process.pid, *descendants(process.pid)]
-    send(signal.SIGSTOP, doomed)  # first, so that none sees another die
+    send(signal.SIGSTOP, doomed)  # first, so that none notices the death of another
     send(signal.SIGKILL, dict.fromkeys([*doomed, *descendants(process.pid)]))
     process.wait()
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Send a signal to processes, some of which may have ended by themselves."""
+    """Send a signal to processes, some of which may have ended already."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes below one, from /proc."""
+    """The descendants of a process, from /proc."""
     children: Sequence[str] = ()
     try:
         tasks = os.listdir(f"/proc/{pid}/task")

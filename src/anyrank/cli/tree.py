@@ -9,14 +9,14 @@ from rich.tree import Tree
 
 from anyrank.inspection.groups import Group, in_units, short_dtype
 
-GUIDE_COLUMNS = 4  # how far rich moves each level to the right
-MAX_LEVELS = 16  # names with more parts, which a file may have, keep the rest in one
+GUIDE_COLUMNS = 4  # rich indents each level by this
+MAX_LEVELS = 16  # the remaining parts of longer names stay together
 
 Cells = tuple[str, str, str, str]
 
 
 class Branch:
-    """One part of names: what is below it, and the groups whose names end here."""
+    """One part of names: the parts below, and the groups whose names end here."""
 
     def __init__(self) -> None:
         self.below: dict[str, Branch] = {}
@@ -24,14 +24,14 @@ class Branch:
 
     def add(self, group: Group) -> None:
         """File a group under its parts."""
-        branch, most = self, MAX_LEVELS - 1
+        branch, split = self, MAX_LEVELS - 1
         parts = group.parts
-        for part in (*parts[:most], *([".".join(parts[most:])] if parts[most:] else [])):
+        for part in (*parts[:split], *([".".join(parts[split:])] if parts[split:] else [])):
             branch = branch.below.setdefault(part, Branch())
         branch.here.append(group)
 
     def entries(self) -> Iterator[tuple[str, Branch]]:
-        """Names and branches below; parts that stand alone are joined to the next: model.layers."""
+        """Names and branches below; single parts are joined with the next: model.layers."""
         for name, branch in self.below.items():
             while len(branch.below) == 1 and not branch.here:
                 ((part, branch),) = branch.below.items()
@@ -40,7 +40,7 @@ class Branch:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors at and below it."""
+        """Bytes of all tensors at and below this branch."""
         below = sum(branch.nbytes for branch in self.below.values())
         return below + sum(group.nbytes for group in self.here)
 

@@ -1,7 +1,7 @@
-"""From sample ids to batches, with random numbers that belong to the samples.
+"""From sample ids to batches, with random numbers that depend on the samples alone.
 
-What a DataLoader hands around here are microbatches: a request names one, a worker answers it, and
-the answer carries the ids back, so that the loop sees what it really got.
+The items of the DataLoader used here are microbatches: the sampler yields requests, and the dataset
+returns each request with its batch, so that the loop can check which samples it got.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from anyrank.random_state.streams import fingerprint, kept, reseed
 
 
 @dataclass(frozen=True)
-class Request:
-    """One microbatch that a rank will run.
+class MicrobatchRequest:
+    """The samples of one microbatch.
 
     Attributes:
-        epoch: whose random numbers the samples get.
-        ids: its samples, in order.
-        place: of its first sample in the epoch, where an epoch may have a sample several times,
-            each with random numbers of its own; else None.
+        epoch: part of the samples' seeds.
+        ids: sample ids, in order.
+        place: position of the first sample in the epoch, if an epoch may repeat samples, each time
+            with different random numbers; else None.
     """
 
     epoch: int
@@ -36,21 +36,21 @@ class Request:
     place: int | None = None
 
 
-def request_for(schedule: Schedule, plan: StepPlan, k: int) -> Request:
+def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
     """The request of microbatch k of a step."""
     place = plan.bounds(k)[0] if schedule.order.repeats else None
-    return Request(plan.epoch, tuple(schedule.ids(plan, k)), place)
+    return MicrobatchRequest(plan.epoch, tuple(schedule.ids(plan, k)), place)
 
 
-class Answer(NamedTuple):
-    """A request and its batch, a tuple, so that a DataLoader's pinning finds the batch."""
+class FetchedBatch(NamedTuple):
+    """A request and its batch; a tuple, which a DataLoader with pin_memory pins."""
 
-    request: Request
+    request: MicrobatchRequest
     batch: Any
 
 
-class Samples(Dataset[Answer]):
-    """The user's dataset, asked for microbatches. Lives in the workers, or in this process."""
+class MicrobatchDataset(Dataset[FetchedBatch]):
+    """The user's dataset, indexed by microbatch. Used in the workers, or in this process."""
 
     def __init__(
         self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any] | None
@@ -58,77 +58,79 @@ class Samples(Dataset[Answer]):
         self.dataset = dataset
         self.seed = seed
         self.collate_fn = collate_fn or default_collate
-        self.is_plain = True  # its __getitems__, if any, was not seen to draw random numbers
+        self.is_plain = True  # its __getitems__, if any, has drawn no random numbers so far
 
-    def __getitem__(self, request: Request) -> Answer:
+    def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
         where = "dataset.__getitems__"
         with kept():
             try:
-                samples = self.many(request)
+                samples = self.fetch_all(request)
                 for number, sample_id in enumerate(request.ids[len(samples) :]):
                     where = f"dataset[{sample_id}]"
                     again = () if request.place is None else (request.place + number,)
                     reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
                     samples.append(self.dataset[sample_id])
                 where = "collate_fn"
-                # A collate_fn may draw too, as the ones that mask tokens do.
+                # A collate_fn may draw random numbers too, for instance to mask tokens.
                 first = request.ids[0] if request.place is None else request.place
                 reseed(derive(self.seed, request.epoch, first, "collate"))
-                return Answer(request, self.collate_fn(samples))
+                return FetchedBatch(request, self.collate_fn(samples))
             except Exception as error:
                 ids = list(request.ids)
                 error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
                 raise
 
-    def many(self, request: Request) -> list[Any]:
-        """The samples by the dataset's `__getitems__`, where it has that and draws nothing in it.
+    def fetch_all(self, request: MicrobatchRequest) -> list[Any]:
+        """The samples from the dataset's `__getitems__`, if it draws no random numbers.
 
-        None of them where it does not: each is then asked for under random numbers of its own.
+        Otherwise an empty list: each sample is then fetched under its own seed.
         """
-        ask = getattr(self.dataset, "__getitems__", None) if self.is_plain else None
-        if ask is None:
+        get_items = getattr(self.dataset, "__getitems__", None) if self.is_plain else None
+        if get_items is None:
             return []
         before = fingerprint()
-        samples: list[Any] = list(ask(list(request.ids)))
+        samples: list[Any] = list(get_items(list(request.ids)))
         if fingerprint() != before:
             self.is_plain = False
             return []
         if len(samples) != len(request.ids):
             raise ValueError(
-                f"dataset.__getitems__ gave {len(samples)} samples for {len(request.ids)} ids"
+                f"dataset.__getitems__ returned {len(samples)} samples for {len(request.ids)} ids"
             )
         return samples
 
 
-class Requests(Sampler[Request]):
-    """The requests of whoever starts an iteration; kept so that workers outlive one.
+class RequestSampler(Sampler[MicrobatchRequest]):
+    """Yields a loader's requests. One object for all iterations, so that workers can persist.
 
     Args:
-        upcoming: a method of the loader. Held weakly: workers should end with the loader, at once.
+        upcoming: a method of the loader, referenced weakly: workers end with the loader.
     """
 
-    def __init__(self, upcoming: Callable[[], Iterator[Request]]) -> None:
+    def __init__(self, upcoming: Callable[[], Iterator[MicrobatchRequest]]) -> None:
         self.upcoming = weakref.WeakMethod(upcoming)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[MicrobatchRequest]:
         upcoming = self.upcoming()
-        assert upcoming is not None  # it is the loader that iterates
+        assert upcoming is not None  # the loader itself iterates
         return upcoming()
 
 
-def as_it_is(answer: Any) -> Any:
-    """Collate function for what is a batch already."""
-    return answer
+def unchanged(batch: Any) -> Any:
+    """Collate function for items that are batches already."""
+    return batch
 
 
-def make_fetcher(samples: Samples, requests: Requests, **options: Any) -> DataLoader[Answer]:
-    """A DataLoader from requests to answers. Iterating it moves no stream of this process."""
+def make_fetcher(
+    samples: MicrobatchDataset, requests: RequestSampler, **options: Any
+) -> DataLoader[FetchedBatch]:
+    """A DataLoader from requests to batches. Iterating it draws from no stream of this process."""
     private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
     return DataLoader(
         samples,
         batch_size=None,
         sampler=requests,
-        collate_fn=as_it_is,
+        collate_fn=unchanged,
         generator=private,
         worker_init_fn=leave_to_rank,
         **options,

@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from anyrank.data.fetch import Request, Requests, Samples, make_fetcher, request_for
+from anyrank.data.fetch import (
+    MicrobatchDataset,
+    MicrobatchRequest,
+    RequestSampler,
+    make_fetcher,
+    request_for,
+)
 from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange, Position
 from anyrank.data.schedule import Schedule, Tail
-from anyrank.data.shards import plan_shards
-from anyrank.data.step import Pass, Step
+from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
+from anyrank.data.step import LoaderPass, Step, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
@@ -23,16 +29,16 @@ from anyrank.world.ranks import open_ranks
 
 
 class ElasticLoader(Position):
-    """A loader of steps, whose data does not depend on how many ranks share it.
+    """A loader of steps whose data does not depend on the number of ranks.
 
-    A step is a global batch, cut into K = global_batch / microbatch microbatches. Which samples a
-    microbatch has, and the random numbers that its samples and the model draw, depend on (seed,
-    step, microbatch) alone; which rank runs it is all that another number of ranks changes.
+    A step is a global batch, divided into K = global_batch / microbatch microbatches. The samples
+    of a microbatch, and the random numbers of its samples and of the model, depend on (seed, step,
+    microbatch) alone; the number of ranks only changes which rank runs it.
 
-    Iterating gives the steps of the rest of the current epoch; the next iteration is the next
-    epoch. A step counts once `commit` is called (`Checkpoints.step_done` does), or the next one is
-    asked for. Leaving the loop before that gives the same step again: call `commit` before a
-    `break` behind the optimizer's step.
+    Iterating returns the steps of the rest of the current epoch; the next iteration is the next
+    epoch. A step counts once `commit` is called (`Checkpoints.step_done` does), or once the next
+    step is requested. If the loop is left before that, the next iteration returns the same step
+    again: call `commit` before a `break` that follows the optimizer's step.
 
     All data-parallel ranks iterate together.
 
@@ -41,36 +47,48 @@ class ElasticLoader(Position):
         step: completed steps of the run.
         consumed: samples of completed steps in this epoch.
         samples: samples of completed steps in the run, without repeats that pad.
-        dropped: samples left over at the ends of epochs by tail="drop".
+        dropped: samples left out at the ends of epochs by tail="drop".
         padded: samples repeated at the ends of epochs by tail="pad".
-        notes: what differs from the run that was loaded, in sentences.
+        notes: differences from the run that was loaded, as sentences.
         receipts: finished epochs: (epoch, samples, "exactly once").
 
     Args:
-        dataset: with a length and `dataset[i]`; random numbers that it draws are seeded by sample.
-            Its `__getitems__`, where it has that, is used as long as it draws none.
+        dataset: with a length and `dataset[i]`; its random numbers are seeded for each sample. Its
+            `__getitems__` is used if it has that method, and draws no random numbers there.
         global_batch: samples of a step, on all ranks together.
-        microbatch: samples that go through the model at once.
+        microbatch: samples of one forward pass.
         seed: of the order and of all random numbers.
         shuffle: False for the dataset's own order.
-        num_workers: processes that fetch ahead, for each rank; 0 for this process.
+        num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
         tail: the samples that do not fill an epoch's last step make a "short" step, are "drop"ped,
-            or the step is "pad"ded with the epoch's first ones.
-        key: name or version of the dataset; a run that resumes with another one is refused.
-        process_group: the data-parallel ranks; default: all, or this process alone. Ranks that
-            share their data (tensor parallel) each have a group of their own.
-        pin_memory: as of a DataLoader.
-        prefetch_factor: as of a DataLoader.
-        persistent_workers: as of a DataLoader.
+            or the step is "pad"ded with the first samples of the epoch.
+        key: name or version of the dataset; a resume with a different key is refused.
+        process_group: the data-parallel ranks; default: all, or this process alone. With tensor
+            parallelism, ranks with the same data are in different groups.
+        pin_memory: as in a DataLoader.
+        prefetch_factor: as in a DataLoader.
+        persistent_workers: as in a DataLoader.
         weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
-            any number of ranks. A sample that comes again has other random numbers.
-        on_batch_change: what `load_state_dict` does about another global_batch: "error", or
-            "rescale" to go on and say so in `notes`.
+            any number of ranks. A sample that is drawn again gets different random numbers.
+        on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
+            "rescale" to continue with an entry in `notes`.
 
     Raises:
-        ValueError: sizes that do not fit each other or the number of ranks; an empty dataset.
-        TypeError: a dataset without length; sizes that are no int.
+        ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
+        TypeError: a dataset without length; sizes that are not ints.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
+        for step in loader:  # one epoch
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
     """
 
     def __init__(
@@ -94,18 +112,12 @@ class ElasticLoader(Position):
     ) -> None:
         n = length_of(dataset)
         if weights is not None and not shuffle:
-            raise ValueError("weights draw samples at random: leave shuffle=False away")
+            raise ValueError("weights draw samples at random: remove shuffle=False")
         order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
-        self._start(
-            order,
-            dataset,
-            collate_fn,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            tail=tail,
-            key=key,
-            process_group=process_group,
-            on_batch_change=on_batch_change,
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        super().__init__(schedule, key, process_group, on_batch_change)
+        self._fetch_from(
+            MicrobatchDataset(dataset, seed, collate_fn),
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
@@ -129,170 +141,153 @@ class ElasticLoader(Position):
         key: str | None = None,
         process_group: Any = None,
     ) -> ElasticLoader:
-        """A loader over shards that are read in sequence, of known lengths.
+        """A loader over shards of known lengths that are read in sequence.
 
-        Steps, random numbers, accounts and state are those of any `ElasticLoader`. Samples of a
-        step come from K = global_batch / microbatch places of the data; shards are in another order
-        in each epoch, and samples stay in the order of their shard. With workers, choose a number
-        that divides the microbatches of a rank: each lane is then read by one worker only.
+        Steps, random numbers, counts and state are those of any `ElasticLoader`. The samples of a
+        step come from K = global_batch / microbatch places in the data; the order of the shards
+        changes with the epoch, and samples keep the order of their shard. Choose `num_workers` as a
+        divisor of a rank's number of microbatches: each place is then read by one worker only.
 
         Args:
-            shards: what `read` takes; names or numbers, the same over the run.
-            read: shard -> its samples, in the same order each time. What it draws is seeded by
-                sample.
-            lengths: how many samples each shard has.
-            global_batch: as of `ElasticLoader`, like all that follow.
-            microbatch: samples that go through the model at once.
+            shards: arguments of `read`; names or numbers, the same throughout the run.
+            read: shard -> its samples, in the same order each time. Its random numbers are seeded
+                for each sample.
+            lengths: number of samples of each shard.
+            global_batch: as in `ElasticLoader`, like all arguments that follow.
+            microbatch: samples of one forward pass.
             seed: of the order and of all random numbers.
             shuffle: False for the shards' own order.
-            num_workers: processes that fetch ahead, for each rank; 0 for this process.
+            num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
             collate_fn: list of samples -> batch; default: torch's.
-            tail: what becomes of the samples that do not fill an epoch's last step.
-            key: name or version of the data; a run that resumes with another one is refused.
+            tail: "short", "drop" or "pad", for the samples that do not fill an epoch's last step.
+            key: name or version of the data; a resume with a different key is refused.
             process_group: the data-parallel ranks; default: all, or this process alone.
 
         Raises:
-            ValueError: sizes that do not fit each other, the shards or the number of ranks.
-            TypeError: sizes that are no int.
+            ValueError: sizes that do not match each other, the shards or the number of ranks.
+            TypeError: sizes that are not ints.
+
+        Example::
+
+            loader = anyrank.ElasticLoader.from_shards(
+                ["a", "b", "c"],
+                read=lambda name: (torch.full((2,), float(ord(name))) for _ in range(8)),
+                lengths=[8, 8, 8],
+                global_batch=12,
+                microbatch=4,
+            )
+            assert len(loader) == 2
         """
-        order, dataset = plan_shards(
-            shards,
-            read,
-            lengths,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            seed=seed,
-            shuffle=shuffle,
+        sizes = check_lengths(shards, lengths)
+        order = ShardOrder(
+            sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
         )
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
         loader = cls.__new__(cls)
-        loader._start(
-            order,
-            dataset,
-            collate_fn,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            tail=tail,
-            key=key,
-            process_group=process_group,
-            on_batch_change=None,
-            num_workers=num_workers,
-        )
+        Position.__init__(loader, schedule, key, process_group, None)
+        loader._fetch_from(MicrobatchDataset(dataset, seed, collate_fn), num_workers=num_workers)
         return loader
 
-    def _start(
-        self,
-        order: Order,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        *,
-        global_batch: int,
-        microbatch: int,
-        tail: Tail,
-        key: str | None,
-        process_group: Any,
-        on_batch_change: OnBatchChange | None,
-        **options: Any,
-    ) -> None:
-        """What all loaders set up; `options` are those of a DataLoader."""
-        schedule = Schedule(order, global_batch, microbatch, tail)
-        super().__init__(schedule, key=key, group=process_group, on_batch_change=on_batch_change)
-        self.current: Step | None = None
-        self.num_passes = 0
-        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-        self.source = Samples(dataset, order.seed, collate_fn)
-        self.fetcher = make_fetcher(self.source, Requests(self.requests), **options)
-        self.workers = WorkerExit()
+    def _fetch_from(self, dataset: MicrobatchDataset, **options: Any) -> None:
+        """Set up the fetching of batches; `options` are those of a DataLoader."""
+        self._current: StepProgress | None = None
+        self._num_passes = 0
+        self._checked_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        self._dataset = dataset
+        self._fetcher = make_fetcher(dataset, RequestSampler(self._requests), **options)
+        self._workers = WorkerExit()
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, on any number of ranks, wherever the run is in it."""
-        return self.schedule.steps_in_epoch
+        """Steps of a whole epoch, on any number of ranks, at any position of the run."""
+        return self._schedule.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
         """The steps of the rest of this epoch. All data-parallel ranks.
 
         Raises:
-            CheckpointError: a step was left unfinished; at the epoch's end, a sample was repeated
-                or lost on some rank.
+            CheckpointError: a step was not completed; at the epoch's end, a sample was repeated or
+                lost on some rank.
         """
-        index, size = self.place()
+        index, size = self._data_rank()
         epoch = self.epoch
         self.current = None
-        self.num_passes += 1
-        number = self.num_passes
-        with open_ranks(self.process_group) as ranks:
-            answers = self.workers.watch(lambda: iter(self.fetcher))
-            within = Pass(
-                ranks, self.process_group, index, size, answers, self.source, self.checked
-            )
+        self._num_passes += 1
+        number = self._num_passes
+        with open_ranks(self._process_group) as ranks:
+            batches = self._workers.watch(lambda: iter(self._fetcher))
+            group, models = self._process_group, self._checked_models
+            this_pass = LoaderPass(ranks, group, index, size, batches, self._dataset, models)
             try:
                 while self.epoch == epoch:
-                    step = self.current = Step(self.next_step(), self.schedule, within)
-                    yield step
-                    if self.num_passes != number:
+                    self._current = StepProgress(self._next_step())
+                    yield Step(self._current, self._schedule, this_pass)
+                    if self._num_passes != number:
                         raise CheckpointError(
-                            "the loader was iterated anew or loaded a state within this loop: "
-                            "leave the loop, and start another"
+                            "the loader was iterated again, or loaded a state, within this loop: "
+                            "leave the loop, and start a new one"
                         )
                     self.commit()
-                self.check_receipt(ranks)
+                self._check_receipt(ranks)
             finally:
-                within.close()
-                # One that is complete is as good as taken: in_step tells so, until it is committed.
-                if self.num_passes == number and not (self.current and self.current.is_complete):
-                    self.current = None
+                this_pass.close()
+                # A complete step stays current, so that in_step is true until it is committed.
+                if self._num_passes == number and not (self._current and self._current.is_complete):
+                    self._current = None
 
     @property
     def in_step(self) -> bool:
-        """Whether microbatches have been taken that are not committed. No time to save."""
-        return self.current is not None and self.current.is_started
+        """Whether microbatches were run that are not committed: a save is refused then."""
+        return self._current is not None and self._current.is_started
 
-    def check_complete(self) -> None:
-        """Whether the current step may be counted.
+    def _check_complete(self) -> None:
+        """Check that the current step may be counted.
 
         Raises:
-            CheckpointError: its microbatches were not all taken.
+            CheckpointError: not all of its microbatches were run.
         """
-        if self.current is not None and not self.current.is_complete:
+        if self._current is not None and not self._current.is_complete:
             raise CheckpointError(
-                f"step {self.current.number} is not complete: run `for batch in "
+                f"step {self._current.plan.number} is not complete: run `for batch in "
                 "step.microbatches(model)` to its end in each step, or leave the loop over the "
-                "loader too, which gives the same step again"
+                "loader: the next iteration returns the same step again"
             )
 
     def commit(self) -> None:
-        """Count the current step as done. Nothing to do where it is counted already.
+        """Count the current step as completed. Does nothing if it is counted already.
 
         Raises:
-            CheckpointError: its microbatches were not all taken.
+            CheckpointError: not all of its microbatches were run.
         """
-        self.check_complete()
-        if self.current is None:
+        self._check_complete()
+        if self._current is None:
             return
-        self.advance(self.current.plan, self.current.seen)
-        self.current = None
-
-    def abandon_step(self) -> None:
-        """Give up the current step, whose optimizer has not stepped: it comes again."""
-        self.current = None
+        self._advance(self._current.plan, self._current.seen)
+        self._current = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was saved, on any number of ranks. No collectives.
+        """Continue where the state was saved, on any number of ranks. No collectives.
 
         Raises:
-            CheckpointError: another dataset, seed, order, microbatch or tail; another global_batch
-                without on_batch_change="rescale". Nothing has changed then.
+            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
+                global_batch without on_batch_change="rescale". Nothing has changed then.
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
         super().load_state_dict(state_dict)
-        self.current = None
-        self.num_passes += 1
+        self._current = None
+        self._num_passes += 1
 
-    def requests(self) -> Iterator[Request]:
-        """What this rank will run in the rest of the epoch, as planned now."""
-        index, size = self.place()
-        for plan in self.schedule.rest(self.next_step()):
-            for turn in plan.turns(index, size):
-                yield request_for(self.schedule, plan, turn.k)
+    def _requests(self) -> Iterator[MicrobatchRequest]:
+        """This rank's microbatches for the rest of the epoch."""
+        index, size = self._data_rank()
+        for plan in self._schedule.rest(self._next_step()):
+            for slot in plan.slots(index, size):
+                yield request_for(self._schedule, plan, slot.k)
+
+
+def abandon_step(loader: ElasticLoader) -> None:
+    """Forget the current step, whose optimizer has not stepped: it will be repeated."""
+    loader._current = None  # pyright: ignore[reportPrivateUsage]
 
 
 def length_of(dataset: Any) -> int:
@@ -301,8 +296,8 @@ def length_of(dataset: Any) -> int:
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise TypeError(
-            f"{type(dataset).__name__} has no length or no dataset[i], so no order can be "
-            "planned: give a dataset with both, or its shards and their lengths to "
-            "ElasticLoader.from_shards"
+            f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
+            "be planned: give a dataset with both, or use ElasticLoader.from_shards with the "
+            "lengths of its shards"
         )
     return len(dataset)

@@ -1,8 +1,8 @@
 """The order of an epoch: a permutation of [0, n) that needs no list of n numbers.
 
-A Feistel network permutes the numbers of a few bits; those that land outside [0, n) are sent
-through it again until they land inside (cycle walking). The round function is the finisher of
-splitmix64. Any part of the order costs as much as it is long, on any process, at any time.
+A Feistel network permutes the numbers of a few bits; results outside [0, n) are permuted again
+until they are inside (cycle walking). The round function is the finalizer of splitmix64. Computing
+a part of the order costs time in proportion to its length, on any process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS = 8  # even, so that halves of different widths end where they started
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the epochs of a run take the samples.
+    """The order of the samples in the epochs of a run.
 
     Attributes:
         n: number of samples.
@@ -41,16 +41,16 @@ class Order:
 
     @property
     def name(self) -> str:
-        """The method, as checkpoints name it. Another method would need another name."""
+        """The method, as named in checkpoints. A different method needs a different name."""
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
     @property
     def repeats(self) -> bool:
-        """Whether an epoch may have a sample several times, and lack others."""
+        """Whether an epoch may have a sample several times, and others not at all."""
         return False
 
     def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
-        """One of several parts of what the dataset's own receipt is for an epoch: [0, n) is all."""
+        """The part [start, stop) of the dataset's own receipt for an epoch; [0, n) is the whole."""
         return receipt_of_range(epoch, start, stop)
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
@@ -65,7 +65,9 @@ class Order:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-@functools.lru_cache(maxsize=8)  # a step is asked for by several, and a piece costs as a block
+@functools.lru_cache(
+    maxsize=8
+)  # a step's ids are computed several times, and a part costs as much as a block
 def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""
     stop = min((number + 1) * BLOCK, order.n)

@@ -1,7 +1,7 @@
-"""Where a run is in its data, counted in samples of completed steps, and the proof that it is so.
+"""The position of a run in its data, counted in samples of completed steps, and its verification.
 
-The position knows no ranks: what is saved on N ranks goes on on M. What a rank has taken is kept
-beside it, as a receipt, and compared with the plan when all ranks are together.
+The position does not depend on the ranks: a state saved on N ranks is loaded on M. Each rank also
+keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
-KEPT_RECEIPTS = 10  # in a state, so that it stays small
+KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "padded")
 
 
 class EpochReceipt(NamedTuple):
-    """A finished epoch: its number, the samples that were taken, and what was proved of them."""
+    """A finished epoch: its number, its number of samples, and what was verified of them."""
 
     epoch: int
     samples: int
@@ -35,14 +35,14 @@ class EpochReceipt(NamedTuple):
 
 @dataclass
 class EpochRecord:
-    """The accounts of one epoch.
+    """The samples of one epoch.
 
     Attributes:
         epoch: its number.
         earlier: samples committed before this process started or resumed, on all ranks.
-        planned: samples of all committed steps, as the order has them.
-        seen: samples that this rank has taken and committed since.
-        dropped: samples at the epoch's end that no step took.
+        planned: samples of all committed steps, computed from the order.
+        seen: samples that this rank has run and committed since.
+        dropped: samples at the epoch's end that are in no step.
         padded: repeats that filled its last step; in no receipt.
     """
 
@@ -62,16 +62,15 @@ class Position:
         step: completed steps of the run.
         consumed: samples of completed steps in this epoch.
         samples: samples of completed steps in the run, without repeats that pad.
-        dropped: samples left over at the ends of epochs by tail="drop".
+        dropped: samples left out at the ends of epochs by tail="drop".
         padded: samples repeated at the ends of epochs by tail="pad".
-        notes: what differs from the run that was loaded, in sentences.
+        notes: differences from the run that was loaded, as sentences.
         receipts: finished epochs of the run, in order; a state keeps the newest ten.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        *,
         key: str | None,
         group: Any,
         on_batch_change: OnBatchChange | None,
@@ -80,130 +79,129 @@ class Position:
             raise ValueError(f"on_batch_change is {on_batch_change!r}: give 'error' or 'rescale'")
         if type(key) not in (str, type(None)):
             raise TypeError(f"key is {key!r}: give the name of the dataset, a str")
-        self.schedule = schedule
-        self.key = key
-        self.process_group = group
-        self.on_batch_change: OnBatchChange | None = on_batch_change
+        self._schedule = schedule
+        self._key = key
+        self._process_group = group
+        self._on_batch_change: OnBatchChange | None = on_batch_change
         self.epoch = self.step = self.consumed = self.samples = self.dropped = self.padded = 0
         self.notes: list[str] = []
         self.receipts: list[EpochReceipt] = []
-        self.ledgers = [
-            EpochRecord(0)
-        ]  # the last one is open, those before it wait for their check
-        self.place()
+        # The last record is of the current epoch, those before are not verified yet.
+        self._records = [EpochRecord(0)]
+        self._data_rank()
 
     @property
-    def seen(self) -> Receipt:
-        """Samples of this epoch that this rank has taken and committed since it started."""
-        return self.ledgers[-1].seen
+    def _seen(self) -> Receipt:
+        """Samples of this epoch that this rank has run and committed since it started."""
+        return self._records[-1].seen
 
-    def place(self) -> tuple[int, int]:
-        """This rank's index among the data-parallel ranks, and how many these are.
+    def _data_rank(self) -> tuple[int, int]:
+        """This rank's index among the data-parallel ranks, and their number.
 
         Raises:
             ValueError: more ranks than microbatches, or a group without this rank.
         """
-        index, size = 0, 1
-        if self.process_group is not ALONE and dist.is_available() and dist.is_initialized():
-            index, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        index, size, group = 0, 1, self._process_group
+        if group is not ALONE and dist.is_available() and dist.is_initialized():
+            index, size = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group: give each rank the group of "
-                "those that share the data with it"
+                f"rank {dist.get_rank()} is not in process_group: give each rank its own "
+                "data-parallel group"
             )
-        self.schedule.check_size(size)
+        self._schedule.check_size(size)
         return index, size
 
     @property
     def in_step(self) -> bool:
-        """Whether microbatches have been taken that are not committed. No time to save."""
+        """Whether microbatches were run that are not committed: a save is refused then."""
         return False
 
-    def check_complete(self) -> None:
-        """Whether the step that was taken may be counted; the subclasses know which.
+    def _check_complete(self) -> None:
+        """Check that the current step may be counted; implemented by the subclasses.
 
         Raises:
-            CheckpointError: there is none, or it is not complete.
+            CheckpointError: there is no step, or it is not complete.
         """
 
     def commit(self) -> None:
-        """Count the step that was taken.
+        """Count the current step as completed.
 
         Raises:
-            CheckpointError: as `check_complete`.
+            CheckpointError: there is no step, or it is not complete.
         """
         raise NotImplementedError
 
-    def next_step(self) -> StepPlan:
-        """The step that comes next. There is always one: epochs follow one another."""
-        step = self.schedule.next_step(self.epoch, self.step, self.consumed)
-        assert step is not None  # advance and load_state_dict leave a finished epoch
+    def _next_step(self) -> StepPlan:
+        """The next step, in this epoch or the following one."""
+        step = self._schedule.next_step(self.epoch, self.step, self.consumed)
+        assert step is not None  # _advance and load_state_dict leave a finished epoch
         return step
 
-    def advance(self, step: StepPlan, seen: Receipt) -> None:
-        """Count a completed step, of which this rank has taken what `seen` says."""
+    def _advance(self, step: StepPlan, seen: Receipt) -> None:
+        """Count a completed step, of which this rank has run the samples `seen`."""
         stop = min(step.stop, step.n)
-        epoch_record = self.ledgers[-1]
-        ids = self.schedule.order.ids(step.epoch, step.start, stop)
-        epoch_record.planned += receipt_of(step.epoch, ids)
-        epoch_record.seen += seen
-        epoch_record.padded += step.padded
+        record = self._records[-1]
+        ids = self._schedule.order.ids(step.epoch, step.start, stop)
+        record.planned += receipt_of(step.epoch, ids)
+        record.seen += seen
+        record.padded += step.padded
         self.step += 1
         self.samples += stop - self.consumed
         self.padded += step.padded
         self.consumed = stop
-        self.leave_finished_epoch()
+        self._leave_finished_epoch()
 
-    def leave_finished_epoch(self) -> None:
-        """Go on to the next epoch where this one has no further step."""
-        if self.schedule.next_step(self.epoch, self.step, self.consumed) is None:
-            left = self.schedule.order.n - self.consumed
-            self.ledgers[-1].dropped = left
+    def _leave_finished_epoch(self) -> None:
+        """Continue with the next epoch if this one has no further step."""
+        if self._schedule.next_step(self.epoch, self.step, self.consumed) is None:
+            left = self._schedule.order.n - self.consumed
+            self._records[-1].dropped = left
             self.dropped += left
             self.epoch += 1
             self.consumed = 0
-            self.ledgers.append(EpochRecord(self.epoch))
+            self._records.append(EpochRecord(self.epoch))
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Some 400 bytes of JSON values, equal on all ranks. No collectives, nothing moves."""
-        order = self.schedule.order
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        order = self._schedule.order
         return {
             "version": STATE_VERSION,
             "seed": order.seed,
             **{name: getattr(self, name) for name in COUNTS if name != "global_batch"},
-            "global_batch": self.schedule.global_batch,
-            "microbatch": self.schedule.microbatch,
+            "global_batch": self._schedule.global_batch,
+            "microbatch": self._schedule.microbatch,
             "n": order.n,
-            "key": self.key,
+            "key": self._key,
             "order": order.name,
-            "tail": self.schedule.tail,
-            "receipt": self.ledgers[-1].planned.to_json(),
-            "receipts": [list(one) for one in self.receipts[-KEPT_RECEIPTS:]],
+            "tail": self._schedule.tail,
+            "receipt": self._records[-1].planned.to_json(),
+            "receipts": [list(receipt) for receipt in self.receipts[-KEPT_RECEIPTS:]],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was saved, on any number of ranks. No collectives.
+        """Continue where the state was saved, on any number of ranks. No collectives.
 
         Raises:
-            CheckpointError: another dataset, seed, order, microbatch or tail; another global_batch
-                without on_batch_change="rescale". Nothing has changed then.
+            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
+                global_batch without on_batch_change="rescale". Nothing has changed then.
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
-        saved, receipt, note = self.check_state_dict(state_dict)
+        saved, receipt, note = self._check_state_dict(state_dict)
         for name in COUNTS:
             if name != "global_batch":
                 setattr(self, name, saved[name])
         self.notes = [note] if note else []
-        self.receipts = [EpochReceipt(*one) for one in state_dict.get("receipts", ())]
-        self.ledgers = [EpochRecord(self.epoch, earlier=receipt, planned=receipt)]
-        self.leave_finished_epoch()
+        self.receipts = [EpochReceipt(*row) for row in state_dict.get("receipts", ())]
+        self._records = [EpochRecord(self.epoch, earlier=receipt, planned=receipt)]
+        self._leave_finished_epoch()
 
-    def check_state_dict(
+    def _check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        """Whether `load_state_dict` would take a state: its counts, receipt and what to note.
+        """Check a state for `load_state_dict`. Returns its counts, receipt and entry for `notes`.
 
         Raises:
             CheckpointError: as `load_state_dict`.
@@ -226,80 +224,76 @@ class Position:
         rows = state.get("receipts", [])
         if type(rows) is not list or any(type(row) is not list or len(row) != 3 for row in rows):
             raise corrupt(f"receipts is {rows!r}")
-        return saved, receipt, self.batch_note(saved["global_batch"], saved["step"])
+        return saved, receipt, self._batch_note(saved["global_batch"], saved["step"])
 
-    def batch_note(self, saved: int, step: int) -> str | None:
-        """What to say of another global batch; an error where it is not allowed."""
-        mine = self.schedule.global_batch
+    def _batch_note(self, saved: int, step: int) -> str | None:
+        """The entry in `notes` for a different global batch; an error where it is not allowed."""
+        mine = self._schedule.global_batch
         if saved == mine:
             return None
-        if self.on_batch_change != "rescale":
-            hint = ", or on_batch_change='rescale' and a learning rate that fits"
+        if self._on_batch_change != "rescale":
+            hint = ", or on_batch_change='rescale' and a learning rate for it"
             raise CheckpointError(
                 f"data position: the run has global_batch {saved}, here it is {mine}: give "
                 f"{saved}, which works on any number of ranks"
-                f"{hint if self.on_batch_change else ''}"
+                f"{hint if self._on_batch_change else ''}"
             )
         return (
             f"global_batch {saved} became {mine} at step {step}: steps are counted on, and a "
-            "learning rate that is scheduled by steps sees other samples per step"
+            "learning rate that is scheduled by steps sees a different number of samples per step"
         )
 
-    # -- proof ------------------------------------------------------------------------------------
+    # -- verification -----------------------------------------------------------------------------
 
-    def check_receipt(self, ranks: Ranks) -> None:
-        """Compare what all ranks have taken and committed with the plan. All ranks.
+    def _check_receipt(self, ranks: Ranks) -> None:
+        """Compare the samples that all ranks have run and committed with the plan. All ranks.
 
         Each epoch that ended since the last check is also compared with the dataset's own receipt,
         which costs O(n) hashes divided by the number of ranks, and is added to `receipts`.
 
         Args:
-            ranks: all data-parallel ranks; ranks with the same data (tensor parallel) may be there.
+            ranks: all data-parallel ranks; may include ranks with the same data (tensor parallel).
 
         Raises:
-            CheckpointError: on all ranks: a sample was repeated or lost, or ranks are not at the
-                same step.
+            CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
+                steps.
             ValueError: `ranks` lacks some data-parallel ranks.
         """
-        index, size = self.place()
-        plans = [(one.epoch, one.earlier, one.planned) for one in self.ledgers]
-        seen = [one.seen for one in self.ledgers]
+        index, size = self._data_rank()
+        plans = [(record.epoch, record.earlier, record.planned) for record in self._records]
+        seen = [record.seen for record in self._records]
         rows = ranks.gather((index, self.step, plans, seen))
         if {row[0] for row in rows} != set(range(size)):
             raise ValueError(
-                f"the ranks {ranks.ranks} are not all that share the data, of which there are "
-                f"{size}: call with all of them"
+                f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
+                "call with all of them"
             )
         steps = [row[1] for row in rows]
         by_index = {row[0]: row[3] for row in rows}
         if any(row[2] != rows[0][2] or row[3] != by_index[row[0]] for row in rows):
             raise CheckpointError(
-                f"data position: ranks differ in what they took, by rank at steps {steps}: every "
-                "rank has to run all steps, and commit() each of them"
+                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
+                "every rank must run all steps, and commit() each of them"
             )
-        for number, epoch_record in enumerate(self.ledgers):
-            taken = sum((one[number] for one in by_index.values()), epoch_record.earlier)
-            compare(epoch_record, taken, epoch_record.planned, "the plan")
-        for epoch_record in self.ledgers[:-1]:
-            self.finish(epoch_record, ranks)
-        del self.ledgers[:-1]
+        for number, record in enumerate(self._records):
+            taken = sum((seen[number] for seen in by_index.values()), record.earlier)
+            compare(record, taken, record.planned, "the plan")
+        for record in self._records[:-1]:
+            self._finish_epoch(record, ranks)
+        del self._records[:-1]
 
-    def finish(self, epoch_record: EpochRecord, ranks: Ranks) -> None:
-        """Compare an ended epoch with the dataset. All ranks."""
-        order = self.schedule.order
+    def _finish_epoch(self, record: EpochRecord, ranks: Ranks) -> None:
+        """Compare a finished epoch with the dataset. All ranks."""
+        order = self._schedule.order
         low, high = (part * order.n // ranks.size for part in (ranks.index, ranks.index + 1))
-        parts = ranks.gather(order.receipt(epoch_record.epoch, low, high))
-        left = order.ids(epoch_record.epoch, order.n - epoch_record.dropped, order.n)
-        whole = sum(parts, Receipt()) - receipt_of(epoch_record.epoch, left)
-        compare(epoch_record, epoch_record.planned, whole, "the dataset")
-        extra = f", {epoch_record.dropped} dropped" if epoch_record.dropped else ""
-        extra += (
-            f", {epoch_record.padded} repeated to fill the last step" if epoch_record.padded else ""
-        )
+        parts = ranks.gather(order.receipt(record.epoch, low, high))
+        left = order.ids(record.epoch, order.n - record.dropped, order.n)
+        whole = sum(parts, Receipt()) - receipt_of(record.epoch, left)
+        compare(record, record.planned, whole, "the dataset")
+        extra = f", {record.dropped} dropped" if record.dropped else ""
+        extra += f", {record.padded} repeated to fill the last step" if record.padded else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
-        self.receipts.append(
-            EpochReceipt(epoch_record.epoch, epoch_record.planned.count, f"{verdict}{extra}")
-        )
+        self.receipts.append(EpochReceipt(record.epoch, record.planned.count, f"{verdict}{extra}"))
 
 
 MUST_AGREE = (
@@ -326,26 +320,52 @@ MUST_AGREE = (
 )
 
 
-def compare(epoch_record: EpochRecord, found: Receipt, expected: Receipt, of_what: str) -> None:
-    """Raise CheckpointError where two receipts of an epoch differ."""
+def data_rank(position: Position) -> tuple[int, int]:
+    """This rank's index among the data-parallel ranks, and their number."""
+    return position._data_rank()  # pyright: ignore[reportPrivateUsage]
+
+
+def check_complete(position: Position) -> None:
+    """Raise CheckpointError unless the current step may be counted. No collectives."""
+    position._check_complete()  # pyright: ignore[reportPrivateUsage]
+
+
+def check_receipt(position: Position, ranks: Ranks) -> None:
+    """Compare the samples that all ranks have run and committed with the plan. All ranks.
+
+    Raises:
+        CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
+            steps.
+        ValueError: `ranks` lacks some data-parallel ranks.
+    """
+    position._check_receipt(ranks)  # pyright: ignore[reportPrivateUsage]
+
+
+def check_state_dict(position: Position, state_dict: Mapping[str, Any]) -> None:
+    """Raise the error that `load_state_dict` would raise. Changes nothing."""
+    position._check_state_dict(state_dict)  # pyright: ignore[reportPrivateUsage]
+
+
+def compare(record: EpochRecord, found: Receipt, expected: Receipt, of_what: str) -> None:
+    """Raise CheckpointError if two receipts of an epoch differ."""
     if found != expected:
         raise CheckpointError(
-            f"data position: epoch {epoch_record.epoch} is not exactly once: the ranks took "
+            f"data position: epoch {record.epoch} is not exactly once: the ranks ran "
             f"{found.count} samples (receipt {found.sum:016x} {found.xor:016x}), {of_what} has "
-            f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from a checkpoint "
-            "of before this epoch, and report this as a defect"
+            f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from an "
+            "earlier checkpoint, and report this as a defect"
         )
 
 
 def corrupt(what: str) -> CorruptCheckpoint:
     """The error for a state that was not saved by `state_dict`."""
     return CorruptCheckpoint(
-        f"data position: {what}, which no run saves: resume from another checkpoint"
+        f"data position: {what}, which is not a valid state: resume from another checkpoint"
     )
 
 
 def read_count(state: dict[str, Any], name: str) -> int:
-    """A number of at least 0 from a state that may hold anything."""
+    """A number of at least 0 from an untrusted state."""
     value = state.get(name)
     if type(value) is not int or value < 0:
         raise corrupt(f"{name} is {value!r}")
@@ -353,7 +373,7 @@ def read_count(state: dict[str, Any], name: str) -> int:
 
 
 def read_receipt(state: dict[str, Any]) -> Receipt:
-    """The receipt from a state that may hold anything."""
+    """The receipt from an untrusted state."""
     try:
         return Receipt.from_json(state.get("receipt"))
     except (TypeError, ValueError) as error:

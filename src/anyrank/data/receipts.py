@@ -1,7 +1,7 @@
-"""Proof that each sample of an epoch was taken once: count, sum and xor of hashed sample ids.
+"""Proof that each sample of an epoch was run once: count, sum and xor of hashed sample ids.
 
-A sample that is repeated, lost or exchanged changes the sum and the xor. Receipts add up, over
-ranks and over the runs between two resumes, so 24 bytes are enough for an epoch of any length.
+A sample that is repeated, lost or replaced changes the sum and the xor. Receipts can be added, over
+ranks and over the parts of a resumed epoch, so 24 bytes are enough for an epoch of any length.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from anyrank.random_state.hashing import derive, mix64, signed
 
 MASK = (1 << 64) - 1
-BLOCK = 1 << 20  # ids hashed at a time: 8 MiB of each intermediate
+BLOCK = 1 << 20  # ids hashed at a time: 8 MiB for each intermediate
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What is known of a set of samples.
+    """A digest of a multiset of samples.
 
     Attributes:
-        count: how many.
+        count: number of samples.
         sum: of their 64-bit hashes, modulo 2 ** 64.
         xor: of their 64-bit hashes.
     """
@@ -33,19 +33,19 @@ class Receipt:
     xor: int = 0
 
     def __add__(self, other: Receipt) -> Receipt:
-        """Of both sets together."""
+        """The receipt of both sets together."""
         return Receipt(
             self.count + other.count, (self.sum + other.sum) & MASK, self.xor ^ other.xor
         )
 
     def __sub__(self, other: Receipt) -> Receipt:
-        """Of the set without the other, which it holds."""
+        """The receipt without the samples of `other`, a part of this set."""
         return Receipt(
             self.count - other.count, (self.sum - other.sum) & MASK, self.xor ^ other.xor
         )
 
     def to_json(self) -> list[Any]:
-        """[count, sum, xor]; the hashes as 16 hex digits, which every reader of JSON keeps."""
+        """[count, sum, xor]; the hashes as 16 hex digits, which every JSON parser preserves."""
         return [self.count, f"{self.sum:016x}", f"{self.xor:016x}"]
 
     @staticmethod
@@ -67,7 +67,7 @@ def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
 
 
 def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
-    """The receipt of samples start, start + 1 up to stop, without listing them all."""
+    """The receipt of the sample ids in [start, stop), computed block by block."""
     total = Receipt()
     for low in range(start, stop, BLOCK):
         ids = torch.arange(low, min(low + BLOCK, stop), device="cpu")
@@ -76,7 +76,7 @@ def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
 
 
 def fold_xor(values: torch.Tensor) -> int:
-    """xor of all values, by halves: torch has no such reduction."""
+    """The xor of all values, by halves: torch has no such reduction."""
     while (size := values.numel()) > 1:
         odd = values[size - size % 2 :]
         half = size // 2

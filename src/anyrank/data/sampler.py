@@ -1,4 +1,4 @@
-"""`anyrank.ElasticSampler`: the loader's order and accounting for the user's own DataLoader."""
+"""`anyrank.ElasticSampler`: the order and counts of `ElasticLoader` for any DataLoader."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DATALOADER = "torch.utils.data.dataloader"
 
 @dataclass(frozen=True)
 class Share:
-    """What a batch is in its step.
+    """The part of a batch in its step.
 
     Attributes:
-        weight: what to multiply the batch's mean loss with, so that the gradients, averaged over
-            the ranks as DDP and FSDP2 do it, are those of the mean over the global batch.
-        is_last: whether it is this rank's last one of the step.
-        step: steps of the run before this batch's.
-        k: which of the step's microbatches it is, from 0, on any rank count.
+        weight: factor of the batch's mean loss, so that the gradients, averaged over the ranks by
+            DDP or FSDP2, are those of the mean over the global batch.
+        is_last: whether this is the rank's last batch of the step.
+        step: steps of the run before this batch's step.
+        k: index of the microbatch in the step, from 0, independent of the rank count.
         seed: of the run.
     """
 
@@ -50,13 +50,13 @@ class Share:
 
     @contextmanager
     def seeded(self, model: nn.Module | None = None) -> Generator[None, None, None]:
-        """Run the batch under the random streams that `ElasticLoader` gives it.
+        """Run the batch under the same random streams as with `ElasticLoader`.
 
-        Python's, numpy's and torch's streams are those of (seed, step, k) within the block, and go
-        on as before after it.
+        Within the block, the streams of Python, numpy and torch depend on (seed, step, k) alone;
+        afterwards they continue as before.
 
         Args:
-            model: whose devices' streams are meant; default: the rank's own device.
+            model: the streams of its devices are seeded too; default: the rank's own device.
         """
         devices = own_accelerator() if model is None else accelerators_of(model)
         with seeded(derive(self.seed, self.step, self.k, "microbatch"), devices):
@@ -64,11 +64,11 @@ class Share:
 
 
 @dataclass
-class HandedOut:
-    """The batches of one step that one iteration of a sampler has handed out.
+class YieldedBatches:
+    """The batches of one step that an iteration of a sampler has yielded.
 
     Attributes:
-        batches: how many.
+        batches: their number.
         seen: their samples, without copies and repeats.
     """
 
@@ -77,30 +77,46 @@ class HandedOut:
 
 
 class ElasticSampler(Position):
-    """A batch sampler that gives this rank's microbatches of the rest of the epoch.
+    """A batch sampler that yields this rank's microbatches of the rest of the epoch.
 
-    For `DataLoader(dataset, batch_sampler=sampler)`. Order, steps and accounting are those of
-    `ElasticLoader`, on any number of ranks; random numbers, weights and gradient exchange are the
-    caller's. All ranks get equally many batches of each step: one that would have fewer gets its
-    last one again, with a weight of 0.
+    For `DataLoader(dataset, batch_sampler=sampler)`. Order, steps and counts are those of
+    `ElasticLoader`, on any number of ranks; random numbers, weights and gradient exchange are left
+    to the caller. All ranks get the same number of batches in each step: a rank with fewer gets its
+    last batch again, with weight 0.
 
-    A step counts when `commit` is called, after the optimizer's step; what a DataLoader fetches
-    ahead does not count. Iterating again gives the uncommitted steps again. The batches are this
-    rank's already: a wrapper that shares them among the ranks once more (Accelerate's `prepare` of
-    the DataLoader) would lose samples, and is refused.
+    A step counts when `commit` is called, after the optimizer's step; batches that a DataLoader
+    fetches ahead do not count. Iterating again yields the uncommitted steps again. The batches are
+    already those of this rank: a wrapper that divides them among the ranks again (Accelerate's
+    `prepare` of the DataLoader) would lose samples, and is refused.
 
     Args:
-        dataset_or_length: the dataset, or how many samples it has.
+        dataset_or_length: the dataset, or its number of samples.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of a batch.
         seed: of the order.
         shuffle: False for the dataset's own order.
-        tail: as of `ElasticLoader`.
+        tail: as in `ElasticLoader`.
         process_group: the data-parallel ranks; default: all, or this process alone.
 
     Raises:
-        ValueError: sizes that do not fit each other or the number of ranks; an empty dataset.
-        TypeError: a dataset without length; sizes that are no int.
+        ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
+        TypeError: a dataset without length; sizes that are not ints.
+
+    Example::
+
+        data = torch.randn(32, 4)
+        sampler = anyrank.ElasticSampler(data, global_batch=16, microbatch=4)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, batch in enumerate(torch.utils.data.DataLoader(data, batch_sampler=sampler)):
+            share = sampler.share(number)
+            with share.seeded(model):
+                share.scale(model(batch).square().mean()).backward()
+            if share.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+                sampler.commit()
+        assert sampler.samples == 32
     """
 
     def __init__(
@@ -117,130 +133,130 @@ class ElasticSampler(Position):
         is_length = type(dataset_or_length) is int
         n = dataset_or_length if is_length else length_of(dataset_or_length)
         schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
-        super().__init__(schedule, key=None, group=process_group, on_batch_change=None)
-        self.first: StepPlan | None = None
-        self.handed_out = defaultdict[int, HandedOut](HandedOut)  # by the number of the step
+        super().__init__(schedule, None, process_group, None)
+        self._first: StepPlan | None = None
+        self._yielded = defaultdict[int, YieldedBatches](YieldedBatches)  # by step number
 
     def __iter__(self) -> Iterator[list[int]]:
         """Lists of sample ids, for the rest of the epoch as it is now.
 
         Raises:
-            CheckpointError: with the first list, when something between the sampler and its
-                DataLoader asks for it.
+            CheckpointError: with the first list, if a wrapper is between the sampler and its
+                DataLoader.
         """
         frame = inspect.currentframe()
         wrapper = between_dataloader(frame.f_back if frame else None)
-        self.first = self.next_step()
-        self.handed_out = defaultdict(HandedOut)
-        return self._batches(self.first, self.handed_out, wrapper)
+        self._first = self._next_step()
+        self._yielded = defaultdict(YieldedBatches)
+        return self._batches(self._first, self._yielded, wrapper)
 
     def _batches(
-        self, first: StepPlan, handed_out: defaultdict[int, HandedOut], wrapper: str | None
+        self, first: StepPlan, yielded: defaultdict[int, YieldedBatches], wrapper: str | None
     ) -> Iterator[list[int]]:
         if wrapper is not None:
             raise CheckpointError(
-                f"{wrapper} stands between ElasticSampler and its DataLoader and decides which "
-                "batches are used, as BatchSamplerShard does after accelerator.prepare(DataLoader("
-                "...)): these batches are this rank's alone, so a second sharding loses samples. "
-                "Leave the DataLoader out of prepare(), and move the batches to the device yourself"
+                f"{wrapper} is between ElasticSampler and its DataLoader and selects batches, as "
+                "BatchSamplerShard does after accelerator.prepare(DataLoader(...)): the batches "
+                "are already those of this rank, so a second sharding loses samples. Do not pass "
+                "the DataLoader to prepare(), and move the batches to the device yourself"
             )
-        index, size = self.place()
-        for plan in self.schedule.rest(first):
-            for turn in plan.turns(index, size):
-                ids = self.schedule.ids(plan, turn.k)
-                given = handed_out[plan.number]
+        index, size = self._data_rank()
+        for plan in self._schedule.rest(first):
+            for slot in plan.slots(index, size):
+                ids = self._schedule.ids(plan, slot.k)
+                given = yielded[plan.number]
                 given.batches += 1
-                if not turn.is_copy:
-                    real = ids[: max(0, plan.n - plan.bounds(turn.k)[0])]
+                if not slot.is_copy:
+                    real = ids[: max(0, plan.n - plan.bounds(slot.k)[0])]
                     given.seen += receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64))
                 yield ids
 
     def __len__(self) -> int:
-        """Number of batches that are left of the epoch for this rank, as for every other."""
-        _, size = self.place()
-        steps = self.schedule.rest(self.next_step())
+        """Number of batches in the rest of the epoch, equal on all ranks."""
+        _, size = self._data_rank()
+        steps = self._schedule.rest(self._next_step())
         return sum(-(-plan.num_microbatches // size) for plan in steps)
 
     def share(self, number: int) -> Share:
-        """What batch `number` (from 0) of the last iteration is in its step.
+        """The part of batch `number` (from 0) of the last iteration in its step.
 
         Raises:
             ValueError: the epoch has no such batch, or nothing was iterated.
         """
-        index, size = self.place()
-        plan = self.first
+        index, size = self._data_rank()
+        plan = self._first
         if plan is not None and number >= 0:
             # Only the last step of an epoch is short.
-            steps, left = divmod(number, -(-self.schedule.num_microbatches // size))
-            start = plan.start + steps * self.schedule.global_batch
-            plan = self.schedule.next_step(plan.epoch, plan.number + steps, start)
-            turns = plan.turns(index, size) if plan else []
-            if plan and left < len(turns):
-                turn = turns[left]
-                if left >= self.handed_out[plan.number].batches:
-                    raise ValueError(f"batch {number} was not taken from the sampler yet")
-                weight = 0.0 if turn.is_copy else plan.size(turn.k) * size / plan.samples
-                is_last = left == len(turns) - 1
-                return Share(weight, is_last, plan.number, turn.k, self.schedule.order.seed)
+            steps, left = divmod(number, -(-self._schedule.num_microbatches // size))
+            start = plan.start + steps * self._schedule.global_batch
+            plan = self._schedule.next_step(plan.epoch, plan.number + steps, start)
+            slots = plan.slots(index, size) if plan else []
+            if plan and left < len(slots):
+                slot = slots[left]
+                if left >= self._yielded[plan.number].batches:
+                    raise ValueError(f"batch {number} was not yielded by the sampler yet")
+                weight = 0.0 if slot.is_copy else plan.size(slot.k) * size / plan.samples
+                is_last = left == len(slots) - 1
+                return Share(weight, is_last, plan.number, slot.k, self._schedule.order.seed)
         raise ValueError(f"there is no batch {number} in this iteration")
 
-    def check_complete(self) -> None:
-        """Whether the next step may be counted. No collectives.
+    def _check_complete(self) -> None:
+        """Check that the next step may be counted. No collectives.
 
         Raises:
-            CheckpointError: not all of the step's batches were taken from the sampler.
+            CheckpointError: not all of the step's batches were yielded by the sampler.
         """
-        if self.first is None or self.epoch != self.first.epoch:
+        if self._first is None or self.epoch != self._first.epoch:
             raise CheckpointError(
-                f"no step of epoch {self.epoch} was given out: iterate the DataLoader before "
-                "commit, on every rank; one that reads on one rank for all (dispatch_batches=True "
-                "of Accelerate) cannot be used"
+                f"no batch of epoch {self.epoch} was yielded: iterate the DataLoader before "
+                "commit, on every rank; a DataLoader that reads on one rank for all "
+                "(dispatch_batches=True of Accelerate) is not supported"
             )
-        plan = self.next_step()
-        taken, needed = self.handed_out[plan.number].batches, len(plan.turns(*self.place()))
+        plan = self._next_step()
+        taken, needed = self._yielded[plan.number].batches, len(plan.slots(*self._data_rank()))
         if taken < needed:
             raise CheckpointError(
                 f"step {plan.number} has {needed} batches on this rank, and {taken} were "
-                "taken from the sampler: call commit once for each optimizer step, and let no "
-                "second sharding (BatchSamplerShard of accelerator.prepare) choose among them"
+                "yielded by the sampler: call commit once for each optimizer step, and without a "
+                "second sharding (BatchSamplerShard of accelerator.prepare)"
             )
 
     def commit(self) -> None:
-        """Count the next step as done: call it once after each optimizer's step. No collectives.
+        """Count the next step as completed: call it after each optimizer step. No collectives.
 
         Raises:
-            CheckpointError: not all of the step's batches were taken from the sampler.
+            CheckpointError: not all of the step's batches were yielded by the sampler.
         """
-        self.check_complete()
-        plan = self.next_step()
-        self.advance(plan, self.handed_out.pop(plan.number).seen)
+        self._check_complete()
+        plan = self._next_step()
+        self._advance(plan, self._yielded.pop(plan.number).seen)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was saved, on any number of ranks. No collectives.
+        """Continue where the state was saved, on any number of ranks. No collectives.
 
         Raises:
-            CheckpointError: another dataset, seed, order, microbatch, global_batch or tail.
+            CheckpointError: a different dataset, seed, order, microbatch, global_batch or tail.
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
         super().load_state_dict(state_dict)
-        self.first = None
+        self._first = None
 
 
 def between_dataloader(caller: FrameType | None) -> str | None:
-    """What stands between a DataLoader and the sampler that it draws from; None for nothing.
+    """The wrapper between a DataLoader and its sampler; None if there is none.
 
-    Such a wrapper may leave batches out, and nobody could count those. A DataLoader asks for the
-    sampler's iterator itself; a loop of the user's own asks without any DataLoader.
+    Such a wrapper may skip batches, which the sampler could not count. A DataLoader calls the
+    sampler's `__iter__` itself; a loop of the user's own calls it without a DataLoader.
 
     Args:
-        caller: whoever asks the sampler for an iterator.
+        caller: the frame that called `__iter__` of the sampler.
     """
     frame = caller
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module == DATALOADER:
             break
-        if module.startswith("torch.utils.data."):  # the dataset of that DataLoader asks
+        if module.startswith("torch.utils.data."):  # the dataset of that DataLoader calls
             return None
         frame = frame.f_back
     if caller is None or frame is None or frame is caller:

@@ -1,12 +1,12 @@
-"""How an epoch falls into steps, a step into microbatches, and the microbatches to ranks.
+"""How an epoch is divided into steps, a step into microbatches, and microbatches among ranks.
 
-Pure arithmetic on positions in the epoch's order. Nothing but `shares` knows that there are ranks.
+Pure arithmetic on positions in the epoch's order. Only `slots_of_rank` depends on the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from anyrank.data.order import Order
@@ -15,12 +15,12 @@ Tail = Literal["short", "drop", "pad"]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One microbatch as a rank runs it.
+class MicrobatchSlot:
+    """One microbatch that a rank runs.
 
     Attributes:
-        k: which microbatch of the step.
-        is_copy: run without weight, because another turn already has it: for the collectives only.
+        k: index of the microbatch in the step.
+        is_copy: run with weight 0, for the collectives only: another slot has the microbatch.
     """
 
     k: int
@@ -29,14 +29,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the run, before anything is taken.
+    """The plan of one step of the run.
 
     Attributes:
         epoch: counted from 0.
         number: steps of the run before this one.
         start: first position in the epoch's order.
-        stop: position behind its last sample; beyond the order's end where the tail is padded.
-        n: positions that the order has.
+        stop: position after its last sample; beyond the order's end if the tail is padded.
+        n: number of positions of the order.
         microbatch: samples in each microbatch but the last.
     """
 
@@ -49,7 +49,7 @@ class StepPlan:
 
     @property
     def samples(self) -> int:
-        """Samples in the step's mean, those that pad it included."""
+        """Samples in the step's mean, including those that pad it."""
         return self.stop - self.start
 
     @property
@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def padded(self) -> int:
-        """How many samples are repeats that fill the step."""
+        """Number of repeated samples that fill the step."""
         return max(0, self.stop - self.n)
 
     def bounds(self, k: int) -> tuple[int, int]:
@@ -67,36 +67,36 @@ class StepPlan:
         return start, min(start + self.microbatch, self.stop)
 
     def size(self, k: int) -> int:
-        """Samples in microbatch k."""
+        """Number of samples in microbatch k."""
         start, stop = self.bounds(k)
         return stop - start
 
-    def turns(self, rank: int, size: int) -> list[Turn]:
-        """What one of `size` ranks runs."""
-        return shares(self.num_microbatches, rank, size)
+    def slots(self, rank: int, size: int) -> list[MicrobatchSlot]:
+        """The microbatches that one of `size` ranks runs."""
+        return slots_of_rank(self.num_microbatches, rank, size)
 
 
-def shares(count: int, rank: int, size: int) -> list[Turn]:
-    """One rank's contiguous, balanced part of `count` microbatches, filled up with copies.
+def slots_of_rank(count: int, rank: int, size: int) -> list[MicrobatchSlot]:
+    """One rank's contiguous, balanced part of `count` microbatches, and copies to fill it up.
 
-    Every rank gets equally many turns, so that collectives in forward and backward match.
+    Every rank gets the same number of slots, so that collectives in forward and backward match.
     """
     first, stop = rank * count // size, (rank + 1) * count // size
-    own = [Turn(k, False) for k in range(first, stop)]
-    # A copy of a real microbatch fits the model, and is as finite as the step's own ones.
+    own = [MicrobatchSlot(k, False) for k in range(first, stop)]
+    # A real microbatch has a valid shape, and values as finite as those of the step.
     copied = stop - 1 if own else first
-    return own + [Turn(copied, True)] * (-(-count // size) - len(own))
+    return own + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(own))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The parts of a run's data plan that do not move.
+    """The constants of a run's data plan.
 
     Attributes:
         order: of the samples.
         global_batch: samples of a step.
-        microbatch: samples that go through the model at once; divides `global_batch`.
-        tail: what becomes of the samples that do not fill an epoch's last step.
+        microbatch: samples of one forward pass; divides `global_batch`.
+        tail: what happens to the samples that do not fill an epoch's last step.
     """
 
     order: Order
@@ -116,7 +116,7 @@ class Schedule:
         if self.global_batch % self.microbatch:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of microbatch "
-                f"{self.microbatch}: change one of them, all microbatches have the same size"
+                f"{self.microbatch}: change one of them, for microbatches of equal size"
             )
         if self.order.n < 1:
             raise ValueError("the dataset is empty: there is nothing to train on")
@@ -133,12 +133,12 @@ class Schedule:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Steps of an epoch from its start."""
+        """Number of steps of a whole epoch."""
         full, left = divmod(self.order.n, self.global_batch)
         return full + (left > 0 and self.tail != "drop")
 
     def check_size(self, size: int) -> None:
-        """Raise ValueError where a full step has no microbatch for each of `size` ranks."""
+        """Raise ValueError if a full step has fewer microbatches than `size` ranks."""
         if size > self.num_microbatches:
             most = self.global_batch // size
             hint = f"a microbatch of at most {most}, or " if most else ""
@@ -150,7 +150,7 @@ class Schedule:
             )
 
     def next_step(self, epoch: int, number: int, consumed: int) -> StepPlan | None:
-        """The step at position `consumed` of an epoch; None where the epoch ends."""
+        """The step at position `consumed` of an epoch; None at the end of the epoch."""
         n = self.order.n
         stop = consumed + self.global_batch
         if consumed >= n or (stop > n and self.tail == "drop"):
@@ -160,16 +160,12 @@ class Schedule:
         return StepPlan(epoch, number, consumed, stop, n, self.microbatch)
 
     def rest(self, step: StepPlan) -> Iterator[StepPlan]:
-        """A step and those behind it to the end of its epoch."""
-        following: StepPlan | None = step
-        while following is not None:
-            yield following
-            following = self.next_step(step.epoch, following.number + 1, following.stop)
+        """A step and the following steps of its epoch."""
+        current: StepPlan | None = step
+        while current is not None:
+            yield current
+            current = self.next_step(step.epoch, current.number + 1, current.stop)
 
     def ids(self, step: StepPlan, k: int) -> list[int]:
         """Sample ids of one microbatch."""
         return self.order.ids(step.epoch, *step.bounds(k)).tolist()
-
-    def with_global_batch(self, global_batch: int) -> Schedule:
-        """The same with another size of a step."""
-        return replace(self, global_batch=global_batch)

@@ -1,9 +1,9 @@
-"""`ElasticLoader.from_shards`: data that can only be read from the start of a shard on.
+"""`ElasticLoader.from_shards`: data that is read from the start of a shard on.
 
-The shards of an epoch, one behind the other in an order of their own, are cut into K lanes of equal
-length, one for each microbatch of a step. A step takes the next samples of every lane, so whoever
-runs microbatch k reads one lane through, and opens another shard only where one ends. That is an
-order like any other: steps, accounts, state and receipts are those of `ElasticLoader`.
+The shards of an epoch, concatenated in the epoch's order, are divided into K lanes of equal length,
+one for each microbatch of a step. A step takes the next samples of every lane, so the worker of
+microbatch k reads one lane in sequence, and opens a shard only where the previous shard ends. This
+is an order like any other: steps, counts, state and receipts are those of `ElasticLoader`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END = object()
 
 @dataclass(frozen=True)
 class ShardOrder(Order):
-    """The order of samples that lie in shards. A sample's id is its place in all shards as given.
+    """The order of samples in shards. A sample's id is its position in the concatenated shards.
 
     Attributes:
         lengths: samples of each shard.
@@ -50,7 +50,7 @@ class ShardOrder(Order):
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
         places = torch.arange(start, stop, device="cpu") % self.n
-        steps = self.n // self.global_batch  # full ones; the samples behind them have no lanes
+        steps = self.n // self.global_batch  # full steps; the samples after them have no lanes
         lane = places % self.global_batch // self.microbatch
         offset = places // self.global_batch * self.microbatch + places % self.microbatch
         in_lanes = lane * (steps * self.microbatch) + offset
@@ -61,20 +61,20 @@ class ShardOrder(Order):
         return starts[shard_ids[number]] + places - begins[number]
 
 
-@functools.lru_cache(maxsize=4)  # a step is asked for by several
+@functools.lru_cache(maxsize=4)  # a step's ids are computed several times
 def layout_of_epoch(
     order: ShardOrder, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shards in the order of an epoch, where each ends in it, and each shard's first sample id."""
+    """Shards in the epoch's order, the position at which each ends, and each shard's first id."""
     lengths = torch.tensor(order.lengths, device="cpu")
     shards = Order(len(lengths), order.seed, order.shuffle).ids(epoch, 0, len(lengths))
     return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
 
 
 class Shards:
-    """Samples of shards by their ids; quick where they are asked for one behind the other.
+    """A dataset of the samples in shards, fast for ids in sequence.
 
-    Lives in the workers. Keeps one open iterator for each lane.
+    Used in the workers. Keeps an open iterator for each lane.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Shards:
         shards: Sequence[Any],
         read: Callable[[Any], Iterable[Any]],
         lengths: tuple[int, ...],
-        most_open: int,
+        max_open: int,
     ) -> None:
         self.shards = shards
         self.read = read
         self.ends = torch.tensor(lengths, device="cpu").cumsum(0)
         self.lengths = lengths
-        self.most_open = most_open
+        self.max_open = max_open
         # (shard, number of the next sample) -> the rest of the shard
         self.open: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
 
@@ -100,62 +100,51 @@ class Shards:
         number = sample_id - int(self.ends[shard]) + self.lengths[shard]
         rest = self.open.pop((shard, number), None)
         if rest is None:
-            with kept():  # what is skipped must not move the sample's own random numbers
+            with kept():  # skipped samples must not change the sample's own random numbers
                 place, rest = self.nearest(shard, number)
                 for _ in range(place, number):
                     self.checked(next(rest, END), shard)
         sample = self.checked(next(rest, END), shard)
         if number + 1 < self.lengths[shard]:
             self.open[shard, number + 1] = rest
-            if len(self.open) > self.most_open:
+            if len(self.open) > self.max_open:
                 self.open.popitem(last=False)
         elif next(rest, END) is not END:
             raise self.wrong(shard, "more")
         return sample
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
-        """An open iterator of a shard that is not beyond a sample, or a new one."""
-        places = [place for one, place in self.open if one == shard and place <= number]
+        """The open iterator of a shard that is closest before a sample, or a new iterator."""
+        places = [place for opened, place in self.open if opened == shard and place <= number]
         if not places:
             return 0, iter(self.read(self.shards[shard]))
         return max(places), self.open.pop((shard, max(places)))
 
     def checked(self, sample: Any, shard: int) -> Any:
-        """A sample, which has to be there."""
+        """A sample; an error at the end of the shard."""
         if sample is END:
             raise self.wrong(shard, "fewer")
         return sample
 
     def wrong(self, shard: int, how: str) -> CheckpointError:
-        """The error for a shard of another length."""
+        """The error for a shard whose length differs."""
         return CheckpointError(
             f"shard {self.shards[shard]!r} has {how} than {self.lengths[shard]} samples: give its "
-            "real length, which has to stay the same over a run"
+            "actual length, which must not change during a run"
         )
 
 
-def plan_shards(
-    shards: Sequence[Any],
-    read: Callable[[Any], Iterable[Any]],
-    lengths: Sequence[int],
-    *,
-    global_batch: int,
-    microbatch: int,
-    seed: int,
-    shuffle: bool,
-) -> tuple[ShardOrder, Shards]:
-    """The order of samples in shards, and the dataset that they make.
-
-    Raises:
-        ValueError: lengths that do not fit the shards.
-    """
+def check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of shards; ValueError unless there is an int of at least 0 for each."""
     sizes = tuple(lengths)
-    if len(sizes) != len(shards) or any(type(one) is not int or one < 0 for one in sizes):
+    if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError(
             f"lengths are {list(sizes)[:8]} for {len(shards)} shards: give each shard's number "
             "of samples"
         )
-    names = derive(*(repr(one) for one in shards))
-    order = ShardOrder(sum(sizes), seed, shuffle, sizes, names, global_batch, microbatch)
-    most_open = max(1, global_batch // max(1, microbatch))
-    return order, Shards(shards, read, sizes, most_open)
+    return sizes
+
+
+def names_digest(shards: Sequence[Any]) -> int:
+    """A digest of the shards' names, for the state."""
+    return derive(*(repr(shard) for shard in shards))

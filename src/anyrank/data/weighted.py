@@ -1,6 +1,6 @@
-"""An order that draws samples with replacement, by weights: any part of it, on any process.
+"""An order that draws samples with replacement, by weights; any part can be computed anywhere.
 
-All in integers, so that every machine draws the same.
+Computed in integers, so that every machine draws the same samples.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.random_state.hashing import derive, mix64, signed
 
 WEIGHTED_NAME = "weighted-v1"
-TOTAL = 1 << 44  # what the weights are scaled to; small beside the 63 bits that are drawn
+TOTAL = 1 << 44  # sum of the scaled weights; small compared with the 63 bits of a draw
 BLOCK = 1 << 20  # positions in a receipt at a time
 
 
 @dataclass(frozen=True)
 class WeightedOrder(Order):
-    """As many draws an epoch as the dataset has samples, each by itself.
+    """An epoch of n independent draws, for a dataset of n samples.
 
     Attributes:
         digest: of the weights.
-        ends: int64 [n], the sums of the scaled weights up to and with each sample.
+        ends: int64 [n], the cumulative sums of the scaled weights.
     """
 
     digest: str
@@ -49,7 +49,7 @@ class WeightedOrder(Order):
         return torch.searchsorted(self.ends, number, right=True)
 
     def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
-        """Of the samples that part of an epoch draws, each as often as it is drawn."""
+        """The receipt of the draws at positions [start, stop), repeats included."""
         total = Receipt()
         for low in range(start, stop, BLOCK):
             total += receipt_of(epoch, self.ids(epoch, low, min(low + BLOCK, stop)))
@@ -60,13 +60,13 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
     """The order of n draws by the weights of n samples.
 
     Raises:
-        ValueError: weights of another number; negative, not finite, or all zero.
+        ValueError: weights that are not n numbers, or negative, not finite, or all zero.
     """
     given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if given.shape != (n,):
-        raise ValueError(f"weights has shape {list(given.shape)}: give each of {n} samples' weight")
+        raise ValueError(f"weights has shape {list(given.shape)}: give {n}, one for each sample")
     if not bool(given.isfinite().all()) or bool((given < 0).any()) or not bool(given.any()):
-        raise ValueError("weights are to be finite, at least 0, and not all 0")
+        raise ValueError("weights must be finite, at least 0, and not all 0")
     largest = float(given.max())
     scaled = given / largest  # before the sum, which might overflow
     total = math.fsum(scaled.tolist())
@@ -76,6 +76,6 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
 
 
 def receipt_of_parts(parts: torch.Tensor) -> list[int]:
-    """What tells weights apart: a hash of each with its place, added up."""
+    """A value that distinguishes weights: the sum of a hash of each weight and its position."""
     places = torch.arange(len(parts), device="cpu")
     return [len(parts), int(mix64(mix64(parts) ^ places).sum())]

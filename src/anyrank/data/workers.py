@@ -1,8 +1,8 @@
-"""The processes that fetch for a loader: they outlive a scheduler's SIGTERM, but not their rank.
+"""The worker processes of a loader: they outlive a scheduler's SIGTERM, but not their rank.
 
-torchrun and schedulers signal all processes of a rank, and the rank still has a step to complete
-and to save: its workers ignore SIGTERM. So none of the usual ways ends them, neither that of
-multiprocessing at exit (one SIGTERM, then a wait without limit) nor a parent that is killed.
+torchrun and schedulers signal all processes of a rank, which still has a step to complete and to
+save, so its workers ignore SIGTERM. They must then be ended explicitly: multiprocessing would send
+one SIGTERM at exit and wait without limit, and nothing would end them if their rank is killed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CHECK_SEC = 1.0  # how often a worker looks whether its rank is still there
+CHECK_SEC = 1.0  # how often a worker checks that its rank is alive
 JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds
 
 
 class WorkerExit:
-    """Ends a loader's workers when this process ends, also where the loader is gone before them:
-    a traceback may hold the DataLoader's iterator.
+    """Ends a loader's workers when this process ends, even if the loader was collected before: a
+    traceback may keep the DataLoader's iterator alive.
     """
 
     def __init__(self) -> None:
@@ -34,26 +34,26 @@ class WorkerExit:
         self.at_exit: Finalize | None = None
 
     def watch(self, start: Callable[[], T]) -> T:
-        """Run what may start workers, and answer for those that it has started."""
+        """Run a function that may start workers, and register those that it started."""
         before = multiprocessing.active_children()
         try:
             return start()
         finally:
             alive = multiprocessing.active_children()
-            new = [one for one in alive if one.daemon and one not in before]
+            new = [child for child in alive if child.daemon and child not in before]
             if new:
                 if self.at_exit is not None:
                     self.at_exit.cancel()
-                self.workers = [one for one in self.workers if one in alive] + new
-                # multiprocessing runs it at the end of the interpreter, or of a process of its
-                # own, before it signals and joins its children.
+                self.workers = [worker for worker in self.workers if worker in alive] + new
+                # multiprocessing runs it when the interpreter, or one of its own processes, exits,
+                # before it signals and joins its children.
                 self.at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
 
 
 def kill(workers: list[BaseProcess]) -> None:
     """End workers at once, when this process ends. Waits for them JOIN_SEC at most."""
     with contextlib.suppress(ValueError):  # not in the main thread
-        # torch's handler would raise that a worker was killed.
+        # torch's handler would raise an error because a worker was killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:
         worker.kill()
@@ -62,18 +62,18 @@ def kill(workers: list[BaseProcess]) -> None:
 
 
 def leave_to_rank(worker: int) -> None:
-    """Let a worker outlive SIGTERM and SIGUSR1, and end with its rank. For `worker_init_fn`."""
+    """Make a worker ignore SIGTERM and SIGUSR1, and end with its rank. For `worker_init_fn`."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        # A function, not SIG_IGN, which programs that the dataset starts would inherit.
+        # A function: SIG_IGN would be inherited by programs that the dataset starts.
         signal.signal(number, lambda *_: None)
     threading.Thread(target=end_with_parent, name="anyrank-parent", daemon=True).start()
 
 
 def end_with_parent() -> None:
-    """Wait until the process that started this one is gone, and end this one too."""
+    """Wait until the process that started this one has ended, then end this one too."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
-    # A process that was forked later may hold the sentinel open: the parent's id tells too.
+    # A process that was forked later may keep the sentinel open, so the parent's id is checked too.
     while os.getppid() == started_by and not wait([parent.sentinel], CHECK_SEC):
         pass
     os._exit(1)

@@ -29,7 +29,7 @@ Extent = tuple[int, int]  # offset and bytes
 
 
 def block_bytes(nbytes: int) -> int:
-    """Bytes of a block of so long a tensor: a power of two, so that no element is in two."""
+    """Bytes of a block of a tensor of this length: a power of two, so that no element is in two."""
     power = max(nbytes // BLOCKS, 1).bit_length() - 1
     return max(MIN_BYTES, min(MAX_BYTES, 1 << power))
 
@@ -128,30 +128,38 @@ class BlockSums:
         """
         import xxhash  # only files that are written or verified need it
 
-        index, position = bisect_right(self.ends, start), start
-        running = None
-        for whole in views:
-            view = whole
-            while len(view):
-                need = self.ends[index] - position
-                part, view = view[:need], view[need:]
-                position += len(part)
-                if running is None and len(part) == need:
-                    digest = xxhash.xxh3_64_digest(part)
+        first = index = bisect_right(self.ends, start)
+        digest, found = xxhash.xxh3_64_digest, list[bytes]()
+        running, position = None, start  # the digest of a block that is in several views
+        for view in views:
+            offset, length = 0, len(view)
+            while offset < length:
+                end = self.ends[index] - position  # of the block, in the view
+                if running is None and end <= length:
+                    found.append(digest(view[offset:end]))
                 else:
                     running = running or xxhash.xxh3_64()
-                    running.update(part)
-                    if len(part) < need:
-                        continue
-                    digest, running = running.digest(), None
-                expected = self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-                if digest != expected:
-                    low = self.ends[index - 1] if index else 0
-                    raise CorruptCheckpoint(
-                        f"{path}: bytes {low} to {position} are not those that were written: their "
-                        f"xxh3-64 is {digest.hex()}, it was {expected.hex()}: the file is damaged"
-                    )
-                index += 1
+                    running.update(view[offset:end])
+                    if end > length:
+                        break
+                    found.append(running.digest())
+                    running = None
+                offset, index = end, index + 1
+            position += length
+        # All at once: a comparison for each block would take as long as a third of the hashing.
+        expected = self.digests[first * DIGEST_BYTES : index * DIGEST_BYTES]
+        if b"".join(found) != expected:
+            self._raise_first(first, found, path)
+
+    def _raise_first(self, first: int, found: Sequence[bytes], path: str) -> None:
+        for index, digest in enumerate(found, first):
+            expected = self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            if digest != expected:
+                low = self.ends[index - 1] if index else 0
+                raise CorruptCheckpoint(
+                    f"{path}: bytes {low} to {self.ends[index]} are not those that were written: "
+                    f"their xxh3-64 is {digest.hex()}, it was {expected.hex()}: the file is damaged"
+                )
 
 
 def read_sums(where: SumsFile, size: int) -> BlockSums:

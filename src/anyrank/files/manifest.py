@@ -33,6 +33,10 @@ class FileRecord:
     blocks: str = ""
 
 
+STREAMS = {
+    "ranks": [{"data_index": COUNT, "data_size": COUNT, "streams": Table(str)}],
+    "states": Table({"algorithm": str, "values": [ANY], "data": str}),
+}
 FIELDS = {
     "run": str,
     "step": COUNT,
@@ -45,7 +49,7 @@ FIELDS = {
     "files": Table({"size": COUNT, "xxh3_64": Optional(DIGEST), "blocks": Optional(str)}),
     "parts": Table(ANY),
     "differed": [str],
-    "streams": Table(str),
+    "streams": STREAMS,
 }
 
 
@@ -63,7 +67,8 @@ class Manifest:
         files: name -> record, for every other file of the folder.
         parts: name -> what is saved of a part of the state, apart from its tensors.
         differed: tensors that were not alike on all ranks; the first rank's were saved.
-        streams: scope of each random stream.
+        streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
+            digest of each stream's state; `states`, digest -> state.
     """
 
     run: str
@@ -77,7 +82,7 @@ class Manifest:
     files: dict[str, FileRecord]
     parts: dict[str, Any]
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, str] = field(default_factory=dict[str, str])
+    streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""

@@ -1,4 +1,4 @@
-"""Fitting a step into device memory, with every gradient hook firing exactly once.
+"""Fit a step into device memory, with every gradient hook firing exactly once.
 
 Everything here records into the graph that the caller's backward pass walks: nothing starts a
 backward pass of its own on parameters, writes to `.grad`, or knows what wraps the model.

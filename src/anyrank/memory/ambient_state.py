@@ -1,4 +1,4 @@
-"""What a function depends on beside its arguments: random state, autocast, default device."""
+"""What a function depends on besides its arguments: random state, autocast, default device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = Any  # what `read` of a stream returns and its `write` takes
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of one random stream, and how to read and set it."""
+    """The state of one random number generator, and how to read and set it."""
 
     read: Callable[[], State]
     write: Callable[[State], object]
@@ -29,7 +29,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast of one device type."""
+    """The autocast settings of one device type."""
 
     device_type: str
     enabled: bool
@@ -39,7 +39,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class AmbientState:
-    """Taken where a function runs, and put back where it runs again, maybe in another thread."""
+    """Recorded where a function runs, and restored where it runs again, maybe in another thread."""
 
     random: tuple[RandomState, ...]
     autocast: tuple[Autocast, ...]
@@ -50,7 +50,7 @@ class AmbientState:
     def now(
         cls, devices: Iterable[torch.device], generators: Sequence[torch.Generator]
     ) -> AmbientState:
-        """Those of this thread, for the CPU, the accelerator in use, and the devices given."""
+        """The state of this thread, for the CPU, the current accelerator and the given devices."""
         known = set(devices) | current_accelerator()
         types = {device.type for device in known} | {"cpu"}
         return cls(
@@ -70,7 +70,7 @@ class AmbientState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Inside, they are in force; behind, all is as it was."""
+        """Apply the recorded state inside, and restore the state from before afterwards."""
         before = [stream.read() for stream in self.random]
         try:
             for stream in self.random:
@@ -83,6 +83,7 @@ class AmbientState:
                 stream.write(state)
 
     def enter(self, stack: contextlib.ExitStack) -> None:
+        """Enter autocast and the default device where they differ from the current ones."""
         for each in self.autocast:
             if each.enabled or torch.is_autocast_enabled(each.device_type):
                 stack.enter_context(
@@ -98,23 +99,23 @@ class AmbientState:
 
 
 def current_accelerator() -> set[torch.device]:
-    """The accelerator's current device, once something has used it: asking must not start it."""
+    """The accelerator's current device if it is in use: asking must not initialize it."""
     if not torch.accelerator.is_available():
         return set()
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not is_started(kind.type):
+    if kind is None or not is_initialized(kind.type):
         return set()
     return {torch.device(kind.type, torch.accelerator.current_device_index())}
 
 
-def is_started(device_type: str) -> bool:
+def is_initialized(device_type: str) -> bool:
     module: Any = torch.get_device_module(device_type)
-    started: Any = getattr(module, "is_initialized", None)
-    return started is None or bool(started())
+    check: Any = getattr(module, "is_initialized", None)
+    return check is None or bool(check())
 
 
 def python_state() -> tuple[int, array[int], float | None]:
-    """The state of `random`, in 2.5 KB: as the tuple of integers that it gives it takes 20."""
+    """The state of `random` in 2.5 KB: the tuple of integers that it returns takes 20."""
     version, state, gauss = random.getstate()
     return version, array("I", state), gauss
 

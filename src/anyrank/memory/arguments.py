@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree  # torch's containers have no public m
 
 
 class Call:
-    """A function with its arguments, taken apart.
+    """A function, and its arguments as a flat list.
 
     Attributes:
-        fn: the function, out of any `functools.partial`, whose arguments are among the others.
+        fn: the function, without any `functools.partial`, whose arguments are among the others.
         leaves: the arguments in order, at any depth of lists, tuples, dicts and registered types;
-            what another container holds stays in it, and reaches the function as it is.
+            the contents of any other container reach the function unchanged.
         spec: their structure.
     """
 
@@ -27,39 +27,36 @@ class Call:
         self.leaves, self.spec = flatten((self.args, self.kwargs))
 
     def __call__(self) -> Any:
-        """Call the function with the very containers that were given: it may fill them."""
+        """Call the function with the caller's own containers: it may fill them."""
         return self.fn(*self.args, **self.kwargs)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Other leaves, as args and kwargs."""
+        """Given leaves, as args and kwargs."""
         return pytree.tree_unflatten(leaves, self.spec)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Call the function with other leaves in place of these."""
+        """Call the function with the given leaves."""
         args, kwargs = self.arguments(leaves)
         return self.fn(*args, **kwargs)
 
     def name(self, position: int) -> str:
         """How a user would write the argument at a position."""
-        numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-        path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
-        root = "args" if str(path[0]) == "[0]" else "kwargs"
-        return root + "".join(str(key) for key in path[1:])
+        return argument_name(position, len(self.leaves), self.spec)
 
 
-class Emptied(Call):
-    """A call without its tensors, which a region may hold while an offload takes them away.
+class TensorlessCall:
+    """A call without its tensors, which a region may keep while an offload moves the tensors away.
 
-    A tensor that is given twice is one here, and the same object when the function runs again: some
-    functions look.
+    A tensor that occurs twice among the arguments is kept once, and is the same object when the
+    function runs again: some functions compare identities.
 
     Attributes:
-        tensors: the tensors of the call, each once. `forget` drops them.
-        positions: where each stands first.
+        tensors: the tensors of the call, each once. `drop_tensors` drops them.
+        positions: where each of them occurs first.
     """
 
     def __init__(self, call: Call) -> None:
-        self.fn, self.args, self.kwargs, self.spec = call.fn, (), {}, call.spec
+        self.fn, self.spec = call.fn, call.spec
         self.tensors: list[torch.Tensor] = []
         self.positions: list[int] = []
         self.index: dict[int, int] = {}
@@ -73,24 +70,38 @@ class Emptied(Call):
                 self.index[position] = first[id(leaf)]
         self.leaves = [None if n in self.index else leaf for n, leaf in enumerate(call.leaves)]
 
-    def forget(self) -> None:
+    def drop_tensors(self) -> None:
         self.tensors = []
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """All leaves again, with these in place of the call's tensors."""
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All leaves, with the given tensors in place of the call's own."""
         return [
             tensors[self.index[n]] if n in self.index else leaf
             for n, leaf in enumerate(self.leaves)
         ]
 
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Call the function with the given leaves."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
+
     def tensor_name(self, number: int) -> str:
-        return self.name(self.positions[number])
+        """How a user would write the argument that is tensor `number`."""
+        return argument_name(self.positions[number], len(self.leaves), self.spec)
+
+
+def argument_name(position: int, count: int, spec: Any) -> str:
+    """How a user would write the argument at a position of `count` leaves."""
+    numbers = pytree.tree_unflatten(range(count), spec)
+    path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
+    root = "args" if str(path[0]) == "[0]" else "kwargs"
+    return root + "".join(str(key) for key in path[1:])
 
 
 def unwrap(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Take the arguments that a `functools.partial` holds out of it."""
+    """Unwrap a `functools.partial`, with its arguments added to the others."""
     while isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     return fn, args, kwargs
@@ -102,7 +113,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """What `flatten` took apart."""
+    """The inverse of `flatten`."""
     return pytree.tree_unflatten(leaves, spec)
 
 

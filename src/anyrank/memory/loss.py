@@ -1,4 +1,10 @@
-"""`anyrank.tiled_loss`: a loss over a large vocabulary, a few rows of logits at a time."""
+"""`anyrank.tiled_loss`: a loss over a large vocabulary, a few rows of logits at a time.
+
+For a plain linear head the gradients are computed in the forward pass: the logits of a tile are
+overwritten by their own gradient, which is multiplied into the gradients of the hidden states and
+of the weight at once. That is three products per tile, as in the plain loss, and nothing is
+computed twice.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from anyrank.errors import RecomputeError
 from anyrank.memory.arguments import name_of
-from anyrank.memory.fused import FusedLoss
 from anyrank.memory.module_state import modules_in
 from anyrank.memory.tile import Tiled
 
@@ -32,51 +38,60 @@ def tiled_loss(
     in_dims: Sequence[int | None] | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden states, without ever holding more logits than those of one tile.
+    """The loss of hidden states, with the logits of one tile at a time in memory.
 
-    With a module as `fn`, the head, the loss is the cross entropy of `fn(hidden)` in float32. Any
+    With a module (the head) as `fn`, the loss is the cross entropy of `fn(hidden)` in float32. Any
     other loss is a function of a tile: `fn(hidden [t, H], labels [t], *rest)` returns the losses
-    [t] of its tokens; it may call any head, soft-cap, add a z-loss. The mean is the sum over all
-    tiles divided once, so it does not depend on the tiles. Shift labels, not hidden states: those
-    would be copied.
+    [t] of its tokens; it may call any head, soft-cap the logits or add a z-loss. The mean is the
+    sum over all tiles divided once, so it does not depend on the tiles. Shift labels, not hidden
+    states, which would be copied.
 
-    Each rank by itself, inside the unit of FSDP2 that owns the head's weight. A head that is a unit
-    of its own gathers its weight for each tile; the number of tiles has to be equal on all ranks
-    then, and is compared. A DTensor of hidden states (sequence parallel) is gathered first, and
-    the logits of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of
-    its mesh must call, with the same labels.
+    Each rank by itself, inside the FSDP2 unit that owns the head's weight. A head that is its own
+    unit gathers its weight for each tile; the number of tiles must then be equal on all ranks, and
+    is compared. Hidden states that are a DTensor (sequence parallel) are gathered first, and logits
+    of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of the mesh
+    must call, with the same labels.
 
     Args:
         fn: a module from [t, H] to logits [t, V], or a function from a tile to losses.
         hidden: [..., H], any floating dtype.
-        labels: [...], class indices (or what `fn` takes, for a function).
-        rest: more arguments of a function: a tensor whose shape begins with that of `labels` is cut
-            with it, all else (and any parameter) is passed whole, unless `in_dims` says otherwise.
+        labels: [...], class indices (or whatever a function `fn` expects).
+        rest: further arguments of a function: a tensor whose shape begins with that of `labels` is
+            tiled like it, anything else (and any parameter) is passed whole; `in_dims` overrides.
         chunk_size: tokens of a tile.
         reduction: "none" gives losses in the shape of `labels`, 0 where ignored.
-        impl: "recompute" computes the logits of a tile again in backward: for any `fn`, any order
-            of differentiation. "fused" computes gradients in the forward pass, faster and in less
-            memory: for a plain `nn.Linear` whose weight is whole, reduction "mean" or "sum", and
-            one backward pass. "auto" is "fused" where that applies.
-        ignore_index: label of tokens that do not count.
-        count: what "mean" divides by, instead of the number of tokens that count; 0 divides by 1.
-            For a mean over the tokens of all ranks, under DDP and FSDP2, which average gradients:
-            their number divided by that of the ranks. All tokens ignored gives 0 with a graph.
+        impl: "recompute" computes the logits of a tile again in backward: for any `fn` and any
+            order of differentiation. "fused" computes gradients in the forward pass, faster and in
+            less memory: for a plain `nn.Linear` whose weight is whole, reduction "mean" or "sum",
+            and one backward pass. "auto" is "fused" where possible.
+        ignore_index: label of tokens without a loss.
+        count: divisor of "mean", instead of the number of tokens that are not ignored; 0 divides
+            by 1. For a mean over the tokens of all ranks under DDP or FSDP2, which average
+            gradients: the number of all ranks' tokens divided by the number of ranks. If all tokens
+            are ignored, the loss is 0 with a graph.
         label_smoothing: as in `torch.nn.functional.cross_entropy`; for a head.
-        in_dims: for each of `rest` 0, cut along with the labels, or None, passed whole.
+        in_dims: for each of `rest`, 0 to tile it like the labels, or None to pass it whole.
         grad_dtype: sum the gradients of the head's weights over the tiles in this dtype, and round
             once, at the end. None sums in the dtype of the weights: with many tiles in bfloat16
-            that is several times as inexact as all logits at once. For a function, the head is
-            looked for in what it captures.
+            that is several times less accurate than an untiled loss. For a function, the head is
+            found among its captured variables.
 
     Returns:
         0-d in float32 (float64 for float64 losses), or losses in the shape of `labels`.
 
     Raises:
-        ValueError, TypeError: shapes or options that do not fit; logits that are a part of the
+        ValueError, TypeError: shapes or options that do not match; logits for a part of the
             vocabulary.
         RankError: as of `tile`.
         RecomputeError: from backward, as of `recompute`; a second pass through a fused loss.
+
+    Example::
+
+        head = torch.nn.Linear(16, 1000)
+        hidden = torch.randn(2, 512, 16, requires_grad=True)
+        labels = torch.randint(1000, (2, 512))
+        loss = anyrank.tiled_loss(head, hidden, labels, chunk_size=256)
+        loss.backward()
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
@@ -115,7 +130,7 @@ def tiled_loss(
 def divisor(
     labels: torch.Tensor, ignore_index: int, count: float | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """What the mean divides by; never 0, as the sum is 0 then."""
+    """The divisor of the mean; never 0, where the sum is 0 too."""
     if count is None:
         return (labels != ignore_index).sum().clamp(min=1)
     return torch.where(count == 0, 1, count) if isinstance(count, torch.Tensor) else count or 1
@@ -133,7 +148,7 @@ def head_loss(
     if isinstance(head, nn.Linear) and logits.shape[-1] != head.out_features:
         raise ValueError(
             f"{name_of(head)} returns {logits.shape[-1]} of {head.out_features} logits: it is "
-            "sharded over the vocabulary and hands out its own part. Let it return a DTensor "
+            "sharded over the vocabulary and returns only this rank's part. Return a DTensor "
             "(ColwiseParallel(use_local_output=False)) or all logits (output_layouts=Replicate())"
         )
     return F.cross_entropy(
@@ -152,32 +167,32 @@ def checked(
     labels: torch.Tensor,
     *rest: Any,
 ) -> torch.Tensor:
-    """Run `fn` on a tile and look at what it returns."""
-    if mesh is not None:  # a head that is told to gather shards must see that this is whole
+    """Run `fn` on a tile and check its result."""
+    if mesh is not None:  # a head that gathers its input must see that this is whole
         hidden = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
     losses = gathered(fn(hidden, labels, *rest))
     if not isinstance(losses, torch.Tensor) or losses.shape[:1] != labels.shape or losses.ndim != 1:
         shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(
-            f"{name_of(fn)} returns {shape} for a tile of {len(labels)} tokens, and "
-            f"[{len(labels)}] is expected, one loss for each: take reduction='none' inside"
+            f"{name_of(fn)} returns {shape} for a tile of {len(labels)} tokens, expected "
+            f"[{len(labels)}], a loss for each token: use reduction='none' inside"
         )
     return losses
 
 
 def begins_with(value: Any, labels: torch.Tensor) -> int | None:
-    """0 for an argument that has one entry for each token, None for any other."""
+    """0 for a tensor with an entry for each token, None for anything else."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return None
     return 0 if value.shape[: labels.ndim] == labels.shape else None
 
 
 def check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tensor) -> None:
-    """Raises ValueError: `in_dims` does not fit the arguments."""
+    """Raises ValueError: `in_dims` does not match the arguments."""
     if len(cut) != len(rest) or any(dim not in (0, None) for dim in cut):
         raise ValueError(
             f"in_dims={tuple(cut)!r}: one entry for each of the {len(rest)} arguments after "
-            "labels, 0 to cut it along with the labels or None to pass it whole"
+            "labels, 0 to tile it like the labels or None to pass it whole"
         )
     for n, (dim, each) in enumerate(zip(cut, rest, strict=True)):
         if dim == 0 and (
@@ -185,18 +200,18 @@ def check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tens
         ):
             shape = list(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
             raise ValueError(
-                f"argument {n} after labels is {shape}: to be cut along with the labels it must be "
-                f"a tensor whose shape begins with theirs, {list(labels.shape)}"
+                f"argument {n} after labels is {shape}: to be tiled like the labels it must be "
+                f"a tensor whose shape begins with that of the labels, {list(labels.shape)}"
             )
 
 
 def gathered(value: Any) -> Any:
-    """A DTensor as the plain tensor that it stands for, whole on each rank."""
+    """A DTensor as a plain tensor, whole on each rank; any other value unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of hidden states that a sharded head takes as a DTensor."""
+    """The mesh of hidden states that a sharded head expects as a DTensor."""
     if not isinstance(hidden, DTensor):
         return None
     sharded = any(isinstance(p, DTensor) for module in modules_in(fn) for p in module.parameters())
@@ -204,20 +219,20 @@ def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
 
 
 def why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
-    """What keeps the fused form from being the same as calling the head, if anything does."""
+    """Why the fused form would differ from calling the head; None if it would not."""
     if type(fn) is not nn.Linear:
-        return f"it is for nn.Linear itself, and the head is a {name_of(fn)}"
+        return f"the head is a {name_of(fn)}, not nn.Linear itself"
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     if any(fn.__dict__.get(name) for name in hooks):
-        return "the head has hooks, or a forward of its own"
+        return "the head has hooks, or its own forward"
     if isinstance(fn.weight, DTensor):
         return "the head's weight is sharded"
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
-        return "the head computes in another dtype than its weight and input have"
+        return "the head computes in a different dtype than its weight and input have"
     if reduction == "none":
         return 'reduction="none" has a gradient for each token'
     if torch.compiler.is_compiling():
-        return "it is not traced by torch.compile"
+        return "torch.compile does not trace it"
     return None if torch.is_grad_enabled() else "gradients are off"
 
 
@@ -232,24 +247,118 @@ def check(
     count: Any,
     label_smoothing: float,
 ) -> None:
-    """Raises ValueError: arguments that do not fit one another."""
+    """Raises ValueError: arguments that do not match each other."""
     if hidden.ndim < 1 or hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden has shape {list(hidden.shape)} and labels {list(labels.shape)}: they must be "
             "[..., H] and [...] (under sequence parallelism, give hidden as a DTensor or gather it)"
         )
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction={reduction!r}: "mean", "sum" or "none"')
+        raise ValueError(f'reduction={reduction!r}: give "mean", "sum" or "none"')
     if impl not in ("auto", "recompute", "fused"):
-        raise ValueError(f'impl={impl!r}: "auto", "recompute" or "fused"')
+        raise ValueError(f'impl={impl!r}: give "auto", "recompute" or "fused"')
     if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: a tile has at least one token")
+        raise ValueError(f"chunk_size={chunk_size}: give at least 1 token")
     if not isinstance(count, torch.Tensor) and count is not None and count < 0:
-        raise ValueError(f"count={count}: the mean is over 0 tokens or more")
+        raise ValueError(f"count={count}: give at least 0 tokens")
     if count is not None and reduction != "mean":
-        raise ValueError(f'count is what reduction="mean" divides by, not "{reduction}"')
+        raise ValueError(
+            f'count is the divisor of reduction="mean", and reduction is "{reduction}"'
+        )
     if isinstance(fn, nn.Module):
         if rest:
-            raise ValueError("more arguments are for a function; a head takes hidden states alone")
+            raise ValueError(
+                "further arguments are for a function; a head is called with hidden states only"
+            )
     elif label_smoothing:
-        raise ValueError("label_smoothing is for a head: a function smooths in its own loss")
+        raise ValueError("label_smoothing is for a head: a function computes its own loss")
+
+
+PRODUCT_ROWS = 8192  # of the vocabulary
+
+
+class FusedLoss(torch.autograd.Function):
+    """(hidden [T, H], weight [V, H], bias [V] or None, labels [T], ...) -> sum of losses, 0-d.
+
+    Gradients are kept without the incoming gradient and multiplied by it in place, so they can be
+    used once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        chunk_size: int,
+        ignore_index: int,
+        label_smoothing: float,
+        grad_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad
+        grads = [
+            torch.empty_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None,
+            torch.zeros_like(weight, dtype=grad_dtype) if needed[1] else None,
+            torch.zeros_like(bias, dtype=grad_dtype) if bias is not None and needed[2] else None,
+        ]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = hidden[start : start + chunk_size]
+            logits = torch.nn.functional.linear(rows, weight, bias)
+            tile = labels[start : start + chunk_size]
+            total += loss_into_gradient(logits, tile, wide, ignore_index, label_smoothing)
+            if grads[0] is not None:
+                torch.mm(logits, weight, out=grads[0][start : start + chunk_size])
+            if grads[1] is not None:
+                add_product(grads[1], logits.t(), rows)
+            if grads[2] is not None:
+                grads[2] += logits.sum(0, dtype=grad_dtype)
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.grads is None or torch.is_grad_enabled():
+            raise RecomputeError(
+                "tiled_loss(impl='fused') can run backward once and cannot be "
+                'differentiated twice: use impl="recompute" for retain_graph or create_graph'
+            )
+        kept, ctx.grads = ctx.grads, None
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 5
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b. Into a wider total a few rows at a time: each product is a temporary."""
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+        return
+    for start in range(0, len(total), PRODUCT_ROWS):
+        total[start : start + PRODUCT_ROWS] += a[start : start + PRODUCT_ROWS] @ b
+
+
+def loss_into_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    wide: torch.dtype,
+    ignore_index: int,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """Sum of the losses of one tile; overwrites the logits with their gradient."""
+    valid = (labels != ignore_index).unsqueeze(1)
+    target = torch.where(valid, labels.unsqueeze(1), 0)
+    scores = logits.to(wide, copy=True)
+    scores -= scores.amax(1, keepdim=True)
+    of_target = scores.gather(1, target)
+    mean = scores.mean(1, keepdim=True) if label_smoothing else None
+    total = scores.exp_().sum(1, keepdim=True)
+    losses = total.log() - of_target
+    if mean is not None:
+        losses += label_smoothing * (of_target - mean)
+    scores.div_(total)
+    if label_smoothing:
+        scores -= label_smoothing / scores.shape[1]
+    scores.scatter_add_(1, target, torch.full_like(of_target, label_smoothing - 1))
+    logits.copy_(scores.mul_(valid))
+    return torch.where(valid, losses, 0).sum()

@@ -1,9 +1,9 @@
 """The parameters and buffers of a function's modules, the same when the function runs again.
 
-A recomputed function reads its weights a second time. What autograd saves is checked where it is
-saved; a bias, an embedding table or a buffer is not saved, and `torch.func.functional_call` has put
-the module's own weights back by then. So the first run notes which tensors there were, and the
-second runs on those: put back where others stand in their place, and refused where they changed.
+A recomputed function reads its weights a second time. The tensors that autograd saves are checked
+elsewhere; a bias, an embedding or a buffer is not saved, and `torch.func.functional_call` has
+restored the module's own weights by then. So the first run records which tensors the modules had,
+and the second uses the same: replaced tensors are restored, changed ones are an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.walk import walk
 
-# Buffers up to this size are kept by value, so that what changes them in between (the statistics of
-# a second call, DDP's broadcast) does no harm. Larger ones are compared by version.
+# Buffers up to this size are kept by value, so that changes in between (the statistics of a second
+# call, DDP's broadcast) do no harm. Larger ones are compared by version.
 KEPT_BYTES = 64 << 10
-MAX_OBJECTS = 1000  # looked at to find the modules of a function
+MAX_OBJECTS = 1000  # visited while searching for the modules of a function
 
 
-class Found:
-    """A tensor, where it stood, and how often it had been changed."""
+class RecordedTensor:
+    """A tensor, its place in its module, and its version."""
 
     __slots__ = ("copy", "key", "name", "owner", "tensor", "version")
 
@@ -47,14 +47,14 @@ class ModuleState:
     """The tensors of some modules, from before a function runs for the first time.
 
     Args:
-        modules: as `modules_in` finds them.
-        before: the state of an earlier tile of the same call, whose copies still hold.
+        modules: as returned by `modules_in`.
+        before: the state of an earlier tile of the same call, whose copies are still valid.
     """
 
     @uncompiled
     def __init__(self, modules: Iterable[nn.Module], before: ModuleState | None = None) -> None:
-        self.parameters: list[Found] = []
-        self.buffers: list[Found] = []
+        self.parameters: list[RecordedTensor] = []
+        self.buffers: list[RecordedTensor] = []
         known = (
             {} if before is None else {(id(each.owner), each.key): each for each in before.buffers}
         )
@@ -65,27 +65,29 @@ class ModuleState:
                 parameters: dict[str, Any] = vars(module)["_parameters"]
                 for key, tensor in parameters.items():
                     if tensor is not None:
-                        self.parameters.append(Found(parameters, key, prefix + key, tensor))
+                        self.parameters.append(
+                            RecordedTensor(parameters, key, prefix + key, tensor)
+                        )
                 buffers: dict[str, Any] = vars(module)["_buffers"]
                 for key, tensor in buffers.items():
                     if tensor is not None:
-                        each = Found(buffers, key, prefix + key, tensor)
+                        each = RecordedTensor(buffers, key, prefix + key, tensor)
                         each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
                         self.buffers.append(each)
 
     @uncompiled
-    def settle(self) -> None:
-        """After the first run: drop copies of large buffers that it has left alone."""
+    def drop_unused_copies(self) -> None:
+        """After the first run: drop copies of large buffers that it did not change."""
         for each in self.buffers:
             if each.tensor.nbytes > KEPT_BYTES and not has_changed(each):
                 each.copy = None
 
     @contextlib.contextmanager
     def restored(self, label: str) -> Generator[None]:
-        """Inside, the modules have the tensors and values of the first run.
+        """Inside, give the modules the tensors and values of the first run.
 
         Raises:
-            RecomputeError: one has changed in place since, and its values are gone.
+            RecomputeError: a tensor was changed in place since, and its former value is lost.
         """
         changed = [each for each in self.parameters if version_of(each.tensor) != each.version]
         changed += [each for each in self.buffers if each.copy is None and has_changed(each)]
@@ -95,10 +97,10 @@ class ModuleState:
             raise RecomputeError(
                 f"{label}: {kind} {each.name}, {str(each.tensor.dtype).removeprefix('torch.')}"
                 f"{list(each.tensor.shape)}, was changed in place between forward and backward (an "
-                "optimizer step, a load): the recomputation would see other values; run backward "
-                "first"
+                "optimizer step, a load): the recomputation would see different values; run "
+                "backward first"
             )
-        undo: list[tuple[Found, Any]] = []
+        undo: list[tuple[RecordedTensor, Any]] = []
         try:
             for each in self.parameters:
                 now = each.owner.get(each.key)
@@ -107,10 +109,10 @@ class ModuleState:
                     each.owner[each.key] = each.tensor
             for each in self.buffers:
                 now = each.owner.get(each.key)
-                if now is not None:  # undone in any case, as the function may assign to it again
+                if now is not None:  # undone in any case: the function may assign to it again
                     undo.append((each, now))
-                    # A copy of the copy, as this run may change it: batch norm does, and counts
-                    # no version.
+                    # A copy of the copy: this run may change it, as batch norm does without a new
+                    # version.
                     each.owner[each.key] = each.tensor if each.copy is None else each.copy.clone()
             yield
         finally:
@@ -118,15 +120,13 @@ class ModuleState:
                 each.owner[each.key] = now
 
 
-def has_changed(each: Found) -> bool:
-    """Whether a tensor was written to, or another put in its place, since it was found."""
+def has_changed(each: RecordedTensor) -> bool:
+    """Whether a tensor was changed or replaced since it was recorded."""
     return version_of(each.tensor) != each.version or each.owner.get(each.key) is not each.tensor
 
 
 def is_replaced(then: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether another tensor stands in a parameter's place, other than by FSDP2, which gathers and
-    shards a parameter itself: that changes the layout.
-    """
+    """Whether a parameter was replaced, other than by FSDP2, whose gather changes the layout."""
     return then is not now and layout(then) == layout(now)
 
 
@@ -134,8 +134,10 @@ def layout(tensor: torch.Tensor) -> Any:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def copy_of(each: Found, training: bool, before: Found | None) -> torch.Tensor | None:
-    """A buffer's value: of a small one, or of one that the function may change."""
+def copy_of(
+    each: RecordedTensor, training: bool, before: RecordedTensor | None
+) -> torch.Tensor | None:
+    """The value of a buffer that is small, or that the function may change; else None."""
     if before is not None and before.tensor is each.tensor and before.version == each.version:
         return before.copy
     if not training and each.tensor.nbytes > KEPT_BYTES:
@@ -145,9 +147,9 @@ def copy_of(each: Found, training: bool, before: Found | None) -> torch.Tensor |
 
 
 def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Module]:
-    """The modules that a function runs, as far as it shows: itself, its owner, its arguments, what
-    it has captured or finds among its globals. Of a module that it has captured and of which it
-    names children (`self.block(x)`), those.
+    """The modules that a function runs, as far as can be seen: itself, its owner, its arguments,
+    its captured variables and its globals. If it names children of a captured module
+    (`self.block(x)`), these children alone.
     """
     found: dict[int, nn.Module] = {}
     waiting: list[Any] = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
@@ -176,7 +178,7 @@ def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Mo
 
 
 def used_by(method: Any, owner: Any) -> list[Any]:
-    """What a method captures, and what it finds in its owner, which is no module."""
+    """What a method captures, and the attributes it uses of its owner, which is not a module."""
     if not isinstance(method, types.FunctionType):
         return [getattr(owner, "__wrapped__", None)]
     known: dict[str, Any] = getattr(owner, "__dict__", {})
@@ -184,13 +186,13 @@ def used_by(method: Any, owner: Any) -> list[Any]:
 
 
 def captured_by(fn: types.FunctionType) -> Generator[Any]:
-    """What a function's cells, defaults and used globals hold."""
+    """The values of a function's cells, defaults and used globals."""
     if (fn.__module__ or "").partition(".")[0] == "torch":
         return
     names = fn.__code__.co_names
     values = [fn.__globals__[name] for name in names if name in fn.__globals__]
     for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
+        with contextlib.suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
     values += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     for value in values:

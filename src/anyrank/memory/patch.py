@@ -1,4 +1,4 @@
-"""The in-place forms: patched `forward` of the modules that a pattern names, and the way back."""
+"""`anyrank.recompute_` and `tile_`: replace `forward` of the modules that match a pattern."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from anyrank.memory.offload import Offload
-from anyrank.memory.recompute import Settings, record, resident_in
+from anyrank.memory.recompute import Options, record_region, resident_in
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.tensors.names import WRAPPERS, candidates, near
 from anyrank.tensors.walk import walk
 
 Forward = Callable[..., Any]
-# Runs a patched module: its name, its own forward, args and kwargs.
-Around = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
+# Runs a patched module, given its name, its own forward, args and kwargs.
+Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Switch:
-    """Whether a patch is in force: one for all copies of the patched model."""
+    """Whether a patch is active: shared by all deep copies of the patched model."""
 
     def __init__(self) -> None:
         self.on = True
@@ -33,16 +33,16 @@ class Switch:
         return self
 
 
-class Patched:
-    """Stands as an instance's `forward`. An object and not a function, so that a deep copy of the
-    module calls the copy's weights. Pickled it is the `forward` that it wraps: a file has the model
-    alone, and whoever loads it patches it again.
+class PatchedForward:
+    """Replaces the `forward` of an instance. An object rather than a function, so that a deep copy
+    of the module uses the copy's weights. It is pickled as the `forward` that it wraps: a file has
+    the unpatched model.
     """
 
-    def __init__(self, name: str, inner: Forward, around: Around, kind: str) -> None:
+    def __init__(self, name: str, inner: Forward, wrapper: Wrapper, kind: str) -> None:
         self.name = name
         self.inner = inner
-        self.around = around
+        self.run_with = wrapper
         self.kind = kind
         self.switch = Switch()
         functools.update_wrapper(self, inner, updated=())
@@ -54,16 +54,16 @@ class Patched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self.inner(*args, **kwargs)
-        return self.around(self.name, self.inner, args, kwargs)
+        return self.run_with(self.name, self.inner, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patched:
-        twin = Patched(self.name, copy.deepcopy(self.inner, memo), self.around, self.kind)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
+        twin = PatchedForward(self.name, copy.deepcopy(self.inner, memo), self.run_with, self.kind)
         twin.switch = self.switch
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self.inner
-        while isinstance(inner, Patched):
+        while isinstance(inner, PatchedForward):
             inner = inner.inner
         owner = getattr(inner, "__self__", None)
         return (getattr, (owner, "forward")) if owner is not None else (functools.partial, (inner,))
@@ -76,26 +76,28 @@ class Handle:
         names: the modules that were patched.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], patches: list[Patched]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], patches: list[PatchedForward]) -> None:
         self.names = list(modules)
-        self.modules = list(modules.values())
-        self.patches = patches
+        self._modules = list(modules.values())
+        self._patches = patches
 
     def remove(self) -> None:
-        """Give the modules their own `forward` back. Again does nothing. Deep copies that were made
-        of them while they were patched run their own `forward` again, too.
+        """Restore the modules' own `forward`, also in deep copies of the patched modules. A second
+        call does nothing.
 
-        Below a later patch of the same module it stays in place and passes calls on.
+        Below a later patch of the same module, the removed patch stays and forwards calls.
         """
-        for module, patch in zip(self.modules, self.patches, strict=True):
+        for module, patch in zip(self._modules, self._patches, strict=True):
             patch.switch.on = False
-            while isinstance(top := module.__dict__.get("forward"), Patched) and not top.active:
+            while (
+                isinstance(top := module.__dict__.get("forward"), PatchedForward) and not top.active
+            ):
                 restore(module, top)
 
 
-def restore(module: nn.Module, patch: Patched) -> None:
+def restore(module: nn.Module, patch: PatchedForward) -> None:
     own = getattr(patch.inner, "__self__", None) is module
-    if own:  # the class's method: without an entry of its own the instance finds it
+    if own:  # the class's method: found without an entry in the instance
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = patch.inner
@@ -109,28 +111,36 @@ def recompute_(
     context_fn: Callable[[], Contexts] | None = None,
     generators: Iterable[torch.Generator] = (),
 ) -> Handle:
-    """Recompute the modules that a pattern names, wherever they are called: see `recompute`.
+    """Recompute the modules that match a pattern in backward, in place: see `recompute`.
 
     Each rank by itself, before or after wrapping in DDP, `fully_shard` or `torch.compile`; with
-    `fully_shard` of the same modules, the region lies inside the unit. Names of parameters, and so
-    the state dict, stay.
+    `fully_shard` of the same modules, the region is inside the unit. The names of parameters, and
+    so the state dict, do not change.
 
     Args:
-        pattern: a name as in `named_modules`, in which `*` stands for one part and `**` for any
-            number: `"layers.*"`, `"**.mlp"`. What wrappers put into names is left out.
+        pattern: a name as in `named_modules`, in which `*` matches one part and `**` any number
+            of parts: `"layers.*"`, `"**.mlp"`. Prefixes that wrappers add are ignored.
         offload, context_fn, generators: as in `recompute`.
 
     Returns:
-        A handle whose `remove()` undoes it, and whose `names` are those of the modules.
+        A handle whose `remove()` restores the modules, and whose `names` lists them.
 
     Raises:
-        ValueError: no module of that name, or one that is never called, or recomputed already.
+        ValueError: no module matches, a module that matches is never called, or is recomputed
+            already.
+
+    Example::
+
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+        handle = anyrank.recompute_(model, "*")
+        model(torch.randn(2, 8)).sum().backward()
+        handle.remove()
     """
     modules = find_modules(model, pattern)
-    settings = Settings(offload, context_fn, tuple(generators), resident_in(model))
+    settings = Options(offload, context_fn, tuple(generators), resident_in(model))
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return record(forward, args, kwargs, name, settings)
+        return record_region(forward, args, kwargs, name, settings)
 
     return patch(modules, call, "recompute_")
 
@@ -146,23 +156,31 @@ def tile_(
     grad_dtype: torch.dtype | None = None,
     check: bool = False,
 ) -> Handle:
-    """Tile the modules that a pattern names, wherever they are called: see `tile`.
+    """Tile the modules that match a pattern, in place: see `tile`.
 
-    Each rank by itself, before or after wrapping, as `recompute_`. Under `fully_shard` of the same
-    modules the tiles run inside the unit: one gather for all.
+    Each rank by itself, before or after wrapping, as `recompute_`. With `fully_shard` of the same
+    modules the tiles run inside the unit, which gathers once for all tiles.
 
     Args:
         pattern: as in `recompute_`.
         dim: the dim of the first argument and of all results that is tiled: -2 is the one before
             the features, whether the argument is [batch, tokens, width] or [tokens, width].
-        in_dims, out_dims: instead, as in `tile`.
-        chunk_size, grad_dtype, check: as in `tile`; the check is made in each module.
+        in_dims, out_dims: as in `tile`, instead of `dim`.
+        chunk_size, grad_dtype, check: as in `tile`; each module is checked.
 
     Returns:
-        A handle whose `remove()` undoes it, and whose `names` are those of the modules.
+        A handle whose `remove()` restores the modules, and whose `names` lists them.
 
     Raises:
-        ValueError: no module of that name, or one that is never called, or tiled already.
+        ValueError: no module matches, a module that matches is never called, or is tiled already.
+
+    Example::
+
+        mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        model = torch.nn.ModuleDict({"mlp": mlp})
+        handle = anyrank.tile_(model, "mlp", chunk_size=256)
+        mlp(torch.randn(2, 1000, 8)).sum().backward()
+        handle.remove()
     """
     modules = find_modules(model, pattern)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
@@ -178,30 +196,34 @@ def tile_(
     return patch(modules, call, "tile_")
 
 
-def patch(modules: dict[str, nn.Module], around: Around, kind: str) -> Handle:
-    """Wrap the `forward` of each module, of none if one has been wrapped in the same way."""
+def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
+    """Patch the `forward` of all modules, or of none if one has a patch of this kind."""
     for name, module in modules.items():
         inner = module.__dict__.get("forward")
-        while isinstance(inner, Patched):
+        while isinstance(inner, PatchedForward):
             if inner.active and inner.kind == kind:
-                raise ValueError(f"{name} has a {kind} already: call remove() of its handle first")
+                raise ValueError(
+                    f"{name} has a {kind} patch already: call remove() of its handle first"
+                )
             inner = inner.inner
-    patches = [Patched(name, module.forward, around, kind) for name, module in modules.items()]
+    patches = [
+        PatchedForward(name, module.forward, wrapper, kind) for name, module in modules.items()
+    ]
     for module, each in zip(modules.values(), patches, strict=True):
         module.__dict__["forward"] = each
     return Handle(modules, patches)
 
 
 def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Name -> module, of those that the pattern names."""
+    """Name -> module, for the modules that match the pattern and are called."""
     known = dict(walk(model))
     matches = matcher(pattern)
     found = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}
     found = {name: module for name, module in found.items() if not is_wrapped(name, found)}
     if not found:
         raise ValueError(
-            f"{pattern!r} names no module of {type(model).__name__}{near(pattern, list(known))}: "
-            "* stands for one part of a name, ** for any number of parts"
+            f"{pattern!r} matches no module of {type(model).__name__}{near(pattern, list(known))}: "
+            "* matches one part of a name, ** any number of parts"
         )
     called = {n: m for n, m in found.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
     if not called:
@@ -213,7 +235,7 @@ def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def is_wrapped(name: str, found: Collection[str]) -> bool:
-    """Whether a module stands in a wrapper of its own that was found as well: one patch will do."""
+    """Whether the wrapper of a module was found too: one patch is enough."""
     outer, _, part = name.rpartition(".")
     return part in WRAPPERS and (outer in found or is_wrapped(outer, found))
 
@@ -223,7 +245,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     steps = [
         parts.get(part, re.escape(part).replace(r"\*", "[^.]*")) for part in pattern.split(".")
     ]
-    if steps[0] == parts["**"] and len(steps) > 1:  # also no part at all
+    if steps[0] == parts["**"] and len(steps) > 1:  # also matches no part
         expression = rf"(?:{steps[0]}\.)?" + r"\.".join(steps[1:])
     else:
         expression = r"\.".join(steps)

@@ -1,10 +1,9 @@
 """One recomputed region: runs a function, saves nothing of it, runs it again when backward asks.
 
 The tensors that the function saves for backward are replaced by holders. The first holder that
-backward opens runs the function again, up to the last tensor that it saved; each value is given out
+backward opens runs the function again, up to the last tensor that it saved; each value is used
 once and dropped, and none outlives the backward pass. So any number of backward passes, tensors
-that are read twice, and regions inside of regions need no further rule: what is not there is
-computed again.
+that are read twice, and nested regions need no further rule: what is missing is computed again.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.module_state import ModuleState
-from anyrank.memory.saved_inputs import Inputs
+from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
@@ -29,16 +29,16 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 
 SAME_AGAIN = (
     "it must do the same both times, so it may not depend on a counter, a key-value cache "
-    "(transformers: use_cache=False) or another state that changes in between"
+    "(transformers: use_cache=False) or any other state that changes in between"
 )
 
 
-class Enough(BaseException):
-    """Ends a recomputation when all is there; no error, so `except Exception` does not see it."""
+class RecomputationDone(BaseException):
+    """Ends a recomputation once it has saved all tensors; `except Exception` does not catch it."""
 
 
 class Holder:
-    """Stands for one saved tensor in the graph."""
+    """Represents one saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "index")
 
@@ -47,21 +47,22 @@ class Holder:
 
 
 class Region:
-    """State of one call. It hangs on the holders, and dies with the graph.
+    """State of one call. Its holders own it, and it dies with the graph.
 
     Args:
-        again: runs the function on the tensors of the inputs, cut off from the graph.
-        inputs: what it starts from; `reader` is the region's number among those that share them.
-        surroundings: those that the function sees, first and again.
-        state: tensors of its modules, likewise.
+        again: runs the function on the inputs' tensors, detached from the graph.
+        inputs: what the function starts from; `reader` is the region's number among those that
+            share the inputs.
+        ambient: the random state, autocast and device of both runs.
+        state: the modules' tensors, of both runs.
         contexts: one context for the first run and one for the others (selective policies).
     """
 
     def __init__(
         self,
         again: Callable[[Sequence[torch.Tensor]], Any],
-        inputs: Inputs,
-        surroundings: AmbientState,
+        inputs: SavedInputs,
+        ambient: AmbientState,
         state: ModuleState,
         *,
         reader: int = 0,
@@ -69,12 +70,12 @@ class Region:
     ) -> None:
         self.again = again
         self.inputs = inputs
-        self.surroundings = surroundings
+        self.ambient = ambient
         self.state = state
         self.reader = reader
         self.contexts = contexts or (contextlib.nullcontext(), contextlib.nullcontext())
         self.holders: list[weakref.ref[Holder]] = []
-        self.kinds: list[Kind] = []
+        self.metas: list[TensorMeta] = []
         self.values: dict[int, tuple[torch.Tensor, int]] = {}
         self.lock = threading.RLock()  # backward has a thread for each device
 
@@ -83,16 +84,16 @@ class Region:
         return self.inputs.label
 
     def run(self, first: Callable[[], Any]) -> Any:
-        """The first run, on the tensors that carry the graph."""
+        """The first run, on the tensors that require gradients."""
         with saved_tensors_hooks(self.pack, self.unpack), self.contexts[0]:
             result = first()
-        self.state.settle()
+        self.state.drop_unused_copies()
         return result
 
     def pack(self, tensor: torch.Tensor) -> Holder:
-        holder = Holder(len(self.kinds))
+        holder = Holder(len(self.metas))
         self.holders.append(weakref.ref(holder))
-        self.kinds.append(Kind(tensor))
+        self.metas.append(TensorMeta(tensor))
         return holder
 
     def unpack(self, holder: Holder) -> torch.Tensor:
@@ -102,37 +103,37 @@ class Region:
             value, saved_at = self.values.pop(holder.index)
         if version_of(value) != saved_at:
             raise RecomputeError(
-                f"{self.label} changes a {self.kinds[holder.index]} in place after an operation "
+                f"{self.label} changes a {self.metas[holder.index]} in place after an operation "
                 "has saved it for backward: use the operation that returns a new tensor"
             )
         return value
 
     def recompute(self) -> None:
-        """Fill the values of all holders that are alive."""
+        """Run the function again for the values of all holders that are alive."""
         count = 0
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
-            if count == len(self.holders):  # a bare `except:` of the function has caught it
-                raise Enough
-            # Cut off, or the graph of this run would hold itself in a circle.
+            if count == len(self.holders):  # a bare `except:` in the function caught it
+                raise RecomputationDone
+            # Detached: otherwise the graph of this run would hold a reference cycle.
             value = tensor.detach()
             if self.holders[count]() is not None:
-                self.kinds[count].check(tensor, self.label)
+                self.metas[count].check(tensor, self.label)
                 self.values[count] = (value, version_of(value))
             count += 1
             if count == len(self.holders):
-                raise Enough
+                raise RecomputationDone
             return value
 
         clear_after_backward(self)
         clear_after_backward(self.inputs)
         tensors = self.inputs.take(self.reader)
         with (
-            contextlib.suppress(Enough),
+            contextlib.suppress(RecomputationDone),
             saved_tensors_hooks(fill, lambda value: value),
             torch.enable_grad(),
-            self.surroundings.restored(),
+            self.ambient.restored(),
             self.state.restored(self.label),
             self.contexts[1],
         ):
@@ -144,12 +145,12 @@ class Region:
             )
 
     def forget(self) -> None:
-        """Drop what this backward pass computed and did not read."""
+        """Drop what this backward pass computed and did not use."""
         self.values.clear()
 
 
-class Kind:
-    """What is known of a saved tensor without keeping it."""
+class TensorMeta:
+    """Shape, dtype, device and version of a saved tensor, without its values."""
 
     __slots__ = ("device", "dtype", "parameter", "shape")
 
@@ -163,8 +164,8 @@ class Kind:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def check(self, tensor: torch.Tensor, label: str) -> None:
-        """Raises RecomputeError: the tensor is another one than at first."""
-        now = Kind(tensor)
+        """Raises RecomputeError: the tensor differs from the first run's."""
+        now = TensorMeta(tensor)
         if (self.shape, self.dtype, self.device) != (now.shape, now.dtype, now.device):
             raise RecomputeError(
                 f"{label} saved a {self} on {self.device} for backward at first, and a {now} on "
@@ -173,19 +174,19 @@ class Kind:
         if None not in (self.parameter, now.parameter) and self.parameter != now.parameter:
             raise RecomputeError(
                 f"a parameter {self} of {label} was changed in place between forward and backward "
-                "(an optimizer step, a load): the recomputation would see other values; run "
+                "(an optimizer step, a load): the recomputation would see different values; run "
                 "backward first"
             )
 
 
 def parameter_version(tensor: torch.Tensor) -> int | None:
-    """Version of the parameter that a tensor is, or is a view of; None for any other tensor."""
+    """Version of the parameter that a tensor is, or is a view of; else None."""
     base = tensor._base if tensor._is_view() else tensor
     return base._version if isinstance(base, torch.nn.Parameter) else None
 
 
-def clear_after_backward(owner: Region | Inputs) -> None:
-    """Call the owner's `forget` when the backward pass is over that asks now, if it lives then."""
+def clear_after_backward(owner: Region | SavedInputs) -> None:
+    """Call the owner's `forget` at the end of the current backward pass, if it is alive then."""
     forget = weakref.WeakMethod(owner.forget)
 
     def clear() -> None:
@@ -193,9 +194,98 @@ def clear_after_backward(owner: Region | Inputs) -> None:
         if alive is not None:
             alive()
 
-    # The engine has no public name. Outside of backward (somebody looks at a saved tensor) it
-    # refuses, and the values live as long as the graph.
+    # The engine has no public name. Outside of backward (when saved tensors are inspected) it
+    # raises, and the values live as long as the graph.
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is not None:
         with contextlib.suppress(RuntimeError):
             engine.queue_callback(clear)
+
+
+class SaveForRegion(torch.autograd.Function):
+    """Saves tensors for backward and computes nothing: the saved-tensor hooks of an outer region
+    see them here first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> None:
+        raise AssertionError("the result of SaveForRegion is never used")
+
+
+class SavedInputs:
+    """Tensors of one call, kept until the graph dies: by autograd, an offload or an outer region.
+
+    Args:
+        tensors: all tensors of the call, each object once.
+        names: how the user would write them, for messages.
+        label: the call, for messages.
+        pack: moves the tensors away and returns the function that restores them; None keeps them
+            as saved tensors of the graph.
+    """
+
+    @uncompiled
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Callable[[int], str],
+        label: str,
+        *,
+        pack: Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]] | None = None,
+    ) -> None:
+        self.names = names
+        self.label = label
+        self.grads = [tensor.requires_grad for tensor in tensors]
+        self.versions = [version_of(tensor) for tensor in tensors]
+        self.shared: list[torch.Tensor] | None = None
+        self.lock = threading.RLock()
+        if pack is not None:
+            self.restore = pack(tensors)
+        else:
+            anchor = torch.empty(0, device="cpu", requires_grad=True)
+            node: Any = SaveForRegion.apply(anchor, *tensors).grad_fn
+            self.restore = lambda: list(node.saved_tensors)
+
+    @uncompiled
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a function that changed its arguments: it cannot run twice.
+
+        Raises:
+            RecomputeError: names the argument.
+        """
+        for n, (tensor, before) in enumerate(zip(tensors, self.versions, strict=True)):
+            if version_of(tensor) != before:
+                raise RecomputeError(
+                    f"{self.label} changes {self.names(n)} in place, and would start from the "
+                    "changed values when it is recomputed: clone the argument inside, or use the "
+                    "operation that returns a new tensor"
+                )
+
+    def take(self, reader: int) -> list[torch.Tensor]:
+        """The tensors for region number `reader`, detached from the graph, with `requires_grad` as
+        before. Restored tensors are shared until region 0, which backward reaches last.
+
+        Raises:
+            RecomputeError, RuntimeError: a tensor was changed in place since.
+        """
+        with self.lock:
+            tensors = self.shared
+            if tensors is None:
+                try:
+                    tensors = self.restore()
+                except RuntimeError as error:
+                    error.add_note(f"while taking the inputs of {self.label} to recompute it")
+                    raise
+            self.shared = tensors if reader > 0 else None
+        return [
+            tensor.detach().requires_grad_(grad)
+            for tensor, grad in zip(tensors, self.grads, strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Drop restored tensors that no region of this backward pass has used."""
+        self.shared = None

@@ -1,4 +1,10 @@
-"""Where the arguments of a call are cut into tiles, and how the results are joined."""
+"""How a call is cut into tiles along dims, and how the tiles' results are joined.
+
+Cutting with `split` and joining with `cat` would each hold a second tensor of full size. Instead,
+two autograd functions pass one tensor from tile to tile: `TakeTile` returns one tile of the input,
+`PlaceTile` writes one tile into the output. Backward visits them in reverse order with one gradient
+buffer for each, so one tile's tensors are alive at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +16,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
-from anyrank.memory.tile_autograd import Place, rows_of
 from anyrank.memory.uncompiled import uncompiled
 
-Dims = list[int | None]  # one for each leaf
+Dims = list[int | None]  # an entry for each leaf
 
 
-class Cut:
+class Tiling:
     """The tiles of one call.
 
     Attributes:
         dims: for each leaf the dim along which it is tiled, or None.
-        size: rows in all.
-        starts: first row of each tile; one tile when there are no more rows than it holds.
+        size: number of rows of the whole.
+        starts: first row of each tile.
     """
 
     def __init__(self, call: Call, dims: Dims, chunk_size: int, label: str) -> None:
@@ -33,10 +38,12 @@ class Cut:
             if tiled and isinstance(leaf, DTensor):
                 raise ValueError(
                     f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
-                    f"{leaf.device_mesh}, and tiles are cut of plain tensors: tile a "
-                    "module inside, which gets plain ones, or give to_local() or full_tensor()"
+                    f"{leaf.device_mesh}, and only plain tensors can be tiled: tile an "
+                    "inner module, which gets plain tensors, or pass to_local() or full_tensor()"
                 )
-            self.dims.append(normal(dim, leaf, f"{label}: {call.name(n)}") if tiled else None)
+            self.dims.append(
+                nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}") if tiled else None
+            )
             if tiled:
                 sizes[n] = leaf.shape[self.dims[n] or 0]
         if not sizes:
@@ -44,15 +51,15 @@ class Cut:
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{call.name(n)} has {size}" for n, size in sizes.items())
             raise ValueError(
-                f"{label}: tiled arguments have the same number of rows, but {found}: give None in "
-                "in_dims to those that each tile gets whole"
+                f"{label}: tiled arguments must have the same number of rows, but {found}: give "
+                "None in in_dims for arguments that are passed whole"
             )
         self.size = next(iter(sizes.values()))
         self.chunk_size = chunk_size
         self.starts = list(range(0, self.size, chunk_size)) or [0]
 
     def length(self, k: int) -> int:
-        """Rows of a tile."""
+        """Rows of tile `k`."""
         return min(self.chunk_size, self.size - self.starts[k])
 
     def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
@@ -63,7 +70,7 @@ class Cut:
         ]
 
 
-def normal(dim: Any, tensor: torch.Tensor, where: str) -> int:
+def nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
     if not isinstance(dim, int):
         raise TypeError(f"{where}: a dim is an int or None, not {dim!r}")
     if not -tensor.ndim <= dim < tensor.ndim:
@@ -71,17 +78,19 @@ def normal(dim: Any, tensor: torch.Tensor, where: str) -> int:
     return dim % tensor.ndim
 
 
-def spread(dims: Any, value: Any, where: str) -> Dims:
-    """Dims for the leaves of a value: an int or None stands for all of them, a list, tuple or dict
-    has one entry for each part.
+def dims_of_leaves(dims: Any, value: Any, where: str) -> Dims:
+    """The dims of a value's leaves: an int or None applies to all leaves, a list, tuple or dict has
+    an entry for each part.
     """
     if dims is None or isinstance(dims, int):
         return [dims] * len(flatten(value)[0])
     parts = members(value)
     given = members(dims)
     if parts is None or given is None or parts.keys() != given.keys():
-        raise ValueError(f"{where}: dims {dims!r} are not those of a {type(value).__name__}")
-    return [dim for key in parts for dim in spread(given[key], parts[key], where)]
+        raise ValueError(
+            f"{where}: dims {dims!r} do not match the structure of a {type(value).__name__}"
+        )
+    return [dim for key in parts for dim in dims_of_leaves(given[key], parts[key], where)]
 
 
 def members(value: Any) -> dict[Any, Any] | None:
@@ -92,44 +101,44 @@ def members(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-class Arguments:
-    """Which arguments of a function `in_dims` means.
+class TiledArguments:
+    """The arguments of a function to which `in_dims` applies.
 
     Attributes:
-        fn: the function, out of any `functools.partial`, whose own arguments are not tiled.
+        fn: the function, without any `functools.partial`, whose own arguments are not tiled.
     """
 
     def __init__(self, fn: Callable[..., Any], in_dims: Any, label: str) -> None:
         if isinstance(in_dims, bool) or not isinstance(in_dims, int | tuple | dict):
-            raise TypeError(f"in_dims={in_dims!r}: an int, a tuple or a dict of names")
+            raise TypeError(f"in_dims={in_dims!r}: give an int, a tuple or a dict of names")
         self.fn, self.args, self.kwargs = unwrap(fn, (), {})
         self.in_dims: Any = in_dims
         self.label = label
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Dims]:
-        """A call, and the dims of its leaves."""
+        """The call, and the dims of its leaves."""
         positional, named = self.entries(args, kwargs)
         positional = [None] * len(self.args) + positional
         args, kwargs = (*self.args, *args), {**self.kwargs, **kwargs}
         dims = [
             dim
             for entry, value in zip(positional, args, strict=True)
-            for dim in spread(entry, value, self.label)
+            for dim in dims_of_leaves(entry, value, self.label)
         ]
         for name, value in kwargs.items():
-            dims += spread(named.get(name), value, f"{self.label}: {name}")
+            dims += dims_of_leaves(named.get(name), value, f"{self.label}: {name}")
         return Call(self.fn, args, kwargs), dims
 
     def entries(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Entries of `in_dims` for positional and for named arguments."""
+        """The entries of `in_dims` for positional and for keyword arguments."""
         if isinstance(self.in_dims, tuple):
             given: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
             if len(given) != len(args):
                 raise ValueError(
                     f"{self.label}: in_dims has {len(given)} entries for {len(args)} positional "
-                    "arguments: use a dict for arguments that are given by name"
+                    "arguments: use a dict for keyword arguments"
                 )
             return list(given), {}
         if isinstance(self.in_dims, int):
@@ -149,22 +158,22 @@ class Arguments:
         unknown = absent - set(known)
         if unknown:
             raise ValueError(
-                f"{self.label}: in_dims names {sorted(unknown)}, which are no arguments: "
+                f"{self.label}: in_dims names {sorted(unknown)}, and the arguments are "
                 f"{', '.join(known)}"
             )
         return [named.get(name) for name in names], {k: v for k, v in named.items() if k in kwargs}
 
 
-class Joined:
-    """The results of the tiles, each written into one tensor of full size as soon as it is there.
+class JoinedResults:
+    """The results of the tiles, each written into a tensor of full size at once.
 
     Raises:
-        ValueError: from `add`: a result does not fit `out_dims` or the other tiles.
+        ValueError: from `add`: a result does not match `out_dims` or the first tile's.
     """
 
-    def __init__(self, out_dims: Any, cut: Cut, label: str) -> None:
+    def __init__(self, out_dims: Any, tiling: Tiling, label: str) -> None:
         self.out_dims = out_dims
-        self.cut = cut
+        self.tiling = tiling
         self.label = label
         self.leaves: list[Any] = []
         self.dims: list[int | None] = []
@@ -176,48 +185,50 @@ class Joined:
         if k == 0:
             self.start(result, leaves, spec)
         elif spec != self.spec:
-            raise ValueError(f"{self.label}: tile {k} returns another structure than tile 0")
+            raise ValueError(f"{self.label}: tile {k} returns a different structure than tile 0")
         for n, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
             if dim is None:
                 self.check_same(k, leaf, self.leaves[n])
             else:
                 self.check_rows(k, leaf, dim, self.leaves[n])
-                self.leaves[n] = Place.apply(self.leaves[n], leaf, dim, self.cut.starts[k])
+                self.leaves[n] = PlaceTile.apply(self.leaves[n], leaf, dim, self.tiling.starts[k])
 
     def start(self, result: Any, leaves: list[Any], spec: Any) -> None:
         self.spec = spec
-        for leaf, dim in zip(leaves, spread(self.out_dims, result, self.label), strict=True):
+        for leaf, dim in zip(
+            leaves, dims_of_leaves(self.out_dims, result, self.label), strict=True
+        ):
             if not isinstance(leaf, torch.Tensor):
                 self.dims.append(None)
                 self.leaves.append(leaf)
                 continue
             if dim is None:
                 raise ValueError(
-                    f"{self.label}: out_dims has None for a tensor {list(leaf.shape)}: results of "
-                    "tiles are joined along a dim"
+                    f"{self.label}: a result {list(leaf.shape)} has None in out_dims: give the dim "
+                    "along which the tiles' results are joined"
                 )
-            dim = normal(dim, leaf, f"{self.label}: a result")
-            shape = [*leaf.shape[:dim], self.cut.size, *leaf.shape[dim + 1 :]]
+            dim = nonnegative_dim(dim, leaf, f"{self.label}: a result")
+            shape = [*leaf.shape[:dim], self.tiling.size, *leaf.shape[dim + 1 :]]
             self.dims.append(dim)
             self.leaves.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
 
     def check_same(self, k: int, leaf: Any, first: Any) -> None:
         try:
             differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
-        except RuntimeError as error:  # it compares tensors that it holds
+        except RuntimeError as error:  # its comparison compares tensors
             raise ValueError(
                 f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
                 "return a tensor, or a tuple, list or dict of them"
             ) from error
         if differs:
             raise ValueError(
-                f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: what "
-                "is no tensor has to be the same for all tiles"
+                f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: "
+                "results that are not tensors must be equal for all tiles"
             )
 
     def check_rows(self, k: int, leaf: Any, dim: int, whole: torch.Tensor) -> None:
         expected = list(whole.shape)
-        expected[dim] = self.cut.length(k)
+        expected[dim] = self.tiling.length(k)
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
             raise ValueError(
@@ -226,16 +237,16 @@ class Joined:
             )
         if shape != expected:
             raise ValueError(
-                f"{self.label}: tile {k} returns {shape}, and {expected} is expected: its "
-                f"{self.cut.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
+                f"{self.label}: tile {k} returns {shape}, expected {expected}: its "
+                f"{self.tiling.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
                 "tile 0 (a result that is sharded over the ranks, as sequence parallel layers "
                 "return it, cannot be joined)"
             )
 
     def cat(self, parts: list[Any]) -> Any:
-        """Join results that are all there, by operations that a compiler knows."""
+        """Join all results at once, by operations that torch.compile supports."""
         flat = [flatten(part)[0] for part in parts]
-        dims = spread(self.out_dims, parts[0], self.label)
+        dims = dims_of_leaves(self.out_dims, parts[0], self.label)
         joined = [
             torch.cat(leaves, dim or 0) if isinstance(leaves[0], torch.Tensor) else leaves[0]
             for leaves, dim in zip(zip(*flat, strict=True), dims, strict=True)
@@ -244,3 +255,59 @@ class Joined:
 
     def result(self) -> Any:
         return unflatten(self.leaves, self.spec)
+
+
+Maybe = torch.Tensor | None
+
+
+class TakeTile(torch.autograd.Function):
+    """(x) -> (tile of x, x)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, start: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.cut = (dim, start, length)
+        ctx.like = (x.shape, x.dtype, x.device)
+        return rows_of(x, dim, start, length), x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        tile, rest = grads
+        dim, start, length = ctx.cut
+        if tile is None and rest is None:
+            return None, None, None, None
+        shape, dtype, device = ctx.like
+        if rest is None:  # the last tile that has a gradient: later tiles have none
+            rest = torch.empty(shape, dtype=dtype, device=device)
+            end = start + length
+            rest.narrow(dim, end, shape[dim] - end).zero_()
+        # Only this link uses `rest`, the gradient from the next link: it is the chain's one buffer.
+        mine = rest.narrow(dim, start, length)
+        mine.zero_() if tile is None else mine.copy_(tile)
+        return rest, None, None, None
+
+
+class PlaceTile(torch.autograd.Function):
+    """(y, tile) -> y, with the tile written into it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, tile: torch.Tensor, dim: int, start: int) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.cut = (dim, start, tile.shape[dim])
+        ctx.mark_dirty(y)
+        y.narrow(*ctx.cut).copy_(tile)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        (grad,) = grads
+        # Returned whole: each earlier link uses its own rows only.
+        return grad, None if grad is None else rows_of(grad, *ctx.cut), None, None
+
+
+def rows_of(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """A tile of a tensor, contiguous if the tensor is: a function may call `view` on it."""
+    rows = tensor.narrow(dim, start, length)
+    return rows.contiguous() if tensor.is_contiguous() else rows

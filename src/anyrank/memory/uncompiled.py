@@ -1,7 +1,7 @@
-"""Keeps `torch.compile` off functions of ours.
+"""A decorator that excludes anyrank's own functions from `torch.compile`.
 
-A compiled model whose graph breaks at a tile or region runs that part as it is, and would then
-compile our own small functions one by one, views and in-place writes included.
+A compiled model whose graph breaks at a tile or region runs that part eagerly, and would then
+compile the small functions called there one by one, views and in-place writes included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that calls nothing of the user's. The compiler is not loaded for it."""
+    """Exclude a function that calls no user code. Does not import the compiler."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -31,5 +31,5 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def disabled(fn: Callable[P, R]) -> Callable[P, R]:
-    """The function as the compiler leaves it alone."""
+    """The function, excluded from compilation."""
     return torch.compiler.disable()(fn)

@@ -1,18 +1,20 @@
-"""Random streams in a checkpoint: exactly where the ranks are the same, derived where not.
+"""Random streams in a checkpoint: exact on the same ranks, derived where the ranks changed.
 
-A stream has a scope: "global" ones are equal on all ranks, "dp" ones on the ranks that have the
-same data, "rank" ones on no two. On other ranks than it was saved on, a global stream goes on
-exactly; for the others new streams are derived, which no rank shares and no rank has drawn from.
-Nothing here communicates: the caller gathers.
+A stream has a scope: "global" streams are equal on all ranks, "dp" streams on the ranks that have
+the same data, "rank" streams on no two ranks. On another number of ranks a global stream continues
+exactly; for the other scopes new streams are derived, which no rank shares and no rank has drawn
+from. The states are JSON in the manifest, each state once. Nothing here communicates: the caller
+gathers.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -21,20 +23,17 @@ from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import Stream, TorchStream, ambient, own_accelerator
 
 Scope = Literal["global", "dp", "rank"]
-MAGIC = b"anyrank streams 1\n"
-DIGEST_BYTES = 16
-LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoords:
     """Where a rank is.
 
     Attributes:
         rank: among all.
-        world_size: how many ranks there are.
-        data_index: which of the data-parallel coordinates; equal on ranks with the same data.
-        data_size: how many coordinates.
+        world_size: the number of ranks.
+        data_index: the data-parallel coordinate; equal on ranks with the same data.
+        data_size: the number of data-parallel coordinates.
     """
 
     rank: int
@@ -42,30 +41,99 @@ class Place:
     data_index: int
     data_size: int
 
+    def __str__(self) -> str:
+        return (
+            f"on rank {self.rank} of {self.world_size}, data {self.data_index} of {self.data_size}"
+        )
 
-class Outcome(NamedTuple):
-    """What became of a stream, and why."""
+
+class StreamOutcome(NamedTuple):
+    """What happened to a stream at a resume, and why."""
 
     how: Literal["exact", "derived", "skipped"]
     reason: str
 
 
 @dataclass(frozen=True)
-class Saved:
-    """One stream of a blob."""
+class StreamState:
+    """The state of one stream, as its `encode` returns it.
+
+    Attributes:
+        algorithm: of the stream.
+        values: JSON.
+        data: raw bytes, at most 5 KiB for the streams of torch, numpy and Python.
+    """
 
     algorithm: str
-    values: Any
+    values: list[Any]
     data: bytes
+
+    @property
+    def digest(self) -> str:
+        """A hash that only equal states share."""
+        text = json.dumps([self.algorithm, self.values]).encode()
+        return blake2b(text + self.data, digest_size=16).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON, its bytes in base64."""
+        data = base64.b64encode(self.data).decode()
+        return {"algorithm": self.algorithm, "values": self.values, "data": data}
 
 
 @dataclass(frozen=True)
-class Blob:
-    """What `capture` wrote, read again."""
+class SavedStreams:
+    """The random streams of a checkpoint.
 
-    place: Place
-    torch: str
-    streams: dict[str, Saved]
+    Attributes:
+        coords: of every rank that saved, in the order of ranks.
+        digests: for each of these ranks, stream -> digest of its state.
+        states: digest -> state.
+    """
+
+    coords: list[RankCoords]
+    digests: list[dict[str, str]]
+    states: dict[str, StreamState]
+
+    def scopes(self) -> dict[str, Scope]:
+        """Stream -> the scope that the ranks' states show."""
+        return observed_scopes([*zip(self.coords, self.digests, strict=True)])
+
+    def of(self, rank: int) -> dict[str, StreamState]:
+        """Stream -> state on a rank that saved."""
+        return {name: self.states[digest] for name, digest in self.digests[rank].items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest holds."""
+        rows = [
+            {"data_index": coords.data_index, "data_size": coords.data_size, "streams": digests}
+            for coords, digests in zip(self.coords, self.digests, strict=True)
+        ]
+        states = {digest: state.to_json() for digest, state in self.states.items()}
+        return {"ranks": rows, "states": states}
+
+
+def from_json(table: Mapping[str, Any]) -> SavedStreams:
+    """The inverse of `SavedStreams.to_json`, for JSON whose fields have the right types.
+
+    Raises:
+        ValueError: a digest without a state, or bytes that are not base64.
+    """
+    rows = table["ranks"]
+    coords = [
+        RankCoords(rank, len(rows), row["data_index"], row["data_size"])
+        for rank, row in enumerate(rows)
+    ]
+    digests = [dict(row["streams"]) for row in rows]
+    states = {
+        digest: StreamState(
+            state["algorithm"], state["values"], base64.b64decode(state["data"], validate=True)
+        )
+        for digest, state in table["states"].items()
+    }
+    for digest in {digest for row in digests for digest in row.values()}:
+        if digest not in states:
+            raise ValueError(f"streams: no state {digest[:40]}")
+    return SavedStreams(coords, digests, states)
 
 
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
@@ -74,158 +142,96 @@ def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
     return [*ambient(own_accelerator()), *users]
 
 
-def capture(place: Place, generators: Mapping[str, torch.Generator]) -> bytes:
-    """This rank's streams as some 8 KiB: JSON and raw bytes, no pickle. No collectives.
+def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]:
+    """Stream -> the state that it has on this rank now.
 
     Args:
-        place: of this rank.
         generators: name -> generators of the user's own.
     """
-    rows: list[dict[str, Any]] = []
-    raw = b""
-    for stream in streams_here(generators):
-        values, data = stream.encode(stream.get())
-        row = {"name": stream.name, "algorithm": stream.algorithm, "values": values}
-        rows.append({**row, "bytes": len(data)})
-        raw += data
-    table = {"place": astuple(place), "torch": str(torch.__version__), "streams": rows}
-    head = json.dumps(table).encode()
-    body = MAGIC + len(head).to_bytes(LENGTH_BYTES, "little") + head + raw
-    return body + blake2b(body, digest_size=DIGEST_BYTES).digest()
+    return {
+        stream.name: StreamState(stream.algorithm, *stream.encode(stream.get()))
+        for stream in streams_here(generators)
+    }
 
 
-def read_blob(blob: bytes) -> Blob:
-    """What `capture` wrote. Runs no code from it.
-
-    Raises:
-        CorruptCheckpoint: torn, changed, or never written by `capture`.
-    """
-    body = blob[:-DIGEST_BYTES]
-    if not body.startswith(MAGIC):
-        raise corrupt("they are not in anyrank's format")
-    if blake2b(body, digest_size=DIGEST_BYTES).digest() != blob[-DIGEST_BYTES:]:
-        raise corrupt("their checksum is another one")
-    try:
-        start = len(MAGIC) + LENGTH_BYTES
-        stop = start + int.from_bytes(body[len(MAGIC) : start], "little")
-        table = json.loads(body[start:stop])
-        place = [int(one) for one in table["place"]]
-        streams: dict[str, Saved] = {}
-        for row in table["streams"]:
-            size = int(row["bytes"])
-            if size < 0 or stop + size > len(body):
-                raise ValueError("a stream's bytes end outside")
-            data = body[stop : stop + size]
-            streams[str(row["name"])] = Saved(str(row["algorithm"]), row["values"], data)
-            stop += size
-        return Blob(Place(*place), str(table["torch"]), streams)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise corrupt(f"their table cannot be read ({error})") from error
-
-
-def fingerprints(generators: Mapping[str, torch.Generator]) -> dict[str, str]:
-    """Stream -> hash of the state that it has on this rank now."""
-    return {one.name: fingerprint(*one.encode(one.get())) for one in streams_here(generators)}
-
-
-def fingerprint(values: Any, data: bytes) -> str:
-    """Hash of an encoded state."""
-    return blake2b(json.dumps(values).encode() + data, digest_size=16).hexdigest()
+def digests_of(states: Mapping[str, StreamState]) -> dict[str, str]:
+    """Stream -> digest of its state."""
+    return {name: state.digest for name, state in states.items()}
 
 
 def observed_scopes(
-    gathered: Sequence[tuple[Place, Mapping[str, str]]], declared: Mapping[str, Scope]
+    gathered: Sequence[tuple[RankCoords, Mapping[str, str]]],
 ) -> dict[str, Scope]:
-    """Stream -> scope, from every rank's place and fingerprints at a save.
-
-    Args:
-        gathered: of all ranks.
-        declared: stream -> the scope that the user says it has.
-
-    Raises:
-        CheckpointError: a stream that is declared equal on ranks where it differs.
-        ValueError: a declared scope that is none.
-    """
+    """Stream -> scope, from every rank's coordinates and digests at a save."""
     scopes: dict[str, Scope] = {}
-    for name in sorted({name for _, prints in gathered for name in prints}):
-        scope = declared.get(name)
-        if scope is not None and scope not in get_args(Scope):
-            raise ValueError(f"scope of {name} is {scope!r}: give {', '.join(get_args(Scope))}")
-        if scope is None:
-            scope = "dp" if is_scope(name, "dp", gathered) else "rank"
-            scope = "global" if is_scope(name, "global", gathered) else scope
-        elif scope != "rank" and (ranks := differing(name, scope, gathered)):
-            raise CheckpointError(
-                f"random stream {name} is declared {scope} and differs between {told(ranks)}: "
-                "seed it equally there, or declare it 'rank'"
-            )
-        scopes[name] = scope
+    for name in sorted({name for _, digests in gathered for name in digests}):
+        scope = "dp" if has_scope(name, "dp", gathered) else "rank"
+        scopes[name] = "global" if has_scope(name, "global", gathered) else scope
     return scopes
 
 
-def is_scope(name: str, scope: Scope, gathered: Sequence[tuple[Place, Mapping[str, str]]]) -> bool:
-    """Whether a stream is on all ranks, some have to be equal by the scope, and all these are."""
-    shared = len({coordinate(scope, place) for place, _ in gathered}) < len(gathered)
-    everywhere = all(name in prints for _, prints in gathered)
+def has_scope(
+    name: str, scope: Scope, gathered: Sequence[tuple[RankCoords, Mapping[str, str]]]
+) -> bool:
+    """Whether a stream is on all ranks, the scope makes some of them equal, and all these are."""
+    shared = len({coordinate(scope, coords) for coords, _ in gathered}) < len(gathered)
+    everywhere = all(name in digests for _, digests in gathered)
     return shared and everywhere and not differing(name, scope, gathered)
 
 
 def differing(
-    name: str, scope: Scope, gathered: Sequence[tuple[Place, Mapping[str, str]]]
+    name: str, scope: Scope, gathered: Sequence[tuple[RankCoords, Mapping[str, str]]]
 ) -> tuple[int, int] | None:
-    """Two ranks on which a stream differs although its scope says that it does not."""
+    """Two ranks on which a stream differs although its scope makes it equal."""
     first: dict[Any, tuple[int, str]] = {}
-    for place, prints in gathered:
-        if name in prints:
-            here = (place.rank, prints[name])
-            there = first.setdefault(coordinate(scope, place), here)
+    for coords, digests in gathered:
+        if name in digests:
+            here = (coords.rank, digests[name])
+            there = first.setdefault(coordinate(scope, coords), here)
             if there[1] != here[1]:
                 return there[0], here[0]
     return None
 
 
-def coordinate(scope: Scope, place: Place) -> tuple[str, int]:
+def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:
     """Equal on the ranks that share a stream of this scope, different on all others."""
-    number = {"global": 0, "dp": place.data_index, "rank": place.rank}[scope]
+    number = {"global": 0, "dp": coords.data_index, "rank": coords.rank}[scope]
     return scope, number
 
 
 def restore(
-    own: bytes | None,
-    first: bytes,
-    scopes: Mapping[str, Scope],
-    place: Place,
+    saved: SavedStreams,
+    coords: RankCoords,
     *,
     seed: int,
     samples: int,
     generators: Mapping[str, torch.Generator],
-) -> dict[str, Outcome]:
+    torch_version: str = "",
+) -> dict[str, StreamOutcome]:
     """Set this rank's streams, exactly or derived. No collectives; all or nothing.
 
     Args:
-        own: the blob of the rank with this rank's number, None where there was none.
-        first: the blob of the first rank.
-        scopes: as `observed_scopes` had them at the save.
-        place: of this rank, now.
+        saved: of all ranks that saved.
+        coords: of this rank, now.
         seed: of the run.
         samples: committed samples of the run.
         generators: name -> generators of the user's own.
+        torch_version: that saved, for the reasons.
 
     Returns:
         Stream -> outcome. "skipped" are saved streams that this process does not have.
 
     Raises:
-        CorruptCheckpoint: a blob that is not what was saved. Nothing has changed then.
+        CorruptCheckpoint: a state that is none. Nothing has changed then.
     """
-    mine, shared = (None if own is None else read_blob(own)), read_blob(first)
-    outcomes: dict[str, Outcome] = {}
+    scopes = saved.scopes()
+    outcomes: dict[str, StreamOutcome] = {}
     states: list[tuple[Stream, Any]] = []
     for stream in streams_here(generators):
         scope = scopes.get(stream.name, "rank")
-        blob = (mine or shared) if scope == "global" else mine
-        state, outcome = choose(stream, scope, blob, place, stream.name in shared.streams)
+        state, outcome = choose(stream, scope, saved, coords, torch_version)
         if outcome.how == "derived":
-            state = derive(seed, stream.name, *coordinate(scope, place), samples)
+            state = derive(seed, stream.name, *coordinate(scope, coords), samples)
         states.append((stream, state))
         outcomes[stream.name] = outcome
     for stream, state in states:
@@ -233,84 +239,88 @@ def restore(
             stream.seed(state)
         else:
             stream.put(state)
-    for name in shared.streams.keys() - outcomes.keys():
-        outcomes[name] = Outcome("skipped", "it was saved and is not in use here")
+    for name in saved.digests[0].keys() - outcomes.keys():
+        outcomes[name] = StreamOutcome("skipped", "it was saved and is not in use here")
     return outcomes
 
 
 def choose(
-    stream: Stream, scope: Scope, blob: Blob | None, place: Place, is_saved: bool
-) -> tuple[Any, Outcome]:
-    """The state to put back and why that can be, or None and why a new one has to be derived."""
-    saved = None if blob is None else blob.streams.get(stream.name)
-    if blob is None and not is_saved:
-        return None, Outcome("derived", "it was not saved")
-    if scope != "global" and (blob is None or blob.place != place):
-        return None, Outcome("derived", f"saved {seat(blob)}, now {rank_coords(place)}")
-    if saved is None:
-        return None, Outcome("derived", "it was not saved")
+    stream: Stream, scope: Scope, saved: SavedStreams, coords: RankCoords, torch_version: str
+) -> tuple[Any, StreamOutcome]:
+    """The state to put back and why that can be, or None and why a new one has to be derived.
+
+    Raises:
+        CorruptCheckpoint: as `restore`.
+    """
+    own = saved.of(coords.rank) if coords.rank < len(saved.coords) else {}
+    if stream.name not in own and stream.name not in saved.digests[0]:
+        return None, StreamOutcome("derived", "it was not saved")
+    if scope == "global":
+        state = saved.of(0)[stream.name]
+        return decoded(stream, state, "equal on all ranks", torch_version)
+    if coords not in saved.coords:
+        fewer = coords.rank >= len(saved.coords)
+        before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
+        return None, StreamOutcome("derived", f"saved {before}, now {coords}")
+    if stream.name not in own:
+        return None, StreamOutcome("derived", "it was not saved")
+    return decoded(stream, own[stream.name], "same ranks", torch_version)
+
+
+def decoded(
+    stream: Stream, saved: StreamState, why: str, torch_version: str
+) -> tuple[Any, StreamOutcome]:
+    """A saved state in the stream's own form, exact for the reason given; or why it cannot be.
+
+    Raises:
+        CorruptCheckpoint: it is no state of its algorithm.
+    """
+    if saved.algorithm != stream.algorithm:
+        reason = f"saved as {saved.algorithm}, now {stream.algorithm}"
+        return None, StreamOutcome("derived", reason)
     try:
-        if saved.algorithm == stream.algorithm:
-            length = len(stream.encode(stream.get())[1])
-            if len(saved.data) == length:
-                where = "equal on all ranks" if scope == "global" else "same ranks"
-                return stream.decode(saved.values, saved.data), Outcome("exact", where)
-            by = f"{len(saved.data)} bytes by torch {blob.torch}" if blob else ""
-            return None, Outcome("derived", f"saved as {by}, now {length} bytes")
+        length = len(stream.encode(stream.get())[1])
+        if len(saved.data) != length:
+            reason = f"saved as {len(saved.data)} bytes by torch {torch_version}, now {length}"
+            return None, StreamOutcome("derived", f"{reason} bytes")
+        return stream.decode(saved.values, saved.data), StreamOutcome("exact", why)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise corrupt(f"{stream.name} holds no state ({error})") from error
-    return None, Outcome("derived", f"saved as {saved.algorithm}, now {stream.algorithm}")
-
-
-def seat(blob: Blob | None) -> str:
-    """A blob's place in words."""
-    return "on fewer ranks" if blob is None else rank_coords(blob.place)
-
-
-def rank_coords(place: Place) -> str:
-    """A place in words."""
-    data = f", data {place.data_index} of {place.data_size}"
-    return f"on rank {place.rank} of {place.world_size}{data}"
+        raise CorruptCheckpoint(
+            f"the saved random streams are damaged: {stream.name} holds no state ({error}): resume "
+            "from another checkpoint"
+        ) from error
 
 
 def check_scopes(
-    gathered: Sequence[tuple[Place, Mapping[str, str], Mapping[str, Outcome]]],
+    gathered: Sequence[tuple[RankCoords, Mapping[str, str], Mapping[str, StreamOutcome]]],
     scopes: Mapping[str, Scope],
 ) -> None:
     """Compare what all ranks have after a restore with the scopes.
 
     Args:
-        gathered: place, `fingerprints` and outcomes of all ranks.
+        gathered: coordinates, digests and outcomes of all ranks.
         scopes: as saved.
 
     Raises:
         CheckpointError: a stream differs where its scope says equal, or is shared by ranks whose
-            streams were derived to differ. What was saved shared and came back exactly may be.
+            streams were derived to differ. Streams that were saved equal and are restored exactly
+            may be equal.
     """
-    places = [(place, prints) for place, prints, _ in gathered]
-    for name in sorted({name for _, prints, _ in gathered for name in prints}):
+    digests_by_rank = [(coords, digests) for coords, digests, _ in gathered]
+    for name in sorted({name for _, digests, _ in gathered for name in digests}):
         scope = scopes.get(name, "rank")
-        if ranks := differing(name, scope, places):
+        if pair := differing(name, scope, digests_by_rank):
             raise CheckpointError(
-                f"random stream {name} is {scope} and differs between {told(ranks)} after resume"
+                f"random stream {name} is {scope} and differs between ranks {pair[0]} and "
+                f"{pair[1]} after resume"
             )
-        owners: dict[str, Place] = {}
-        for place, prints, outcomes in gathered:
-            if name not in prints or outcomes[name].how != "derived":
+        owners: dict[str, RankCoords] = {}
+        for coords, digests, outcomes in gathered:
+            if name not in digests or outcomes[name].how != "derived":
                 continue
-            owner = owners.setdefault(prints[name], place)
-            if coordinate(scope, owner) != coordinate(scope, place):
+            owner = owners.setdefault(digests[name], coords)
+            if coordinate(scope, owner) != coordinate(scope, coords):
                 raise CheckpointError(
-                    f"random stream {name} is {scope} and the same on "
-                    f"{told((owner.rank, place.rank))} after resume"
+                    f"random stream {name} is {scope} and the same on ranks {owner.rank} and "
+                    f"{coords.rank} after resume"
                 )
-
-
-def told(ranks: tuple[int, int]) -> str:
-    """Two ranks in words."""
-    return f"ranks {ranks[0]} and {ranks[1]}"
-
-
-def corrupt(what: str) -> CorruptCheckpoint:
-    """The error for a blob that is not what was saved."""
-    return CorruptCheckpoint(f"the saved random streams are damaged: {what}: resume from another")

@@ -8,32 +8,33 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_complete
 from anyrank.data.step import Step
-from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
+from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.run_folder import SavedStep
 from anyrank.files.store import store_for
-from anyrank.resume.cadence import cadence
 from anyrank.resume.loop import (
     Loop,
+    StepCounter,
     StepHooks,
     left_by_break,
     loader_of,
-    lost_step,
     stop_condition,
 )
+from anyrank.resume.options import RunOptions
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.restore import Resuming, log_report
+from anyrank.resume.restore import log_report, resume_newest
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
-from anyrank.resume.select_step import VERIFY, Found, find, narrow
+from anyrank.resume.select_step import StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -63,6 +64,21 @@ class Checkpoints:
     Raises:
         TypeError: `state` is no TrainState.
         ValueError: an argument outside of what is listed.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
+        state = anyrank.TrainState(model, optimizer, data=loader)
+        with anyrank.Checkpoints("runs/a", state, every="10min") as ckpts:
+            ckpts.resume()  # nothing yet: None
+            for step in ckpts.steps(until=3):
+                for x in step.microbatches(model):
+                    step.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [(saved.step, saved.samples) for saved in ckpts.saved()] == [(3, 12)]
     """
 
     def __init__(
@@ -81,42 +97,18 @@ class Checkpoints:
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             given = type(state).__name__
             raise TypeError(f"state is a {given}: give Checkpoints(path, anyrank.TrainState(...))")
-        if keep < 2:
-            raise ValueError(f"keep={keep}: at least 2, as the newest may turn out damaged")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every={keep_every}: give a positive number of steps, or None")
-        if verify not in VERIFY:
-            raise ValueError(f"verify={verify!r}: give one of {', '.join(VERIFY)}")
         self.path = os.fspath(path)
         self._state = state
-        self._cadence = cadence(every)
-        self._verify: str = verify
+        self._options = RunOptions(self.path, keep, every, background, verify, keep_every)
         self._process_group = process_group
         self._folder = RunFolder(store_for(self.path), self.path)
-        self._writer = RunWriter(
-            self._folder,
-            state,
-            keep=keep,
-            keep_every=keep_every,
-            background=background,
-            on_commit=on_commit,
-        )
-        self._arguments = {
-            "path": self.path,
-            "keep": keep,
-            "every": every,
-            "background": background,
-            "verify": verify,
-            "keep_every": keep_every,
-        }
+        self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
-        self._counted = 0  # steps that this object has completed
-        self._body: tuple[Step, StepHooks] | None = None  # what the loop is in
-        self._was_broken_off = False  # whether an exception left the body of the last loop
+        self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
@@ -141,6 +133,15 @@ class Checkpoints:
                 before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
             RankError: a rank died or failed in an unforeseen way.
+
+        Example::
+
+            state = anyrank.TrainState(torch.nn.Linear(4, 1))
+            with anyrank.Checkpoints("runs/a", state) as ckpts:
+                assert ckpts.resume() is None
+                ckpts.save()
+                report = ckpts.resume("must")
+            assert report.components == {"model": "exact", "streams": "exact"}
         """
         self._signals.watch()
         ranks = self._open()
@@ -148,33 +149,21 @@ class Checkpoints:
         ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
         which = narrow(which)
         self.wait()
-        fitted: list[Resuming] = []
-
-        def fit(found: Found) -> str | None:
-            resuming = Resuming(self._state, found, ranks, skip)
-            try:
-                resuming.fit()
-                resuming.fill()
-            except CorruptCheckpoint as error:
-                return str(error)
-            fitted.append(resuming)
-            return None
-
-        found = find(self._folder, which, self._verify, ranks, fit)
-        if found is None:
+        search = StepSearch(self._folder, which, self._options.verify, ranks)
+        resuming = resume_newest(self._state, search, ranks, skip)
+        if resuming is None:
             if which == "must":
                 raise CheckpointError(
                     f"{self.path}: holds no checkpoint, and resume('must') never starts anew: "
                     "check the path, or use 'auto'"
                 )
             return None
-        (resuming,) = fitted
-        leaves_newer = isinstance(which, int) or bool(found.left)
-        self._writer.branch = found.manifest.step if leaves_newer else None
-        report = resuming.report(self._folder, self._verify)
+        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
+        report = resuming.report(self._folder, self._options.verify)
+        self._writer.branch = report.step if leaves_newer else None
         self._writer.on_disk = (self._state.step, self._state.run)
         if ranks.index == 0:
-            log_report(report, found.manifest.differed)
+            log_report(report, resuming.found.manifest.differed)
         return report
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -199,6 +188,14 @@ class Checkpoints:
             TypeError: the state's data is no ElasticLoader; a limit that is no int.
             CheckpointError: ranks give other limits; or a save failed, and the last committed step
                 is still there.
+
+        Example::
+
+            loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(data=loader))
+            for step in ckpts.steps(epochs=1):
+                shapes = [batch.shape for batch in step.microbatches()]
+            assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
         limits = {"until": until, "epochs": epochs}
@@ -208,38 +205,24 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        check = self._state.check_usable
+        check = run_parts(self._state).check_usable
         self._open().same_arguments("steps", limits, CheckpointError, check)
-        self._is_training, self._was_broken_off = True, False
+        self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
-                    hooks.stepped = False
-                    self._body = step, hooks
+                    self._counter.enter_body(step, hooks)
                     try:
                         yield step
                     except GeneratorExit:
-                        self._leave_body(left_by_break())
+                        self._counter.leave_body(left_by_break())
                         raise
-                    self._body = None
+                    self._counter.end_body()
                     self.step_done()
                     if is_finished():
                         break
-        if self._counted:
+        if self._counter.completed:
             self.save()
-
-    def _leave_body(self, on_purpose: bool) -> None:
-        """Account for a body that did not run to its end. Each rank by itself; raises nothing."""
-        if self._body is None:
-            return
-        (step, hooks), self._body = self._body, None
-        self._was_broken_off = not on_purpose
-        if not hooks.stepped:
-            loader_of(self._state).abandon_step()  # the weights are those of the step before
-        elif on_purpose and step.is_complete:
-            self._count()
-        else:
-            self._state.poison = lost_step(step, on_purpose)
 
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
@@ -250,25 +233,35 @@ class Checkpoints:
         Raises:
             CheckpointError: the step is not complete, and counts on no rank; or a save failed, and
                 the last committed step is still there.
+
+        Example::
+
+            state = anyrank.TrainState(torch.nn.Linear(4, 1))
+            with anyrank.Checkpoints("runs/a", state, every=2) as ckpts:
+                while state.step < 5:
+                    ckpts.step_done()  # after optimizer.step()
+            assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
         """
         self._signals.watch()
         ranks = self._open()
         self._is_training = True
 
         def here() -> tuple[bool, int | None, bool]:
-            self._state.check_usable()
+            run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
-                self._state.data.check_complete()
-            due = self._is_first and self._cadence.is_due(self._state.step + 1, self._last_save)
+                check_complete(self._state.data)
+            due = self._is_first and self._options.cadence.is_due(
+                self._state.step + 1, self._last_save
+            )
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)
-        self._count()
-        mine, wishes = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
+        self._counter.count()
+        mine, signals = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
         try:
             if any(flag[0] for flag in flags):
                 self.wait()
-            if flags[0][2] or wishes:
+            if flags[0][2] or signals:
                 self.save()
             else:
                 self._writer.renew_lock()
@@ -276,19 +269,10 @@ class Checkpoints:
             if mine is not None:
                 self._signals.give_back(mine)  # it is still to be done, at the next boundary
             raise
-        if signal.SIGTERM in wishes:
+        if signal.SIGTERM in signals:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
             raise SystemExit(128 + signal.SIGTERM)
-
-    def _count(self) -> None:
-        """Count a step whose optimizer has stepped. Each rank by itself."""
-        state = self._state
-        if isinstance(state.data, Position):
-            state.data.commit()
-            state.samples = state.data.samples
-        state.step += 1
-        self._counted += 1
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -300,6 +284,13 @@ class Checkpoints:
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
                 within a step. Nothing is committed then, and no earlier step is touched.
+
+        Example::
+
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(4, 1)))
+            ckpts.save()
+            assert ckpts.latest() == "runs/a/step-00000000"
+            assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
         """
         ranks = self._open()
         self._writer.save(ranks, self._writers)
@@ -314,8 +305,6 @@ class Checkpoints:
         if self._ranks is not None:
             self._writer.wait(self._ranks)
 
-    # -- look -------------------------------------------------------------------------------------
-
     def latest(self) -> str | None:
         """Path of the newest committed step, or None. Any rank."""
         steps = self._folder.committed()
@@ -329,14 +318,12 @@ class Checkpoints:
         """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
         return [*self._writer.records]
 
-    # -- the processes ----------------------------------------------------------------------------
-
     def _open(self) -> Ranks:
         """The ranks; on the first call, opened together."""
         if self._ranks is None:
             ranks = self._groups.enter_context(open_ranks(self._process_group, "Checkpoints()"))
-            ranks.same_arguments("Checkpoints", self._arguments, CheckpointError)
-            if self._arguments["background"]:
+            ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
+            if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
             self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
@@ -380,7 +367,9 @@ class Checkpoints:
             if error is not None:
                 self._writer.leave(self._is_first)
                 return
-            self._leave_body(on_purpose=False)  # still open: somebody holds the loop's iterator
+            self._counter.leave_body(
+                on_purpose=False
+            )  # still open: somebody holds the loop's iterator
             if self._is_training and self._ranks is not None:
                 self._save_last(self._ranks)
             self.wait()
@@ -391,9 +380,12 @@ class Checkpoints:
         """Save the last completed step, where no rank has moved the state since."""
 
         def here() -> tuple[bool, bool]:
-            if not self._was_broken_off:
-                self._state.check_usable()
-            return self._counted > 0, self._was_broken_off or self._writer.is_within_step
+            if not self._counter.was_broken_off:
+                run_parts(self._state).check_usable()
+            return (
+                self._counter.completed > 0,
+                self._counter.was_broken_off or self._writer.is_within_step,
+            )
 
         flags = ranks.together("leaving the loop", here)
         if any(was_broken_off for _, was_broken_off in flags):

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.optim import Optimizer
-
-from anyrank.data.loader import ElasticLoader
-from anyrank.data.step import Step
+from anyrank.data.loader import ElasticLoader, abandon_step
+from anyrank.data.position import Position
+from anyrank.data.step import Step, is_complete
 from anyrank.resume.background import innermost
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # the names up to CPython 3.14, and from 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
@@ -33,7 +32,7 @@ class Loop:
 
 
 class StepHooks:
-    """Whether an optimizer of a state has stepped, as its own hook tells.
+    """Whether an optimizer of a state has stepped, as its own hook shows.
 
     Attributes:
         stepped: set by any of the optimizers; reset by the loop before each body.
@@ -41,8 +40,8 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
-        self._handles = [innermost(o).register_step_post_hook(self._note) for o in optimizers]
+        optimizers = map(innermost, run_parts(state).optimizers())
+        self._handles = [one.register_step_post_hook(self._note) for one in optimizers]
 
     def _note(self, *_: Any) -> None:
         self.stepped = True
@@ -58,6 +57,54 @@ class StepHooks:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class StepCounter:
+    """Counts the steps that a process completes, however the loop's body is left.
+
+    Each rank counts by itself, and nothing here communicates.
+
+    Attributes:
+        completed: steps that were counted.
+        was_broken_off: whether an exception left the body of the last loop.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._body: tuple[Step, StepHooks] | None = None  # that the loop is in
+        self.completed = 0
+        self.was_broken_off = False
+
+    def enter_body(self, step: Step, hooks: StepHooks) -> None:
+        """The loop's body begins."""
+        hooks.stepped = False
+        self._body = step, hooks
+
+    def end_body(self) -> None:
+        """The body ran to its end."""
+        self._body = None
+
+    def leave_body(self, on_purpose: bool) -> None:
+        """Account for a body that did not run to its end. Raises nothing."""
+        if self._body is None:
+            return
+        (step, hooks), self._body = self._body, None
+        self.was_broken_off = not on_purpose
+        if not hooks.stepped:
+            abandon_step(loader_of(self._state))  # the weights are those of the step before
+        elif on_purpose and is_complete(step):
+            self.count()
+        else:
+            run_parts(self._state).unusable = lost_step(step, on_purpose)
+
+    def count(self) -> None:
+        """Count a step whose optimizer has stepped."""
+        state = self._state
+        if isinstance(state.data, Position):
+            state.data.commit()
+            state.samples = state.data.samples
+        state.step += 1
+        self.completed += 1
 
 
 def loader_of(state: TrainState) -> ElasticLoader:
@@ -76,7 +123,7 @@ def loader_of(state: TrainState) -> ElasticLoader:
 
 
 def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
-    """Whether a run is finished: at `until` optimizer steps, or behind `epochs` epochs.
+    """Whether a run is finished: at `until` optimizer steps, or after `epochs` epochs.
 
     Raises:
         ValueError: none or both were given, or a negative number.

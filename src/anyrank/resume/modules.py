@@ -86,7 +86,7 @@ def save_module(
     saved = Saved(None, [*named])
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}
-    saved.loose = {t.name for t in named if t.kind == "buffer" and t.layout is None}
+    saved.unsynced = {t.name for t in named if t.kind == "buffer" and t.layout is None}
     saved.strict = part == "model" or bool(saved.steady)
     layout, own = layout_digest(named), _with_extra(module, elsewhere)
     extra = {name: _save_extra(part, name, one, saved) for name, one in own}
@@ -119,7 +119,7 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
         held = hold_to_save(where, tensor.detach())
         saved.tensors.append(held)
         if held.layout is None:
-            saved.loose.add(where)
+            saved.unsynced.add(where)
         return {"~tensor": where}
 
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)

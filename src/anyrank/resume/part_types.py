@@ -28,7 +28,7 @@ class Saved:
         own: what this rank alone holds; its names end with the rank.
         aliases: other name -> name, of tied tensors.
         steady: names of tensors that nothing but the optimizer's step changes.
-        loose: names of plain tensors that nothing keeps equal on the ranks (buffers); the first
+        unsynced: names of plain tensors that nothing keeps equal on the ranks (buffers); the first
             rank's are saved.
         strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
@@ -39,7 +39,7 @@ class Saved:
     own: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     steady: set[str] = field(default_factory=set[str])
-    loose: set[str] = field(default_factory=set[str])
+    unsynced: set[str] = field(default_factory=set[str])
     strict: bool = True
     by_rank: bool = False
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.manifest import Manifest
 from anyrank.files.schema import ANY, Optional, Table, check
-from anyrank.random_state.saved_streams import Scope
+from anyrank.random_state.saved_streams import from_json
 
 BY_METHODS = {
     "kind": str,
@@ -42,9 +40,12 @@ def check_records(manifest: Manifest, path: str) -> None:
     Raises:
         CorruptCheckpoint: names the first field that is wrong.
     """
-    wrong = [name for name, scope in manifest.streams.items() if scope not in get_args(Scope)]
-    if wrong:
-        raise CorruptCheckpoint(f"{path}: streams.{wrong[0]}: has no scope: it is damaged")
+    try:
+        count = len(from_json(manifest.streams).coords)
+        if count != manifest.saved_on["ranks"]:
+            raise ValueError(f"streams: of {count} ranks, not {manifest.saved_on['ranks']}")
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{path}: {error}: the manifest is damaged") from error
     for part, record in manifest.parts.items():
         where = f"parts.{part}"
         try:

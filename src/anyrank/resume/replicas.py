@@ -149,7 +149,7 @@ def choose(
     parts: Mapping[str, Saved],
     coordinates: Mapping[int, Coordinates],
     rank: int,
-    loose: Container[str],
+    unsynced: Container[str],
     history: History,
 ) -> list[Replica]:
     """What this save compares, as this rank holds it: the same tensors on all ranks.
@@ -158,7 +158,7 @@ def choose(
         parts: of the state.
         coordinates: of every rank, by global rank.
         rank: this one.
-        loose: names of tensors that are compared elsewhere.
+        unsynced: names of tensors that are compared elsewhere.
         history: equal on all ranks.
     """
     found: list[Replica] = []
@@ -166,7 +166,7 @@ def choose(
     named = [(part, one, held) for part, one in parts.items() for held in one.tensors]
     for index, (part, one, held) in enumerate(named):
         turn = whole or part in history.differed or (index + history.saves) % (EVERY - 1) == 0
-        if held.name in loose or not turn:
+        if held.name in unsynced or not turn:
             continue
         for members in replicas(index, held, coordinates).values():
             if len(members) > 1 and rank in members:

@@ -42,20 +42,29 @@ class ResumeReport:
     """What a resume did. Equal on all ranks.
 
     Attributes:
-        step: optimizer steps that the checkpoint has behind it.
-        epoch: the epoch that goes on.
+        step: completed optimizer steps of the checkpoint.
+        epoch: the current epoch.
         samples: samples of completed steps, over the whole run.
         path: of the checkpoint.
         saved_on: ranks and layout of the save.
         ranks: how many resumed it.
         lost_steps: steps that damaged, newer checkpoints had; 0 when the newest was good.
-        lost_samples: the same in samples; 0 where a damaged manifest does not tell.
+        lost_samples: the same in samples; 0 where a damaged manifest hides the count.
         set_aside: what the damaged ones are called now; nothing is deleted.
         components: part of the state -> what became of it, with `.reason`.
         notes: what else is worth knowing, in sentences.
         verified: what was compared before anything was changed, in words.
         bytes_read: by this process's group, one entry a rank.
         seconds: of the slowest rank.
+
+    Example::
+
+        ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(4, 1)))
+        ckpts.save()
+        report = ckpts.resume()
+        assert (report.step, report.saved_on.ranks, report.lost_steps) == (0, 1, 0)
+        assert report.components["model"] == "exact"
+        print(report)
     """
 
     step: int
@@ -75,9 +84,9 @@ class ResumeReport:
 
     def to_json(self) -> str:
         """All fields, as a JSON object; a part's outcome as "kind" or "kind: reason"."""
-        table = asdict(self)
-        table["components"] = {name: _told(one) for name, one in self.components.items()}
-        return json.dumps(table, indent=2)
+        fields = asdict(self)
+        fields["components"] = {name: _outcome_text(one) for name, one in self.components.items()}
+        return json.dumps(fields, indent=2)
 
     def __str__(self) -> str:
         lines = [
@@ -91,12 +100,12 @@ class ResumeReport:
                 f"  LOST         {self.lost_steps} steps, {self.lost_samples} samples: damaged, "
                 f"set aside as {', '.join(self.set_aside)}"
             )
-        lines += [f"  {name:<12} {_told(one)}" for name, one in self.components.items()]
+        lines += [f"  {name:<12} {_outcome_text(one)}" for name, one in self.components.items()]
         if self.verified:
             lines.append(f"  verified     {self.verified}")
         lines += [f"  note         {note}" for note in self.notes]
         return "\n".join(lines)
 
 
-def _told(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
     return f"{outcome}: {outcome.reason}" if outcome.reason else str(outcome)

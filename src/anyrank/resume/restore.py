@@ -1,4 +1,4 @@
-"""One resume: find the newest good step, fit everything, then fill it; random streams come last."""
+"""One resume: find the newest whole step, match every part, fill it; random streams are last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,49 +19,75 @@ from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
 from anyrank.loading.initialise import Initialiser
 from anyrank.loading.model_tensors import find_tensors
-from anyrank.random_state.saved_streams import Outcome as StreamOutcome
-from anyrank.random_state.saved_streams import check_scopes, fingerprints, read_blob, restore
-from anyrank.resume.part_types import Fill, Fitted, Stored, own_name
+from anyrank.random_state.saved_streams import (
+    RankCoords,
+    StreamOutcome,
+    capture,
+    check_scopes,
+    digests_of,
+    from_json,
+    restore,
+)
+from anyrank.resume.part_types import Fill, Fitted, Stored
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import STREAMS, rank_coords
-from anyrank.resume.select_step import Found, Unreadable, verified_in_words
-from anyrank.resume.state import TrainState
+from anyrank.resume.saving import rank_coords
+from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-SMALL_BUFFER = 1 << 20
+
+def resume_newest(
+    state: TrainState, search: StepSearch, ranks: Ranks, skip: Sequence[str]
+) -> Resuming | None:
+    """Restore the newest step that is whole; None where the run has none. All ranks.
+
+    Raises:
+        CheckpointError: the step does not match the state, or reading it failed.
+    """
+    while (selected := search.next()) is not None:
+        resuming = Resuming(state, selected, ranks, skip)
+        try:
+            resuming.match()
+            resuming.fill()
+        except (CorruptCheckpoint, Unreadable) as error:
+            search.reject(selected, error)
+        else:
+            return resuming
+    return None
 
 
 class Resuming:
-    """Fits a state to a step, and fills it. Its methods are called by all ranks, in order."""
+    """Matches a state with a step, and fills it. All ranks call its methods, in order."""
 
-    def __init__(self, state: TrainState, found: Found, ranks: Ranks, skip: Sequence[str]) -> None:
-        self.state, self.found, self.ranks = state, found, ranks
+    def __init__(
+        self, state: TrainState, found: Selected, ranks: Ranks, skip: Sequence[str]
+    ) -> None:
+        self.state, self.inner = state, run_parts(state)
+        self.found, self.ranks = found, ranks
         self.skip = tuple(skip)
         self.fitted: dict[str, Fitted] = {}
         self.hollow = False
-        self.streams: list[bytes] = []
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
         manifest = found.manifest
         self.same_ranks = manifest.saved_on["ranks"] == ranks.size
 
-    def fit(self) -> None:
+    def match(self) -> None:
         """Compare everything with the step. Nothing is changed.
 
         Raises:
             CheckpointError: all problems, in one list.
-            CorruptCheckpoint: the saved random streams are damaged.
         """
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
         problems: list[str] = []
-        gone = [name for name in records if name not in self.state.parts]
-        new = [n for n in self.state.parts if n not in manifest.parts and n not in self.skip]
+        gone = [name for name in records if name not in self.inner.parts]
+        new = [n for n in self.inner.parts if n not in manifest.parts and n not in self.skip]
         if gone:
             problems.append(f"the checkpoint has {', '.join(gone)}, the state does not")
         if new:
@@ -73,10 +98,8 @@ class Resuming:
         def here() -> bool:
             if problems:
                 raise CheckpointError(self._told(problems))
-            with _unreadable():
-                self._read_streams()
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
-            self.fitted = self.state.fit(records, stored, self.ranks.index)
+            self.fitted = self.inner.match(records, stored, self.ranks.index)
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._told(wrong))
@@ -86,7 +109,7 @@ class Resuming:
 
     def _told(self, problems: Sequence[str]) -> str:
         path = self.found.name
-        now = "as it was" if self.state.poison is None else "half restored from a damaged step"
+        now = "as it was" if self.inner.unusable is None else "half restored from a damaged step"
         return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
 
     def fill(self) -> None:
@@ -97,7 +120,7 @@ class Resuming:
             CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
                 restores it whole.
         """
-        self.state.poison = half_restored("it was interrupted")  # until it is whole
+        self.inner.unusable = half_restored("it was interrupted")  # until it is whole
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
@@ -105,12 +128,14 @@ class Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.state.poison = half_restored((str(error) or type(error).__name__).splitlines()[0])
+            self.inner.unusable = half_restored(
+                (str(error) or type(error).__name__).splitlines()[0]
+            )
             text = f"{error}\n  the state is half restored: resume again before it is used"
             known = (CorruptCheckpoint, Unreadable)
             kind = type(error) if isinstance(error, known) else CheckpointError
             raise kind(text, causes=getattr(error, "causes", None)) from error
-        self.state.poison = None
+        self.inner.unusable = None
 
     def _read(self) -> None:
         fills = [fill for one in self.fitted.values() for fill in one.fills]
@@ -145,18 +170,6 @@ class Resuming:
             verify=self.found.verify,
         )
 
-    def _read_streams(self) -> None:
-        """The first rank's streams, and those of the rank with this one's number."""
-        self.streams = []
-        with self._reader(self.found.listing, SMALL_BUFFER) as reader:
-            for index in dict.fromkeys((0, self.ranks.index)):
-                stored = self.found.listing.tensors.get(own_name(STREAMS, index))
-                if stored is not None:
-                    self.streams.append(bytes(reader.read_whole(stored).tolist()))
-                    read_blob(self.streams[-1])
-        if not self.streams:
-            raise CorruptCheckpoint(f"{self.found.name}: holds no random streams")
-
     def _commit(self) -> None:
         faults.point("resume.commit")
         for one in self.fitted.values():
@@ -168,13 +181,13 @@ class Resuming:
         self.state.lineage = [*manifest.lineage, here]
 
     def _rebuild(self) -> None:
-        for one in self.state.parts.values():
+        for one in self.inner.parts.values():
             if isinstance(one, nn.Module):
                 targets = find_tensors(one)
                 rebuild(
                     targets,
                     self.ranks,
-                    Initialiser(one, self.state.seed),
+                    Initialiser(one, self.inner.seed),
                     default_device(targets),
                 )
 
@@ -184,25 +197,22 @@ class Resuming:
         Raises:
             CheckpointError: they came out equal or different where their scope says otherwise.
         """
-        seat = rank_coords(self.state, self.ranks)
-        generators = self.state.generators
-        scopes: Any = self.found.manifest.streams
+        saved = from_json(self.found.manifest.streams)
+        coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
 
-        def here() -> tuple[Any, dict[str, str], dict[str, StreamOutcome]]:
-            same = self.ranks.index < self.found.manifest.saved_on["ranks"]
+        def here() -> tuple[RankCoords, dict[str, str], dict[str, StreamOutcome]]:
             outcomes = restore(
-                self.streams[-1] if same else None,
-                self.streams[0],
-                scopes,
-                seat,
-                seed=self.state.seed,
+                saved,
+                coords,
+                seed=self.inner.seed,
                 samples=self.state.samples,
                 generators=generators,
+                torch_version=self.found.manifest.versions.get("torch", ""),
             )
-            return seat, fingerprints(generators), outcomes
+            return coords, digests_of(capture(generators)), outcomes
 
         gathered = self.ranks.together("restoring the random streams", here)
-        check_scopes(gathered, scopes)
+        check_scopes(gathered, saved.scopes())
         return gathered[0][2]
 
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:

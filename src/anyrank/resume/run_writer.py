@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.optim import Optimizer
-
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
+from anyrank.resume.options import RunOptions
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
-from anyrank.resume.state import TrainState
+from anyrank.resume.state import TrainState, run_parts
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -24,7 +23,7 @@ FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flig
 
 
 class RunWriter:
-    """Saves a state into a run's folder, in the foreground or beside the training.
+    """Saves a state into a run's folder, in the foreground or during the training.
 
     Attributes:
         on_disk: step and run that are saved already.
@@ -37,16 +36,13 @@ class RunWriter:
         self,
         folder: RunFolder,
         state: TrainState,
-        *,
-        keep: int,
-        keep_every: int | None,
-        background: bool,
+        options: RunOptions,
         on_commit: Callable[[SaveRecord], object] | None,
     ) -> None:
         self._folder, self._state = folder, state
         self._lock = RunLock(folder.store, folder.path)
-        self._keep, self._keep_every = keep, keep_every
-        self._background = Background(self._write) if background else None
+        self._options = options
+        self._background = Background(self._write) if options.background else None
         self._on_commit = on_commit
         self._is_locked = False
         self._in_flight: Snapshot | None = None
@@ -95,15 +91,14 @@ class RunWriter:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
         if isinstance(state.data, Position):
-            state.data.check_receipt(ranks)
+            check_receipt(state.data, ranks)
         snapshot = collect(state, ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)
             self._note(replace(record, stall_seconds=time.perf_counter() - start), snapshot)
             self._call_back_on_all(ranks)
             return
-        optimizers = [part for part in state.parts.values() if isinstance(part, Optimizer)]
-        self._background.watch(optimizers)
+        self._background.watch(run_parts(state).optimizers())
         assert writers is not None
         self._background.start(snapshot, ranks, writers)
         self._background.stall += time.perf_counter() - start
@@ -111,7 +106,7 @@ class RunWriter:
 
     def _prepare(self, is_first: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
-        self._state.check_usable()
+        run_parts(self._state).check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "
@@ -128,7 +123,7 @@ class RunWriter:
                 self._is_locked = True
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        return write(snapshot, self._folder, ranks, self._keep, self._keep_every)
+        return write(snapshot, self._folder, ranks, self._options.keep, self._options.keep_every)
 
     def wait(self, ranks: Ranks) -> None:
         """Return when no save is in flight. All ranks.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 import uuid
@@ -16,44 +14,39 @@ from typing import Any
 import torch
 
 from anyrank import faults
-from anyrank.data.position import Position
+from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
-from anyrank.files.content_hash import content_hash
 from anyrank.files.dcp import METADATA
 from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.run_folder import INDEX, SavedBox, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
-from anyrank.random_state.saved_streams import Place as RankCoords
-from anyrank.random_state.saved_streams import capture, fingerprints, observed_scopes
-from anyrank.resume.part_types import Saved, differences, own_name
+from anyrank.random_state.saved_streams import (
+    RankCoords,
+    SavedStreams,
+    StreamState,
+    capture,
+    digests_of,
+)
+from anyrank.resume.part_types import Saved
 from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
-from anyrank.resume.state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, as_sharded, coordinates_of
+from anyrank.resume.state import TrainState, run_parts
+from anyrank.resume.summary import (
+    RankSummary,
+    compare,
+    differing,
+    records_of,
+    summarize,
+    tensors_of,
+)
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
-
-STREAMS = "streams"
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """What a rank tells the others about its state."""
-
-    shared: dict[str, str]
-    records: dict[str, str]
-    coordinates: Coordinates
-    seat: RankCoords
-    prints: dict[str, str]
-    loose: dict[str, str]
-    step: int
-    run: str | None
-    compared: History
 
 
 @dataclass
@@ -64,15 +57,13 @@ class Snapshot:
         items: this rank's boxes.
         records: part -> JSON.
         aliases: of tied tensors.
-        scopes: of the random streams.
-        header: step, epoch, samples, run, lineage, layout.
+        header: the manifest's other fields: step, epoch, samples, run, lineage, streams and so on.
         replicas: compared before anything is written.
     """
 
     items: list[Item]
     records: dict[str, Any]
     aliases: dict[str, str]
-    scopes: dict[str, str]
     header: dict[str, Any]
     replicas: Replicas
 
@@ -102,7 +93,7 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, Position):
-        data = state.data.place()
+        data = data_rank(state.data)
     return RankCoords(ranks.index, ranks.size, *data)
 
 
@@ -112,40 +103,43 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ where they must not.
     """
-    made: list[tuple[dict[str, Saved], bytes]] = []
+    local: list[tuple[dict[str, Saved], dict[str, StreamState]]] = []  # not sent to other ranks
 
     def here() -> RankSummary:
-        state.check_usable()
-        parts, seat = state.save(ranks.index), rank_coords(state, ranks)
-        made.append((parts, capture(seat, state.generators)))
-        return _brought(state, parts, seat)
+        inner = run_parts(state)
+        inner.check_usable()
+        parts, streams = inner.save(ranks.index), capture(inner.generators)
+        local.append((parts, streams))
+        return summarize(state, parts, rank_coords(state, ranks), digests_of(streams))
 
-    answers = ranks.together("collecting the state", here)
-    ((parts, blob),) = made
-    _compare(parts, answers, ranks)
-    records = _records(parts, answers, ranks)
+    summaries = ranks.together("collecting the state", here)
+    ((parts, states),) = local
+    compare(parts, summaries, ranks)
+    records = records_of(parts, summaries, ranks)
+    streams = _streams(summaries, states, ranks)
     own = [
         held
-        for part, one in parts.items()
-        for held in one.own
-        if not one.by_rank or "by_rank" in records[part] or ranks.index == 0
+        for part, saved in parts.items()
+        for held in saved.own
+        if not saved.by_rank or "by_rank" in records[part] or ranks.index == 0
     ]
-    own.append(_streams_tensor(ranks.index, blob))
     header = {
         "step": state.step,
         "epoch": state.epoch,
         "samples": state.samples,
         "run": state.run,
         "lineage": state.lineage,
-        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(_tensors(parts))},
-        "differed": _differing(answers, ranks),
+        "saved_on": {"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
+        "differed": differing(summaries, ranks),
+        "streams": streams.to_json(),
     }
-    aliases = {alias: name for one in parts.values() for alias, name in one.aliases.items()}
-    scopes = observed_scopes([(one.seat, one.prints) for one in answers], {})
-    coordinates = {rank: one.coordinates for rank, one in zip(ranks.ranks, answers, strict=True)}
+    aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
+    coordinates = {
+        rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
+    }
     items = _items(parts, own, coordinates, ranks.rank)
-    replicas = _replicas(state, parts, coordinates, answers[0].compared, ranks)
-    return Snapshot(items, records, aliases, dict(scopes), header, replicas)
+    replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
+    return Snapshot(items, records, aliases, header, replicas)
 
 
 def _replicas(
@@ -156,46 +150,11 @@ def _replicas(
     ranks: Ranks,
 ) -> Replicas:
     """What this save compares; what may change from now on is digested at once. All ranks."""
-    state.compared = compared
-    loose = {name for one in parts.values() for name in one.loose}
-    replicas = Replicas(choose(parts, coordinates, ranks.rank, loose, compared), compared)
+    run_parts(state).compared = compared
+    unsynced = {name for saved in parts.values() for name in saved.unsynced}
+    replicas = Replicas(choose(parts, coordinates, ranks.rank, unsynced, compared), compared)
     ranks.together("digesting the replicas", replicas.start(ranks, steady=False))
     return replicas
-
-
-def _brought(state: TrainState, parts: Mapping[str, Saved], seat: RankCoords) -> RankSummary:
-    """What this rank tells the others.
-
-    Raises:
-        CheckpointError: two tensors of one name.
-    """
-    _refuse_doubled(parts)
-    shared = {
-        part: _digest(
-            [[held.describe() for held in one.tensors], None if one.by_rank else one.record]
-        )
-        for part, one in parts.items()
-    }
-    records = {
-        part: _digest([one.record, [content_hash(held.local()) for held in one.own]])
-        for part, one in parts.items()
-        if one.by_rank
-    }
-    loose = {
-        held.name: content_hash(held.local())
-        for one in parts.values()
-        for held in one.tensors
-        if held.name in one.loose
-    }
-    prints = fingerprints(state.generators)
-    where = coordinates_of(_tensors(parts))
-    rest = (state.step, state.run, state.compared)
-    return RankSummary(shared, records, where, seat, prints, loose, *rest)
-
-
-def _tensors(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
-    """What the ranks hold together: the same list on all of them."""
-    return [held for one in parts.values() for held in one.tensors]
 
 
 def _items(
@@ -204,95 +163,27 @@ def _items(
     coordinates: Mapping[int, Coordinates],
     rank: int,
 ) -> list[Item]:
-    """What this rank writes: its part of what all as_sharded, and its own."""
-    tensors = _tensors(parts)
-    first = {name for one in parts.values() for name in one.loose}
-    first |= {held.name for one in parts.values() if not one.strict for held in one.tensors}
-    steady = {name for one in parts.values() for name in one.steady}
+    """What this rank writes: its part of what all hold, and its own."""
+    tensors = tensors_of(parts)
+    first = {name for saved in parts.values() for name in saved.unsynced}
+    first |= {h.name for saved in parts.values() if not saved.strict for h in saved.tensors}
+    steady = {name for saved in parts.values() for name in saved.steady}
     writes = plan_writes(tensors, coordinates, by_first=first)
     return items_of(tensors, own, writes, rank, steady)
 
 
-def _refuse_doubled(parts: Mapping[str, Saved]) -> None:
-    """Two values under one name would be one tensor in the checkpoint.
-
-    Raises:
-        CheckpointError: names the first.
+def _streams(
+    summaries: Sequence[RankSummary], states: Mapping[str, StreamState], ranks: Ranks
+) -> SavedStreams:
+    """The random streams of all ranks; each state comes from the first rank that has it.
+    All ranks.
     """
-    seen: set[str] = set()
-    for part, one in parts.items():
-        for name in [*(held.name for held in (*one.tensors, *one.own)), *one.aliases]:
-            if name in seen:
-                raise CheckpointError(
-                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "'.' in it reads like a table within a table, 1 like '1')"
-                )
-            seen.add(name)
-
-
-def _differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
-    """Buffers that are not alike on all ranks; the first rank's are saved, which is told."""
-    first = answers[0].loose
-    names = sorted(name for name in first if any(one.loose[name] != first[name] for one in answers))
-    if names and ranks.index == 0:
-        log.warning(
-            "%d buffers differ between the ranks; rank %d's are saved: %s",
-            len(names),
-            ranks.ranks[0],
-            ", ".join(names[:10]),
-        )
-    return names
-
-
-def _streams_tensor(index: int, blob: bytes) -> ShardedTensor:
-    data = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    return as_sharded(own_name(STREAMS, index), data)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
-
-
-def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
-    """Raise, on all ranks, what differs between them. All ranks."""
-    first = answers[0]
-    for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
-        if other.shared.keys() != first.shared.keys():
-            raise CheckpointError(
-                f"the ranks' states have different parts: rank {ranks.ranks[0]} "
-                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}"
-            )
-        if (other.step, other.run) != (first.step, first.run):
-            raise CheckpointError(
-                f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
-                f"{rank} at {other.step}: call step_done on all ranks after each step"
-            )
-    wrong = [p for p in first.shared if len({one.shared[p] for one in answers}) > 1]
-    if not wrong:
-        return
-    part = wrong[0]
-    mine = parts[part]
-    tables = [[str(one) for one in held.describe()] for held in mine.tensors]
-    every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
-    for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
-        if other != every[0]:
-            raise CheckpointError(
-                f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
-                f"{differences(every[0], other)}: make it alike on all ranks"
-            )
-    raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
-
-
-def _records(
-    parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
-) -> dict[str, Any]:
-    """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
-    records = {part: one.record for part, one in parts.items()}
-    for part in answers[0].records:
-        if len({one.records[part] for one in answers}) > 1:
-            trees = [one["tree"] for one in ranks.gather(records[part])]
-            records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
-    return records
+    digests = [summary.streams for summary in summaries]
+    earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
+    own = {s.digest: s for s in states.values() if s.digest not in earlier}
+    every = ranks.gather(own, "collecting the random streams")
+    merged = {digest: state for one in every for digest, state in one.items()}
+    return SavedStreams([summary.coords for summary in summaries], digests, merged)
 
 
 def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
@@ -377,5 +268,4 @@ def _manifest(snapshot: Snapshot, files: dict[str, FileRecord]) -> Manifest:
         versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
         files=files,
         parts=snapshot.records,
-        streams=snapshot.scopes,
     )

@@ -1,4 +1,4 @@
-"""Which step a resume goes on from: the newest that verifies, past what is damaged."""
+"""Which step a resume restores: the newest that is whole; damaged steps are skipped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
@@ -17,38 +18,23 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
+T = TypeVar("T")
 VERIFY = ("size", "full", "off")
 
 
 class Unreadable(CheckpointError):
-    """A disk or the network does not hand out a step's bytes: no proof of damage."""
+    """A disk or the network does not return a step's bytes, which is no proof of damage."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A step that verified, and the newer ones that were passed over.
+class Candidate:
+    """A step that may be resumed.
 
     Attributes:
-        set_aside: what damaged ones are called now.
-        left: names of those that kept their place, as they could not be read or not be renamed.
-        notes: why, in sentences.
-        verify: whether what is read is compared with its checksums.
+        manifest, listing: what it holds; None where damage hides it.
+        damaged: what is damaged, or None.
+        unread: why the step could not be read although it may be sound, or None.
     """
-
-    name: str
-    manifest: Manifest
-    listing: Listing
-    newest_step: int
-    newest_samples: int
-    set_aside: list[str]
-    left: list[str]
-    notes: list[str]
-    verify: bool
-
-
-@dataclass(frozen=True)
-class Look:
-    """What one step is like. `damaged` is None for a good one, `unread` for one that may be."""
 
     step: int
     name: str
@@ -58,50 +44,143 @@ class Look:
     unread: str | None = None
 
 
-class RejectedSteps:
-    """The steps that were tried and cannot be used. Equal on all ranks, which all call it."""
+@dataclass(frozen=True)
+class Selected:
+    """A step whose files look whole, and the newer steps that were skipped.
 
-    def __init__(self, folder: RunFolder, ranks: Ranks, verify: str) -> None:
-        self.folder, self.ranks = folder, ranks
-        self.verify = verify
+    Attributes:
+        newest_step, newest_samples: of the newest step that was seen.
+        set_aside: the new names of damaged steps.
+        left: names of steps that kept their place, as they could not be read or not be renamed.
+        notes: why, in sentences.
+        verify: whether what is read is compared with its checksums.
+    """
+
+    candidate: Candidate
+    manifest: Manifest
+    listing: Listing
+    newest_step: int
+    newest_samples: int
+    set_aside: list[str]
+    left: list[str]
+    notes: list[str]
+    verify: bool
+
+    @property
+    def name(self) -> str:
+        """The step's folder."""
+        return self.candidate.name
+
+
+class StepSearch:
+    """The steps of a run, the newest first, until one is whole. Equal on all ranks.
+
+    Damaged steps are renamed `.bad-...` and skipped. A step on a disk that does not return its
+    bytes is skipped as well, and keeps its name: it may be sound.
+    """
+
+    def __init__(self, folder: RunFolder, which: str | int, verify: str, ranks: Ranks) -> None:
+        self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
         self.newest = self.samples = self.unread = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
         self.left: list[str] = []
         self.notes: list[str] = []
 
-    def found(self, look: Look) -> Found:
-        """The good one behind these."""
-        assert look.manifest is not None
-        assert look.listing is not None
-        newest, samples = max(self.newest, look.step), max(self.samples, look.manifest.samples)
-        rest = (self.set_aside, self.left, self.notes, self.verify == "full")
-        return Found(look.name, look.manifest, look.listing, newest, samples, *rest)
+    def next(self) -> Selected | None:
+        """The next step that looks whole, or the step asked for; None for an empty folder.
+        All ranks.
 
-    def add(self, look: Look) -> None:
-        """Rename a step that is proved to be damaged; leave another as it is. All ranks."""
-        self.newest = max(self.newest, look.step)
-        if look.manifest is not None:
-            self.samples = max(self.samples, look.manifest.samples)
-        if look.damaged is None:
+        Raises:
+            CheckpointError: there are steps and none can be used, or not the one asked for.
+        """
+        while (candidate := self._from_first("looking for a checkpoint", self._look)) is not None:
+            if candidate.damaged is None and candidate.unread is None:
+                return self._selected(candidate)
+            self._reject(candidate)
+        if self.reasons:
+            raise self._error()
+        bad = self._from_first("looking for a checkpoint", lambda: _bad(self.folder))
+        if bad:
+            raise CheckpointError(
+                f"{self.folder.path}: has no checkpoint but damaged ones set aside "
+                f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
+            )
+        return None
+
+    def reject(self, selected: Selected, error: CorruptCheckpoint | Unreadable) -> None:
+        """Skip a step whose damage showed when it was read. All ranks.
+
+        Raises:
+            CheckpointError: it is the step asked for, or the network did not return its bytes.
+        """
+        if isinstance(error, CorruptCheckpoint):
+            self._reject(replace(selected.candidate, damaged=str(error)))
+        elif self.folder.store.renames:
+            self._reject(replace(selected.candidate, unread=str(error)))
+        else:  # the network: the next try may get through
+            raise CheckpointError(str(error), causes=error.causes) from error
+
+    def _from_first(self, what: str, work: Callable[[], T]) -> T:
+        return self.ranks.from_one(what, self.ranks.ranks[0], work)
+
+    def _look(self) -> Candidate | None:
+        return _look(self.folder, self.which, self.left, self.verify != "off")
+
+    def _selected(self, candidate: Candidate) -> Selected:
+        manifest, listing = candidate.manifest, candidate.listing
+        assert manifest is not None
+        assert listing is not None
+        return Selected(
+            candidate,
+            manifest,
+            listing,
+            newest_step=max(self.newest, candidate.step),
+            newest_samples=max(self.samples, manifest.samples),
+            set_aside=self.set_aside,
+            left=self.left,
+            notes=self.notes,
+            verify=self.verify == "full",
+        )
+
+    def _reject(self, candidate: Candidate) -> None:
+        """Rename a step that is proved to be damaged; leave any other as it is."""
+        if self.which not in ("auto", "must"):
+            if candidate.damaged is None:
+                raise CheckpointError(f"step {self.which} was asked for: {candidate.unread}")
+            raise CorruptCheckpoint(
+                f"step {self.which} was asked for and is damaged: {candidate.damaged}"
+            )
+        self.newest = max(self.newest, candidate.step)
+        if candidate.manifest is not None:
+            self.samples = max(self.samples, candidate.manifest.samples)
+        if candidate.damaged is None:
             self.unread += 1
-            self._leave(look, str(look.unread), f"cannot be read: {look.unread}")
+            self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
             return
-        aside, refusal = _set_aside(self.folder, look.name, self.ranks)
+        aside, refusal = self._from_first("setting aside", lambda: self._set_aside(candidate.name))
         if aside is None:
-            self._leave(look, look.damaged, f"is damaged and cannot be renamed: {refusal}")
+            why = f"is damaged and cannot be renamed: {refusal}"
+            self._leave(candidate, candidate.damaged, why)
             return
-        self.reasons.append(look.damaged)
+        self.reasons.append(candidate.damaged)
         self.set_aside.append(aside)
 
-    def _leave(self, look: Look, reason: str, why: str) -> None:
+    def _set_aside(self, name: str) -> tuple[str | None, str]:
+        """The new name, or None and why there is none. One rank."""
+        try:
+            return self.folder.set_aside(name, "bad-damaged"), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+    def _leave(self, candidate: Candidate, reason: str, why: str) -> None:
         self.reasons.append(reason)
-        self.left.append(look.name)
-        self.notes.append(f"passed over and left as it is: {look.name} {why}")
+        self.left.append(candidate.name)
+        self.notes.append(f"skipped and left as it is: {candidate.name} {why}")
         if self.ranks.index == 0:
             log.warning("%s: LOST: %s", self.folder.path, self.notes[-1])
 
-    def error(self) -> CheckpointError:
+    def _error(self) -> CheckpointError:
         """What to raise when there is no other step."""
         path, count = self.folder.path, len(self.reasons)
         if self.unread:
@@ -115,71 +194,11 @@ class RejectedSteps:
         )
 
 
-def find(
-    folder: RunFolder,
-    which: str | int,
-    verify: str,
-    ranks: Ranks,
-    fit: Callable[[Found], str | None],
-) -> Found | None:
-    """The newest step that verifies, or the one asked for; None for an empty folder. All ranks.
-
-    `fit` is called by all ranks with a step that verified, and may still find damage, which it
-    returns in words. Damaged steps are renamed `.bad-...` and passed over. A step on a disk that
-    does not hand it out is passed over as well, and keeps its name: it may be sound.
-
-    Raises:
-        CheckpointError: steps are there and none can be used, or the one asked for is not there.
-    """
-    first, passed = ranks.ranks[0], RejectedSteps(folder, ranks, verify)
-
-    def look_for() -> Look | None:
-        return _look(folder, which, passed.left, verify != "off")
-
-    while (look := ranks.from_one("looking for a checkpoint", first, look_for)) is not None:
-        if look.damaged is None and look.unread is None:
-            found = passed.found(look)
-            try:
-                look = replace(look, damaged=fit(found))
-            except Unreadable as error:
-                if not folder.store.renames:  # the network: the next try may get through
-                    raise CheckpointError(str(error), causes=error.causes) from error
-                look = replace(look, unread=str(error))
-            if look.damaged is None and look.unread is None:
-                return found
-        if which not in ("auto", "must"):
-            if look.damaged is None:
-                raise CheckpointError(f"step {which} was asked for: {look.unread}")
-            raise CorruptCheckpoint(f"step {which} was asked for and is damaged: {look.damaged}")
-        passed.add(look)
-    if passed.reasons:
-        raise passed.error()
-    bad = ranks.from_one("looking for a checkpoint", first, lambda: _bad(folder))
-    if bad:
-        raise CheckpointError(
-            f"{folder.path}: has no checkpoint but damaged ones set aside ({', '.join(bad)}): "
-            "repair one and rename it, or start in an empty folder"
-        )
-    return None
-
-
 def _bad(folder: RunFolder) -> list[str]:
     return [name for name in folder.names() if name.startswith(".bad-")]
 
 
-def _set_aside(folder: RunFolder, name: str, ranks: Ranks) -> tuple[str | None, str]:
-    """The new name, or None and why there is none. All ranks."""
-
-    def rename() -> tuple[str | None, str]:
-        try:
-            return folder.set_aside(name, "bad-damaged"), ""
-        except CheckpointError as error:
-            return None, str(error)
-
-    return ranks.from_one("setting aside", ranks.ranks[0], rename)
-
-
-def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> Look | None:
+def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> Candidate | None:
     """The step to try, with what is wrong with it. One rank."""
     steps = [one for one in folder.claimed() if one[1] not in left]
     if which not in ("auto", "must"):
@@ -195,16 +214,16 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         manifest, small = folder.examine(name, sizes)
         check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
-        return Look(step, name, manifest, listing)
+        return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and tell how much is lost
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(folder.store, folder.join(name))
-        return Look(step, name, manifest, damaged=str(error))
+        return Candidate(step, name, manifest, damaged=str(error))
     except CheckpointError as error:
         if which == step or not folder.may_be_sound(error):
             raise
-        return Look(step, name, unread=str(error))
+        return Candidate(step, name, unread=str(error))
 
 
 def verified_in_words(verify: str) -> str:

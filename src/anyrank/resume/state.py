@@ -48,10 +48,22 @@ class TrainState:
         samples: samples of completed steps, over the whole run.
         run: id of the run; None before its first save or resume.
         lineage: one entry for each resume: from which step, on how many ranks.
+        data: as it was given.
 
     Raises:
         TypeError: a part that is neither module nor optimizer nor stateful.
         ValueError: a part with a reserved name; a scheduler that steps once for each process.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ema = torch.optim.swa_utils.AveragedModel(model)
+        state = anyrank.TrainState(model, optimizer, seed=1, ema=ema)
+        with anyrank.Checkpoints("runs/a", state) as ckpts:
+            ckpts.save()
+            print(ckpts.resume().components)  # model, optimizer, ema and streams: exact
+        assert (state.step, state.samples, state.epoch) == (0, 0, 0)
     """
 
     def __init__(
@@ -66,40 +78,64 @@ class TrainState:
         generators: Mapping[str, torch.Generator] | None = None,
         **others: Any,
     ) -> None:
-        named = {
+        given = {
             "model": model,
             "optimizer": optimizer,
             "scheduler": scheduler,
             "scaler": scaler,
             "data": data,
         }
-        given: dict[str, Any] = named | others
-        self.parts: dict[str, Any] = {
-            name: unwrapped(name, one) for name, one in given.items() if one is not None
-        }
-        for name, one in self.parts.items():
-            if name in RESERVED or not name.isidentifier():
-                raise ValueError(f"{name!r} cannot be the name of a part: choose another")
-            if not isinstance(one, (nn.Module, Optimizer, Stateful)):
-                hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
-                raise TypeError(
-                    f"{name} is a {type(one).__name__}: a part is a module, an optimizer, or has "
-                    f"state_dict() and load_state_dict(){hint}"
-                )
+        parts = {name: part for name, part in (given | others).items() if part is not None}
+        self._parts = RunParts(parts, seed, generators or {})
         self.data = data
-        self.seed = seed
-        self.generators = dict(generators or {})
         self.step = 0
         self.samples = 0
         self.run: str | None = None
         self.lineage: list[dict[str, Any]] = []
-        self.poison: str | None = None
-        self.compared = History()
 
     @property
     def epoch(self) -> int:
         """The epoch of the data; 0 without a loader that knows."""
         return int(getattr(self.data, "epoch", 0))
+
+
+def run_parts(state: TrainState) -> RunParts:
+    """What a state holds, for the modules that save and resume it."""
+    return state._parts  # pyright: ignore[reportPrivateUsage]
+
+
+class RunParts:
+    """The objects of a run by name, and what becomes of them at a save and at a resume.
+
+    Attributes:
+        parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
+        seed: of the run.
+        generators: the run's own, by name.
+        unusable: why the values are those of no step, or None.
+        compared: which replicas earlier saves compared.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Any], seed: int, generators: Mapping[str, torch.Generator]
+    ) -> None:
+        self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
+        for name, part in self.parts.items():
+            if name in RESERVED or not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be the name of a part: choose another")
+            if not isinstance(part, (nn.Module, Optimizer, Stateful)):
+                hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
+                raise TypeError(
+                    f"{name} is a {type(part).__name__}: a part is a module, an optimizer, or has "
+                    f"state_dict() and load_state_dict(){hint}"
+                )
+        self.seed = seed
+        self.generators = dict(generators)
+        self.unusable: str | None = None
+        self.compared = History()
+
+    def optimizers(self) -> list[Optimizer]:
+        """The parts that are optimizers."""
+        return [part for part in self.parts.values() if isinstance(part, Optimizer)]
 
     def check_usable(self) -> None:
         """Refuse to go on with a state whose values are those of no step.
@@ -107,8 +143,8 @@ class TrainState:
         Raises:
             CheckpointError: a resume failed in the middle, or a step moved it and does not count.
         """
-        if self.poison is not None:
-            raise CheckpointError(f"{self.poison}: resume again, or build the objects anew")
+        if self.unusable is not None:
+            raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
 
     def _targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module, by part."""
@@ -116,7 +152,7 @@ class TrainState:
         return {part: targets_of(module) for part, module in modules.items()}
 
     def save(self, rank: int) -> dict[str, Saved]:
-        """What every part brings to a save, as this rank sees it."""
+        """What every part contributes to a save, as this rank sees it."""
         try:
             targets = self._targets()
         except LoadError as error:  # what it says of reading holds for writing
@@ -139,7 +175,7 @@ class TrainState:
                 saved[part] = save_stateful(part, cast("Stateful", one), rank)
         return saved
 
-    def fit(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Fitted]:
+    def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Fitted]:
         """What fills every part that `records` has; nothing is changed."""
         targets = self._targets()
         names = names_of(targets)
@@ -157,11 +193,11 @@ class TrainState:
                 fitted[part] = fit_optimizer(part, one, record, stored, names, rank)
             else:
                 fitted[part] = fit_stateful(part, cast("Stateful", one), record, stored, rank)
-        loader = fitted.get("data")
-        if loader and not stored.same_ranks and not isinstance(self.data, Position):
+        loader, data = fitted.get("data"), self.parts.get("data")
+        if loader and not stored.same_ranks and not isinstance(data, Position):
             loader.outcome = Outcome(
                 "derived",
-                f"a {type(self.data).__name__} has what it saved on {stored.ranks} ranks: only "
+                f"a {type(data).__name__} has what it saved on {stored.ranks} ranks: only "
                 "it knows what that means here, and samples may be repeated or lost",
             )
         return fitted

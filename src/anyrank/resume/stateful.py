@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from anyrank.data.position import Position, check_state_dict
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
@@ -99,10 +100,9 @@ def fit_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: 
     current: Any = thing.state_dict()
     if isinstance(current, dict) and not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
-    check = getattr(thing, "check_state_dict", None)
-    if check is not None:
+    if isinstance(thing, Position):
         try:
-            check(tree)
+            check_state_dict(thing, tree)
         except CheckpointError as error:
             fitted.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):

@@ -1,4 +1,4 @@
-"""One call, as its owner follows it: answers, deaths and the deadline, whichever comes first."""
+"""One call of a job on ranks: collects results and deaths until all have ended, or a deadline."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Rank:
 
 
 class Call:
-    """One job on these ranks, and what became of each.
+    """One job on these ranks, and the outcome of each.
 
     Attributes:
         answers: rank -> its answer, or the harness's error in place of one, in order of arrival.
-        reached: the faults that struck.
-        stacks: rank -> where it stood, for those that had to be stopped or crashed.
+        reached: the faults that were injected.
+        stacks: rank -> its stack traces, for ranks that were stopped or crashed.
         met: the ranks that are set up and connected to all others.
-        over: the ranks that need no more waiting: ready for the next call, or dead.
+        finished: the ranks that are ready for the next call, or dead.
     """
 
     def __init__(self, server: ForkServer, ranks: Sequence[Rank]) -> None:
@@ -53,19 +53,19 @@ class Call:
         self.reached: list[Fault] = []
         self.stacks: dict[int, str] = {}
         self.met: set[int] = set()
-        self.over: set[int] = set()
+        self.finished: set[int] = set()
 
     def run(self, tasks: Sequence[Task], timeout: float, grace: float) -> None:
-        """Set the ranks up, run the job, and let every rank clean up. Ends by itself.
+        """Set the ranks up, run the job, and let every rank clean up, each within a deadline.
 
-        The job begins when all ranks have met and has `timeout` seconds. After the first rank that
-        fails unasked, the others have `grace` seconds. What has not answered then has its stacks
-        taken and is killed.
+        The job begins when all ranks have met and has `timeout` seconds. After the first
+        unexpected failure of a rank, the others have `grace` seconds. Ranks that have not answered
+        by then are killed, after their stack traces are recorded.
         """
         for rank, task in zip(self.ranks, tasks, strict=True):
             send(rank, task)
         self.follow(self.unmet, "not set up", MEET_SECONDS, grace)
-        # A job that fails while others still connect would leave them with half a group.
+        # A job that fails while other ranks still connect would leave them with a partial group.
         if self.first_failure() is None:
             for rank in self.ranks:
                 send(rank, GO)
@@ -78,7 +78,7 @@ class Call:
     def follow(
         self, awaited: Callable[[], list[int]], what: str, seconds: float, grace: float
     ) -> None:
-        """Wait until no rank is awaited any more, and end those that are at the deadline."""
+        """Wait until no rank is awaited, and stop those that are awaited at the deadline."""
         deadline, why = time.monotonic() + seconds, f"within {seconds:g} s"
         first: int | None = None
         while (stuck := awaited()) and time.monotonic() < deadline:
@@ -99,23 +99,23 @@ class Call:
 
     def living(self) -> list[int]:
         """The ranks that are neither dead nor ready for the next call."""
-        return [index for index in range(len(self.ranks)) if index not in self.over]
+        return [index for index in range(len(self.ranks)) if index not in self.finished]
 
     def first_failure(self) -> int | None:
-        """The first rank that raised or died unasked."""
+        """The first rank that raised or died unexpectedly."""
         failed = (i for i, answer in self.answers.items() if isinstance(answer, Raised | OSError))
         return next(failed, None)
 
     def wait(self, awaited: Sequence[int], deadline: float) -> None:
-        """Wait for news of these ranks until the deadline, and record all there is."""
+        """Wait for messages or deaths of these ranks until the deadline, and record all."""
         pipes = [self.ranks[index].conn for index in awaited if self.ranks[index].open]
         wait([self.server.control, *pipes], max(0.0, deadline - time.monotonic()))
-        # Deaths first: whatever a rank sent before its death is in the pipe once that is known.
+        # Deaths first: what a rank sent before its death is in the pipe once its death is known.
         self.server.watch()
         for index in awaited:
             self.drain(index)
             if self.ranks[index].pid in self.server.died:
-                self.bury(index)
+                self.record_death(index)
 
     def drain(self, index: int) -> None:
         """Record everything that a rank has sent."""
@@ -124,7 +124,7 @@ class Call:
             try:
                 message = rank.conn.recv()
             except GONE:
-                rank.open = False  # it is about to exit: its death tells how
+                rank.open = False  # it is about to exit: the exit code has the reason
                 return
             if isinstance(message, Reached):
                 self.reached.append(message.fault)
@@ -133,13 +133,13 @@ class Call:
             elif message == MET:
                 self.met.add(index)
             elif message == READY:
-                self.over.add(index)
+                self.finished.add(index)
             else:
                 self.answers[index] = message
 
-    def bury(self, index: int) -> None:
-        """Record a death; it is no news of a rank that has failed already, or leaves by itself."""
-        self.over.add(index)
+    def record_death(self, index: int) -> None:
+        """Record a death, unless the rank failed before, or exited normally after its answer."""
+        self.finished.add(index)
         answer = self.answers.get(index)
         code = self.server.died[self.ranks[index].pid]
         if isinstance(answer, Raised | Died | OSError) or (answer is not None and code == 0):
@@ -153,7 +153,7 @@ class Call:
                 self.stacks[index] = stack
 
     def stop(self, stuck: Sequence[int], why: str) -> None:
-        """Note where these ranks stand, and kill them."""
+        """Record the stack traces of these ranks, and kill them."""
         for index in stuck:
             self.server.signal(self.ranks[index].pid, signal.SIGUSR2)
             self.server.signal(self.ranks[index].pid, signal.SIGCONT)
@@ -162,35 +162,37 @@ class Call:
         while stuck and time.monotonic() < deadline:
             time.sleep(0.05)
             before, seen = seen, {index: self.read_stack(index) for index in stuck}
-            if all(seen.values()) and seen == before:  # a dump is written bit by bit
+            if all(seen.values()) and seen == before:  # a dump is written in several parts
                 break
         self.stacks |= seen
         self.kill(stuck)
         for index in stuck:
-            if not isinstance(self.answers.get(index), Raised):  # the cause, not what came of it
+            if not isinstance(
+                self.answers.get(index), Raised
+            ):  # keep the cause, not its consequence
                 self.answers[index] = TimeoutError(why)
 
     def kill(self, doomed: Sequence[int]) -> None:
-        """Kill these ranks, and see them dead."""
+        """Kill these ranks, and wait until they are dead."""
         pids = {self.ranks[index].pid for index in doomed}
         for pid in pids:
             self.server.signal(pid, signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
         while not pids <= self.server.died.keys() and time.monotonic() < deadline:
             self.server.watch(0.1)
-        self.over.update(doomed)
+        self.finished.update(doomed)
 
     def read_stack(self, index: int) -> str:
-        """What the rank's fault handler has written so far; "" also before it has begun."""
+        """The stack traces written by the rank's fault handler so far; "" if there are none."""
         try:
             return report.trim_stack(self.ranks[index].stack_file.read_text())
         except FileNotFoundError:
             return ""
 
     def conclude(self, name: str, faults: Sequence[Fault]) -> list[Any]:
-        """The results by rank, Died in the place of a rank that a fault ended.
+        """The results by rank; Died for a rank that a fault ended.
 
-        Raises RanksFailed when a rank failed, FaultNotReached when a fault was never passed.
+        Raises RanksFailed when a rank failed, FaultNotReached when a fault point was never passed.
         """
         results: list[Any] = [None] * len(self.ranks)
         errors: dict[int, BaseException] = {}
@@ -218,13 +220,13 @@ class Call:
 
 
 def send(rank: Rank, message: Task | str) -> None:
-    """Send to a rank. One that is dead or dying gets nothing: its death is reported anyway."""
+    """Send to a rank, unless it is dead or dying: its death is reported anyway."""
     with contextlib.suppress(*GONE):
         rank.conn.send(message)
 
 
 def original(raised: Raised) -> BaseException:
-    """The exception of a rank, or its text as RuntimeError when it cannot be had."""
+    """The exception of a rank, or a RuntimeError with its text if it cannot be unpickled."""
     if raised.error is not None:
         with contextlib.suppress(Exception):
             return pickle.loads(raised.error)  # noqa: S301 - from our own rank

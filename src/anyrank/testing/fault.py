@@ -17,19 +17,19 @@ How = Literal["raise", "enospc", "slow", "kill", "stop"]
 
 
 class InjectedFault(RuntimeError):
-    """What a fault with `how="raise"` raises."""
+    """Raised by a fault with `how="raise"`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure, at the `nth` passage of one rank through one point, and only at that one.
+    """One failure of one rank, when it passes a point for the `nth` time.
 
     Attributes:
         rank: the rank that fails.
         point: the name given to `anyrank.faults.point`.
         how: "raise" InjectedFault; "enospc" OSError as from a full disk; "slow" sleep for
-            `seconds`; "kill" SIGKILL; "stop" SIGSTOP, the rank stays there for ever.
-        nth: which passage, from 1.
+            `seconds`; "kill" SIGKILL; "stop" SIGSTOP, the rank stays there forever.
+        nth: number of the passage, from 1.
         seconds: how long "slow" sleeps.
     """
 
@@ -55,13 +55,13 @@ class Fault:
             time.sleep(self.seconds)
             return
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
-        # Another thread may take the signal first: this one must not get any further meanwhile.
+        # Another thread may receive the signal first: this thread must not continue meanwhile.
         while True:
             time.sleep(60)
 
 
 def check(wanted: Sequence[Fault], world_size: int) -> None:
-    """Raise ValueError for faults that could not all strike on this many ranks."""
+    """Raise ValueError for faults that cannot all be injected on `world_size` ranks."""
     for fault in wanted:
         if fault.rank >= world_size:
             raise ValueError(f"{fault}: there are only {world_size} ranks")
@@ -69,27 +69,27 @@ def check(wanted: Sequence[Fault], world_size: int) -> None:
         raise ValueError(f"two faults at the same passage: {list(wanted)}")
 
 
-def arm(wanted: Sequence[Fault], tell: Callable[[Fault], None]) -> None:
+def arm(wanted: Sequence[Fault], report: Callable[[Fault], None]) -> None:
     """Arm these faults in this process, and no others.
 
     Args:
         wanted: the faults of this rank; several may share a point.
-        tell: called just before a fault strikes, in the thread that passes the point.
+        report: called just before a fault is injected, in the thread that passes the point.
     """
     disarm()
     for name in {fault.point for fault in wanted}:
         at = {fault.nth: fault for fault in wanted if fault.point == name}
-        faults.armed[name] = passage(at, tell)
+        faults.armed[name] = passage(at, report)
 
 
-def passage(at: dict[int, Fault], tell: Callable[[Fault], None]) -> Callable[[], None]:
-    """The action of one point: count the passages, strike at those in `at`."""
+def passage(at: dict[int, Fault], report: Callable[[Fault], None]) -> Callable[[], None]:
+    """The action of one point: count the passages, and inject the faults in `at`."""
     count = itertools.count(1)  # next() is atomic: points may be passed by several threads
 
     def passed() -> None:
         fault = at.get(next(count))
         if fault is not None:
-            tell(fault)
+            report(fault)
             fault.strike()
 
     return passed

@@ -1,6 +1,6 @@
 """Host memory of a process as the kernel counts it. Linux only.
 
-Anonymous pages only: pages of mapped files belong to the page cache, and come and go with it.
+Anonymous pages only: pages of mapped files belong to the page cache.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def kib_field(path: str, name: bytes) -> int:
 
 
 class PeakMemory:
-    """How far RssAnon rises above its value at entry, sampled every 2 ms by a thread.
+    """The peak of RssAnon above its value at entry, sampled every 2 ms by a thread.
 
-    A rise shorter than a sample, or inside one native call that holds the GIL, is missed. Pages
-    that malloc kept from an earlier use do not count again: run the subject in a fresh rank.
+    A peak shorter than a sample, or inside a native call that holds the GIL, is missed. Pages that
+    malloc kept from an earlier use do not count again: run the subject in a fresh rank.
 
     Attributes:
         peak_bytes: the highest rise so far; final after exit.
@@ -55,7 +55,7 @@ class PeakMemory:
             self.sample()
 
     def sample(self) -> None:
-        """Count the memory of this instant."""
+        """Update the peak with the current memory."""
         self.peak_bytes = max(self.peak_bytes, rss_anon() - self.start_bytes)
 
     def __enter__(self) -> PeakMemory:

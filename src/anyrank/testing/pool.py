@@ -21,14 +21,14 @@ from anyrank.testing.fault import Fault
 from anyrank.testing.server import ForkServer
 from anyrank.testing.transport import Task
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only the place; the folder in it is made by mkdtemp
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp creates the folder in it
 CLOSE_SECONDS = 1.0
 
 
 class RankPool:
     """Up to `max_ranks` processes, started when first needed and reused by every call.
 
-    A world of size W is the first W of them. Every call has a fresh default process group (gloo)
+    A world of size W is the first W processes. Every call has a fresh default process group (gloo)
     and a fresh state; a rank that dies or hangs is replaced, the others are kept. Use it as a
     context manager, or through `run_ranks`, which owns one pool per process.
 
@@ -66,20 +66,20 @@ class RankPool:
 
         Args:
             world_size: number of ranks, 1 to `max_ranks`.
-            job: a function at the top level of a file; `__main__` of a script will do.
+            job: a function at the top level of a file, which may be a script's `__main__`.
             *args: its arguments, the same on all ranks.
             timeout: seconds for the job; starting processes and importing it do not count.
-            grace: seconds that the other ranks have to end once one has failed.
-            faults: the failures wanted, all of which must happen.
-            env: environment variables on top.
+            grace: seconds for the other ranks to end after the first failure.
+            faults: the failures to inject, all of which must happen.
+            env: additional environment variables.
             init: whether to initialise torch.distributed.
             **kwargs: its keyword arguments.
 
         Returns:
-            What each rank returned, by rank; Died for a rank ended by a fault.
+            The values that the ranks returned, by rank; Died for a rank ended by a fault.
 
         Raises:
-            RanksFailed: a rank raised, died unasked or did not end in time.
+            RanksFailed: a rank raised, died unexpectedly or did not end in time.
             FaultNotReached: no rank failed, and a fault's point was never passed.
             ValueError: wrong arguments, or a job that the ranks cannot import.
         """
@@ -110,7 +110,7 @@ class RankPool:
             call = Call(server, ranks)
             try:
                 call.run(tasks, timeout, grace)
-            except BaseException:  # Ctrl-C, or the server is gone: what runs now must not linger
+            except BaseException:  # Ctrl-C, or the server has ended: no rank may keep running
                 self.abandon()
                 raise
             finally:
@@ -120,7 +120,9 @@ class RankPool:
     def ready(self, world_size: int) -> tuple[ForkServer, list[Rank]]:
         """The server and the first ranks of the pool, all alive and idle."""
         if self.owner != os.getpid():
-            raise RuntimeError("this RankPool belongs to the parent process: make one here")
+            raise RuntimeError(
+                "this RankPool belongs to the parent process: create another in this one"
+            )
         if self.server is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self.folder = Path(tempfile.mkdtemp(prefix="anyrank-", dir=parent))
@@ -144,7 +146,7 @@ class RankPool:
         return Rank(pid, conn, self.folder / str(pid))
 
     def abandon(self) -> None:
-        """Kill everything now; the next call starts anew."""
+        """Kill all processes now; the next call starts new ones."""
         server, self.server = self.server, None
         for rank in self.ranks:
             rank.conn.close()
@@ -158,7 +160,7 @@ class RankPool:
         if self.server is None or self.owner != os.getpid():
             return
         for rank in self.ranks:
-            rank.conn.close()  # an idle rank ends by itself, as coverage tools need
+            rank.conn.close()  # an idle rank exits normally, as coverage tools need
         deadline = time.monotonic() + CLOSE_SECONDS
         pids = {rank.pid for rank in self.ranks}
         with contextlib.suppress(RuntimeError, OSError):
@@ -192,7 +194,7 @@ pools: dict[int, RankPool] = {}
 
 
 def run_ranks(world_size: int, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-    """`RankPool.run` on the one pool of this process, made at the first call, closed at exit.
+    """`RankPool.run` on this process's own pool, created at the first call and closed at exit.
 
     Takes the arguments of `RankPool.run`: timeout, grace, faults, env and init are for the pool,
     all others for the job.
@@ -205,7 +207,7 @@ def run_ranks(world_size: int, job: Callable[..., Any], /, *args: Any, **kwargs:
 
 
 def close_pool() -> None:
-    """Close the pool of `run_ranks`; the next call makes a new one. Without one, do nothing."""
+    """Close the pool of `run_ranks`, if there is one; the next call creates a new pool."""
     pool = pools.pop(os.getpid(), None)
     if pool is not None:
         pool.close()

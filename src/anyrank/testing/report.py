@@ -1,4 +1,4 @@
-"""What a call tells about ranks that failed, died or stood still."""
+"""The errors of a call: ranks that failed, died or did not finish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HARNESS = os.path.dirname(os.path.abspath(__file__))
 
 @dataclass(frozen=True)
 class Died:
-    """In the place of a rank's result: a fault ended this rank, as asked.
+    """The result of a rank that was ended by a fault of the test.
 
     Attributes:
         signal: "SIGKILL" or "SIGSTOP".
@@ -24,13 +24,13 @@ class Died:
 
 
 class RanksFailed(Exception):
-    """At least one rank raised, died unasked, or did not finish.
+    """At least one rank raised, died unexpectedly, or did not finish.
 
     Attributes:
-        errors: rank -> its exception, the first to arrive first. RuntimeError with the traceback
-            when the original does not pickle, ChildProcessError for a death, TimeoutError for a
-            rank that had to be stopped.
-        stacks: rank -> where it stood, for those that had to be stopped or crashed.
+        errors: rank -> its exception, in order of arrival. RuntimeError with the traceback if the
+            original cannot be pickled, ChildProcessError for a death, TimeoutError for a rank that
+            was stopped.
+        stacks: rank -> its stack traces, for ranks that were stopped or crashed.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RanksFailed(Exception):
 
 
 class FaultNotReached(AssertionError):
-    """No rank failed, yet a fault that was asked for never struck.
+    """No rank failed, but a fault of the test was never injected.
 
     Attributes:
-        results: by rank, what the call would have returned.
+        results: by rank, the values that the call would have returned.
     """
 
     def __init__(self, message: str, results: list[Any]) -> None:
@@ -77,13 +77,13 @@ def failure(
     texts: dict[int, str],
     stacks: dict[int, str],
 ) -> RanksFailed:
-    """The exception for one call, every line of every rank marked with its rank.
+    """The exception for one call; each line of a rank's text is prefixed with the rank.
 
     Args:
         job: the job's name.
         world_size: the number of ranks.
         errors: as in RanksFailed.
-        texts: rank -> the traceback, where there is one.
+        texts: rank -> the traceback, if any.
         stacks: as in RanksFailed.
     """
     lines = [f"{len(errors)} of {world_size} ranks failed in {job}"]

@@ -1,8 +1,8 @@
-"""The fork server: one process that has imported torch and forks a rank in some ten milliseconds.
+"""The fork server: one process that has imported torch and forks a rank in about ten milliseconds.
 
-It only imports and forks: it runs no tensor operation and starts no thread, which is what makes the
-fork sound. It also watches the ranks: it reports each death, and takes all ranks with it when the
-process that owns it is gone, however that ended.
+It only imports and forks: it runs no tensor operation and starts no thread, so that forking is
+safe. It also watches the ranks: it reports each death, and kills all ranks when the process that
+owns it has ended for any reason.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ FORK, SIGNAL, BORN, DIED = b"F", b"S", b"B", b"D"
 
 
 def serve(control_fd: int, folder: str, preload: list[str]) -> None:
-    """The server's life: import, then fork and signal on request until the owner is gone.
+    """Run the server: import, then fork and signal on request until the owner has ended.
 
     Args:
         control_fd: the server's end of the socket to its owner.
-        folder: where each rank keeps its stack dumps.
-        preload: modules to import; one that cannot be imported is left to the ranks.
+        folder: for the stack dumps of the ranks.
+        preload: modules to import; import errors are ignored here, and raised in the ranks.
     """
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what was imported never dies: no rank's collection walks it (0.2 s each)
+    gc.freeze()  # imported objects are never collected: ranks need not scan them (0.2 s each)
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
@@ -70,11 +70,11 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
             break
     for pid in children:
         send_signal(pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not
+    shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not do this
 
 
 def answer(control: socket.socket, children: set[int], folder: str) -> bool:
-    """Do one request of the owner. False when the owner is gone."""
+    """Process one request of the owner. False when the owner has ended."""
     data, fds, _, _ = socket.recv_fds(control, FRAME.size, 1)
     if not data:
         return False
@@ -101,7 +101,7 @@ def run_child(control: socket.socket, fd: int, folder: str) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
-        os.setpgid(0, 0)  # its own group, so that what it starts dies with it
+        os.setpgid(0, 0)  # its own group, so that processes it starts can be killed with it
         from anyrank.testing import worker
 
         worker.work(Connection(fd), os.path.join(folder, str(os.getpid())))
@@ -111,21 +111,21 @@ def run_child(control: socket.socket, fd: int, folder: str) -> None:
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(code)  # no exit handlers: they are the server's
+        os._exit(code)  # without exit handlers, which are the server's
 
 
 def report_deaths(control: socket.socket, children: set[int]) -> None:
-    """Reap the dead, kill what they started, and tell the owner."""
+    """Reap ranks that died, kill the processes they started, and notify the owner."""
     for pid in list(children):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            send_signal(pid, signal.SIGKILL)  # its group outlives it while it has members
+            send_signal(pid, signal.SIGKILL)  # the group exists while it has members
             children.discard(pid)
             control.sendall(FRAME.pack(DIED, pid, os.waitstatus_to_exitcode(status)))
 
 
 def send_signal(pid: int, signum: int) -> None:
-    """Signal a rank; SIGKILL goes to all that it started as well."""
+    """Signal a rank; SIGKILL also goes to all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if signum == signal.SIGKILL:
             os.killpg(pid, signum)
@@ -134,7 +134,7 @@ def send_signal(pid: int, signum: int) -> None:
 
 
 class ForkServer:
-    """The owner's end. Every wait has a deadline.
+    """The owner's end of the fork server. Every wait has a deadline.
 
     Attributes:
         died: process id -> exit code (negative: the signal) of the ranks known to be dead.
@@ -143,7 +143,7 @@ class ForkServer:
     def __init__(self, folder: str) -> None:
         self.died: dict[int, int] = {}
         self.control, theirs = socket.socketpair()
-        # Where tests use pytest, their modules import it: once here instead of once per rank.
+        # The modules of tests import pytest: import it once here instead of once per rank.
         pytest = [name for name in ("pytest",) if name in sys.modules]
         preload = [*PRELOAD, *pytest, "anyrank.testing.worker"]
         arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
@@ -153,7 +153,7 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environ,
-            start_new_session=True,  # Ctrl-C is the owner's to handle
+            start_new_session=True,  # the owner handles Ctrl-C
         )
         theirs.close()
 
@@ -165,7 +165,7 @@ class ForkServer:
         deadline = time.monotonic() + START_SECONDS
         while (pid := self.read(deadline)) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"the fork server gave no rank within {START_SECONDS:.0f} s")
+                raise TimeoutError(f"the fork server started no rank within {START_SECONDS:.0f} s")
         self.died.pop(pid, None)
         return pid, ours
 
@@ -174,14 +174,14 @@ class ForkServer:
         self.control.sendall(FRAME.pack(SIGNAL, pid, signum))
 
     def watch(self, seconds: float = 0.0) -> None:
-        """Wait for a death, this long at most, and record all that are reported by then."""
+        """Wait at most `seconds` for a death, and record all deaths reported by then."""
         deadline = time.monotonic() + seconds
         while select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read(deadline)
             deadline = 0.0
 
     def read(self, deadline: float) -> int | None:
-        """Take one message: the id of a new rank, or None after a death or at the deadline."""
+        """Read one message: the id of a new rank, or None after a death or at the deadline."""
         seconds = max(0.0, deadline - time.monotonic())
         if not select.select([self.control], [], [], seconds)[0]:
             return None
@@ -195,7 +195,7 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """End the server, and with it all ranks."""
+        """End the server and all ranks."""
         self.control.close()
         try:
             self.process.wait(5)

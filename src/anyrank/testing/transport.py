@@ -1,8 +1,8 @@
-"""What crosses the pipe: jobs and values as pickles by value, and where to find what they name.
+"""The messages between a call and its ranks: pickled jobs and values, and the modules they need.
 
-A pickle names functions and classes by module. A rank finds such a module as the caller did: under
-its name when that import leads to the same file, else by running the file under that name. So jobs
-work from test modules that no import reaches, and from a script's `__main__`.
+A pickle names functions and classes by module. A rank imports such a module by its name if that
+finds the same file; otherwise it runs the file under that name. So jobs may be defined in test
+modules that cannot be imported, and in a script's `__main__`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from anyrank.testing.fault import Fault
 
-# The name a script gets when it is imported instead of run, as in multiprocessing, which also makes
-# it an alias of the caller's own __main__.
+# The name of a script that is imported instead of run, as in multiprocessing, which also makes it
+# an alias of the caller's own __main__.
 MAIN = "__mp_main__"
 MET = "met"  # from a rank: set up, and connected to all others
 GO = "go"  # to a rank: all are
@@ -43,7 +43,7 @@ class ModuleRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One call, as one rank gets it. `store` is the file to meet in, None for no process group."""
+    """One call for one rank. `store` is the file of the FileStore, None for no process group."""
 
     rank: int
     world_size: int
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Reached:
-    """A rank is at a fault, and about to fail there."""
+    """A rank has reached a fault, and is about to fail."""
 
     fault: Fault
 
@@ -72,21 +72,21 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """A rank's job raised: the formatted traceback, and the exception pickled where that works."""
+    """A rank's job raised: the formatted traceback, and the exception if it can be pickled."""
 
     text: str
     error: bytes | None
 
 
 class Recorder(pickle.Pickler):
-    """A pickler that notes the modules of all functions and classes it names."""
+    """A pickler that records the modules of all functions and classes that it names."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Note, and leave the pickling as it is."""
+        """Record the module; the pickling itself is unchanged."""
         if isinstance(obj, type | FunctionType):
             self.modules.add(obj.__module__)
         return NotImplemented
@@ -104,28 +104,28 @@ def pack(job: Any) -> tuple[bytes, list[ModuleRef]]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{job[0]!r} or one of its arguments cannot be sent to the ranks: {error}. A job is a "
-            "function at the top level of a file; its arguments are values that pickle takes."
+            "function at the top level of a file; its arguments must be picklable."
         ) from error
     refs = [refer(sys.modules[name]) for name in sorted(recorder.modules) if name in sys.modules]
     return buffer.getvalue(), [ref for ref in refs if ref is not None]
 
 
 def refer(module: ModuleType) -> ModuleRef | None:
-    """Where a rank finds this module; None for one that is not made from a Python file."""
+    """The reference by which a rank imports this module; None if it has no Python file."""
     file = getattr(module, "__file__", None)
     if file is not None and file.endswith(".py"):
         file = os.path.abspath(file)
         return ModuleRef(module.__name__, file, os.stat(file).st_mtime_ns, module.__package__)
     if module.__name__ == "__main__":
         raise ValueError(
-            "a job from a prompt, notebook or -c has no file that the ranks could read: "
-            "put the job into a module and import it"
+            "a job from a prompt, notebook or -c has no file that the ranks could import: "
+            "define the job in a module and import it"
         )
     return None
 
 
 def fetch(ref: ModuleRef) -> None:
-    """Make this module of the caller importable here under its name, in the caller's version."""
+    """Import this module of the caller under its name, in the caller's version."""
     module = sys.modules.get(ref.name)
     known = loaded.get(ref.name)
     if ref == known:
@@ -140,13 +140,13 @@ def fetch(ref: ModuleRef) -> None:
 
 
 def leads_to_file(ref: ModuleRef) -> bool:
-    """Whether a plain import of the name finds the very file."""
+    """Whether a plain import of the name finds the same file."""
     if ref.name == "__main__":
         return False
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec(ref.name)
-    except ImportError:  # a parent package that is not there
+    except ImportError:  # a missing parent package
         return False
     return spec is not None and spec.origin == ref.file
 
@@ -159,11 +159,11 @@ def run_file(ref: ModuleRef) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if name == MAIN:
-        # `python -m package.module`: relative imports need the package, which the name lacks.
+        # `python -m package.module`: relative imports need the package, which is not in the name.
         module.__spec__, module.__package__ = None, ref.package
         sys.modules["__main__"] = module
     parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
-    for parent in parents:  # without them, pickle does not find the module although it is there
+    for parent in parents:  # without the parents, pickle does not find the module
         sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     try:
@@ -174,7 +174,7 @@ def run_file(ref: ModuleRef) -> None:
 
 
 def describe(error: BaseException, skip: int) -> Raised:
-    """An exception as it crosses the pipe, without its first `skip` frames."""
+    """An exception as a message, without its first `skip` frames."""
     tb = error.__traceback__
     for _ in range(skip):
         tb = tb.tb_next if tb is not None else None
@@ -187,6 +187,6 @@ def describe(error: BaseException, skip: int) -> Raised:
 
 
 def name_of(job: Any) -> str:
-    """A job's name for people."""
+    """A job's name for messages."""
     name = getattr(job, "__qualname__", None)
     return f"{job.__module__}.{name}" if name else repr(job)

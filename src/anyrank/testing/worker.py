@@ -1,4 +1,4 @@
-"""The life of one rank: take a call, run its job in a fresh state, answer, clean up."""
+"""The main loop of a rank: receive a call, run its job in a fresh state, answer, clean up."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
 
     Args:
         conn: the pipe to the owner.
-        stack_file: where SIGUSR2, and a crash, write the stacks of all threads.
+        stack_file: SIGUSR2, or a crash, writes the stacks of all threads there.
     """
-    stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it as long as we live
+    stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(stacks)
     # Not SIGUSR1, which Checkpoints watch for.
     faulthandler.register(signal.SIGUSR2, stacks)
@@ -53,17 +53,17 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                     answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
                 conn.send(answer)
                 if isinstance(answer, Raised):
-                    clean_up()  # the others learn by their closed connections
-                # Closing them any earlier than this could cut off a rank that still receives.
+                    clean_up()  # the other ranks notice their closed connections
+                # Closing the connections before END could cut off a rank that still receives.
                 assert conn.recv() == END
             clean_up()
-            if find_left_threads(before) or has_half_a_group():
-                return  # as it is, no other job should run here
+            if find_left_threads(before) or has_partial_group():
+                return  # no other job may run in this process
             conn.send(READY)
 
 
 def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
-    """Run one job. Whatever it raises, SystemExit included, is an answer.
+    """Run one job. Any exception, SystemExit included, is an answer.
 
     Returns None when another rank could not be set up, and the job has not run.
     """
@@ -77,7 +77,7 @@ def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
             conn.send(MET)
             if conn.recv() != GO:
                 return None
-            fault.arm(task.faults, teller(conn))
+            fault.arm(task.faults, reporter(conn))
             value = job(*args, **kwargs)
             fault.disarm()
             return Returned(pickle.dumps(value))
@@ -92,19 +92,19 @@ def meet(task: Task) -> None:
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
 
 
-def teller(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
-    """What tells the owner that a fault strikes. Points may be passed by several threads."""
+def reporter(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
+    """A function that reports a fault to the owner. Several threads may call it."""
     lock = threading.Lock()
 
-    def tell(reached: fault.Fault) -> None:
+    def report(reached: fault.Fault) -> None:
         with lock:
             conn.send(Reached(reached))
 
-    return tell
+    return report
 
 
 def reset(task: Task) -> None:
-    """Put everything that an earlier job may have changed where a fresh process has it."""
+    """Reset everything that an earlier job may have changed to the state of a fresh process."""
     os.environ.clear()
     os.environ.update(task.environ)
     os.chdir(task.cwd)
@@ -123,28 +123,28 @@ def reset(task: Task) -> None:
 
 
 def clean_up() -> None:
-    """Let go of what the job left. Its process groups first: objects in cycles may hold them."""
+    """Release what the job left. Process groups first: reference cycles may hold them."""
     fault.disarm()
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes()
     gc.collect()
-    gc.freeze()  # modules, mostly: walking a large library's objects every time takes 0.2 s
+    gc.freeze()  # mostly modules: scanning a large library's objects takes 0.2 s each time
 
 
-def has_half_a_group() -> bool:
-    """Whether a failed init_process_group left its traces.
+def has_partial_group() -> bool:
+    """Whether a failed init_process_group left a changed group count.
 
-    Groups are numbered, and the numbers must agree on all ranks. They begin anew when the default
-    group is destroyed, and only then.
+    Groups are numbered, and the numbers must be equal on all ranks. The count is reset only when
+    the default group is destroyed.
     """
-    # Private, and not in every version of torch; then a broken rank shows in its next call.
+    # Private, and not in every version of torch; without it, the next call on the rank fails.
     world = getattr(dist.distributed_c10d, "_world", None)
     return getattr(world, "group_count", 0) != 0
 
 
 def find_caches() -> list[Any]:
-    """The function caches of torch.distributed made since the last `gc.freeze`."""
+    """The function caches of torch.distributed created since the last `gc.freeze`."""
     kind = type(functools.lru_cache(len))
     # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
     found = [item for item in gc.get_objects() if type(item) is kind]
@@ -154,18 +154,18 @@ def find_caches() -> list[Any]:
 def forget_meshes() -> None:
     """Empty DTensor's caches.
 
-    A mesh equals any other of the same shape, so they would hand out the meshes of an earlier call,
-    whose process groups are gone.
+    Meshes of the same shape are equal, so the caches would return meshes of an earlier call, whose
+    process groups are destroyed.
     """
     caches.extend(find_caches())
     for cache in caches:
         cache.cache_clear()
-    # Not every version of torch has this one.
+    # Not in every version of torch.
     native = getattr(torch, "_C")  # noqa: B009 - private
     getattr(native, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
-# Now, because the fork server freezes what it has loaded; it loads this module last.
+# Now, because the fork server freezes its objects after it has imported this module, the last.
 caches = find_caches()
 
 

@@ -1,0 +1,202 @@
+"""Host memory of an offload: a bounded pool of buffers, and the copies to them and back.
+
+Copies are synchronous on the CPU. On a device they run on one stream for each direction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from anyrank.errors import AnyrankError
+from anyrank.world.pinned import page_locked
+
+
+@dataclass
+class Buffer:
+    """One piece of host memory.
+
+    Attributes:
+        data: uint8[nbytes].
+        busy: event of the last copy that reads or writes it; the next writer waits for it.
+    """
+
+    data: torch.Tensor
+    busy: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+class HostPool:
+    """Buffers of exact sizes; idle ones of one size are freed to make room for another.
+
+    Args:
+        limit_bytes: limit of the bytes held, used or idle.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.idle: dict[int, list[Buffer]] = {}
+        # Finalizers append here at any time, even during `take`: no lock, no bookkeeping.
+        self.returned: deque[Buffer] = deque()
+        self.held_bytes = 0
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.allocated = 0
+        self.reused = 0
+
+    def take(self, nbytes: int, device: torch.device) -> Buffer | None:
+        """A buffer of this size, for copies from and to the device; None when the pool is full."""
+        self.collect()
+        idle = self.idle.get(nbytes)
+        if idle:
+            buffer = idle.pop()
+            self.reused += 1
+        elif self.used_bytes + nbytes > self.limit_bytes:
+            return None
+        else:
+            self.make_room(nbytes)
+            buffer = allocate(nbytes, device)
+            self.held_bytes += nbytes
+            self.allocated += 1
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return buffer
+
+    def collect(self) -> None:
+        """Move the buffers that finalizers returned to the idle ones."""
+        while self.returned:
+            buffer = self.returned.popleft()
+            self.used_bytes -= buffer.nbytes
+            self.idle.setdefault(buffer.nbytes, []).append(buffer)
+
+    def make_room(self, nbytes: int) -> None:
+        """Free idle buffers until `nbytes` may be allocated."""
+        for size in sorted(self.idle, reverse=True):
+            while self.idle[size] and self.held_bytes + nbytes > self.limit_bytes:
+                self.drop(self.idle[size].pop())
+        self.idle = {size: buffers for size, buffers in self.idle.items() if buffers}
+
+    def close(self) -> None:
+        """Free all idle buffers."""
+        self.collect()
+        for buffers in self.idle.values():
+            for buffer in buffers:
+                self.drop(buffer)
+        self.idle = {}
+
+    def drop(self, buffer: Buffer) -> None:
+        if buffer.busy is not None:
+            buffer.busy.synchronize()
+        self.held_bytes -= buffer.nbytes
+
+
+def allocate(nbytes: int, device: torch.device) -> Buffer:
+    """Host memory of exactly this size, page-locked where a device copies from it.
+
+    Raises:
+        MemoryError: the system has no such memory, or may not lock it.
+    """
+    if device.type == "cpu":
+        with torch.inference_mode(False):  # a buffer of inference mode could not be used outside
+            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    try:
+        return Buffer(page_locked(nbytes, device))
+    except AnyrankError as error:
+        raise MemoryError(f"no host memory for offload: {error}; or lower pool_bytes") from error
+
+
+Event = torch.Event | None
+
+
+class CopyEngine(Protocol):
+    """Copies of one device. An event belongs to a copy that has begun, None to a finished one."""
+
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event: ...
+
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event: ...
+
+    def wait(self, event: Event) -> None:
+        """Let what is computed from here on see the copy."""
+        ...
+
+
+class SynchronousCopies:
+    """Copies that are finished when the call returns."""
+
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
+        target.copy_(source)
+
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> None:
+        target.copy_(source)
+
+    def wait(self, event: Event) -> None:
+        assert event is None
+
+
+class StreamCopies:
+    """Copies on one stream for each direction, apart from the stream that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out = torch.Stream(device)
+        self.back = torch.Stream(device)
+
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event:
+        event = self.copy(self.out, target, source, after)
+        # Memory allocated on another stream than the one that waits for the copy may be used again
+        # there only after that wait. For memory of the waiting stream this call does nothing.
+        source.record_stream(torch.accelerator.current_stream(self.device))
+        return event
+
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
+    ) -> Event:
+        event = self.copy(self.back, target, source, after)
+        # The target may be dropped before anything waits for the copy.
+        target.record_stream(self.back)
+        return event
+
+    def copy(
+        self,
+        stream: torch.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Iterable[torch.Event],
+    ) -> Event:
+        # Read before the switch: this stream has written the source, and has used the target's
+        # memory.
+        current = torch.accelerator.current_stream(self.device)
+        with torch.accelerator.device_index(self.device.index):
+            stream.wait_stream(current)
+            for event in after:
+                stream.wait_event(event)
+            with stream:
+                target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            with torch.accelerator.device_index(self.device.index):
+                torch.accelerator.current_stream(self.device).wait_event(event)
+
+
+def copy_engine_for(device: torch.device) -> CopyEngine:
+    """How to copy the tensors of a device."""
+    return SynchronousCopies() if device.type == "cpu" else StreamCopies(device)

@@ -1,0 +1,334 @@
+"""How an `Offload` moves the arguments of blocks: block by block, tensor by tensor, by storage."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from anyrank.errors import RecomputeError
+from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool, copy_engine_for
+from anyrank.memory.uncompiled import uncompiled
+from anyrank.tensors.sharded_tensor import version_of
+
+
+class OffloadEngine:
+    """The state of an `Offload`: its host memory, and the blocks that are being moved.
+
+    Args:
+        pool_bytes, keep_last, min_bytes, force: as of `Offload`.
+        raise_when_full: whether a full pool raises; otherwise the tensor stays on the device.
+    """
+
+    def __init__(
+        self, pool_bytes: int, keep_last: int, min_bytes: int, raise_when_full: bool, force: bool
+    ) -> None:
+        self.pool = HostPool(pool_bytes)
+        self.keep_last = keep_last
+        self.min_bytes = min_bytes
+        self.raise_when_full = raise_when_full
+        self.force = force
+        self.closed = False
+        self.copy_engines: dict[torch.device, CopyEngine] = {}
+        # By id of a storage that is alive.
+        self.storages: dict[int, weakref.ref[OffloadedStorage]] = {}
+        self.waiting: deque[weakref.ref[BlockTensors]] = deque()  # packed, not yet sent
+        self.sent: list[weakref.ref[BlockTensors]] = []
+        self.last: weakref.ref[BlockTensors] | None = None
+        self.copied_bytes = self.loaded_bytes = self.shared = self.kept = 0
+        self.lock = threading.RLock()
+
+    def close(self) -> None:
+        """Free the host memory; ValueError where a graph needs some of it."""
+        self.pool.collect()
+        if self.pool.used_bytes:
+            raise ValueError(
+                f"a graph still needs {self.pool.used_bytes} bytes of this offload: run backward, "
+                "or drop the loss, before close()"
+            )
+        self.pool.close()
+        self.closed = True
+
+    @uncompiled
+    def pack(
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Callable[[int], str],
+        label: str,
+        resident: Collection[int],
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start moving a block's tensors before it runs; returns the function that restores them.
+
+        `resident` has ids of storages that stay in any case: buffers of the model.
+        """
+        if self.closed:
+            raise ValueError(f"{label}: its offload is closed; create a new one")
+        with self.lock:
+            packed: list[OffloadedTensor] = []
+            for n, tensor in enumerate(tensors):
+                moves = self.moves(tensor, resident)
+                name = f"{names(n)} of {label}" if moves else ""
+                packed.append(
+                    OffloadedTensor(tensor, self.storage(tensor) if moves else None, name)
+                )
+            block = BlockTensors(packed, self, self.last)
+            self.last = weakref.ref(block)
+            self.waiting.append(self.last)
+            while len(self.waiting) > self.keep_last:
+                leaving = self.waiting.popleft()
+                alive = leaving()
+                if alive is not None:
+                    alive.send()
+                    self.sent.append(leaving)
+        return block.restore
+
+    @uncompiled
+    def release_sent(self) -> None:
+        """After a block: free the device memory of what was sent while the block ran."""
+        with self.lock:
+            sent, self.sent = self.sent, []
+            for ref in sent:
+                block = ref()
+                if block is not None:
+                    block.release()
+
+    def moves(self, tensor: torch.Tensor, resident: Collection[int]) -> bool:
+        """Whether to move a tensor."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return False
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return False
+        if tensor.device.type == "meta" or (tensor.device.type == "cpu" and not self.force):
+            return False
+        if tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride():
+            return False
+        nbytes = tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        if id(storage) in resident:
+            return False
+        return nbytes >= max(1, self.min_bytes) and 2 * nbytes >= storage.nbytes()
+
+    def storage(self, tensor: torch.Tensor) -> OffloadedStorage:
+        """The one entry of a tensor's storage, for as long as the storage is alive."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        known = self.storages.get(id(storage))
+        entry = known() if known else None
+        if entry is not None and entry.version == version_of(tensor):
+            self.shared += 1
+            return entry
+        if storage.device not in self.copy_engines:
+            self.copy_engines[storage.device] = copy_engine_for(storage.device)
+        entry = OffloadedStorage(
+            storage, version_of(tensor), self.copy_engines[storage.device], self.count_loaded
+        )
+        if known is None:  # an id is used again once the storage is gone
+            weakref.finalize(storage, self.storages.pop, id(storage), None).atexit = False
+        self.storages[id(storage)] = weakref.ref(entry)
+        return entry
+
+    def count_loaded(self, nbytes: int) -> None:
+        self.loaded_bytes += nbytes
+
+    def buffer(self, nbytes: int, device: torch.device, name: str) -> Buffer | None:
+        """Host memory, or None to keep the tensor where it is."""
+        buffer = self.pool.take(nbytes, device)
+        if buffer is None and self.raise_when_full:
+            raise MemoryError(
+                f"no room for {name}, {nbytes} bytes: {self.pool.used_bytes} of the offload pool's "
+                f'{self.pool.limit_bytes} bytes are used; raise pool_bytes, or use on_full="keep"'
+            )
+        if buffer is None:
+            self.kept += 1
+        else:
+            self.copied_bytes += nbytes
+        return buffer
+
+
+class OffloadedStorage:
+    """The bytes of one storage, on the device, on the host or in a copy between the two.
+
+    Attributes:
+        source: the storage, until it is released; for good when the pool was full.
+        buffer: where its bytes are on the host.
+        loaded: a storage on the device with the bytes copied back, while anything uses it;
+            `prefetched` keeps alive what was copied back ahead of its use.
+    """
+
+    def __init__(
+        self,
+        source: torch.UntypedStorage,
+        version: int,
+        copies: CopyEngine,
+        on_load: Callable[[int], None],
+    ) -> None:
+        self.source: torch.UntypedStorage | None = source
+        self.version = version
+        self.nbytes = source.nbytes()
+        self.device = source.device
+        self.copies = copies
+        self.on_load = on_load
+        self.buffer: Buffer | None = None
+        self.is_kept = False
+        self.out: Event = None
+        self.back: Event = None
+        self.loaded: weakref.ref[torch.UntypedStorage] | None = None
+        self.prefetched: torch.UntypedStorage | None = None
+
+    def send(self, owner: OffloadEngine, name: str) -> None:
+        """Begin the copy to the host, if it has not begun and there is room."""
+        if self.buffer is not None or self.source is None or self.is_kept:
+            return
+        self.buffer = owner.buffer(self.nbytes, self.device, name)
+        if self.buffer is None:
+            self.is_kept = True
+            return
+        before = self.buffer.busy
+        after = () if before is None else (before,)
+        self.out = self.copies.to_host(self.buffer.data, as_bytes(self.source), after)
+        self.buffer.busy = self.out
+        # However the graph ends, the buffer returns to the pool; its next user waits for `busy`.
+        weakref.finalize(self, owner.pool.returned.append, self.buffer).atexit = False
+
+    def release(self) -> None:
+        """Free the device memory: what is computed from here on may use it."""
+        if self.source is not None and self.buffer is not None:
+            self.copies.wait(self.out)
+            self.source = None
+
+    def fetch(self) -> torch.UntypedStorage:
+        """Begin the copy back, or share one that is still in use."""
+        storage = self.prefetched or (self.loaded() if self.loaded else None)
+        if storage is not None:
+            return storage
+        assert self.buffer is not None
+        target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        after = () if self.out is None else (self.out,)
+        self.back = self.copies.to_device(target, self.buffer.data, after)
+        self.buffer.busy = self.back
+        self.on_load(self.nbytes)
+        storage = target.untyped_storage()
+        self.loaded = weakref.ref(storage)
+        return storage
+
+    def prefetch(self) -> None:
+        if self.source is None and self.prefetched is None:
+            self.prefetched = self.fetch()
+
+    def on_device(self) -> torch.UntypedStorage:
+        """The bytes on the device, for what is computed from here on."""
+        if self.source is not None:
+            return self.source
+        storage = self.fetch()
+        self.prefetched = None
+        self.copies.wait(self.back)
+        return storage
+
+
+class OffloadedTensor:
+    """One tensor of a block: the tensor itself, or its view of an offloaded storage."""
+
+    def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage | None, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self.version = version_of(tensor)
+        self.tensor: torch.Tensor | None = tensor
+        self.alive = weakref.ref(tensor)
+        local = tensor
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        if storage is not None and isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            self.wrap = dtensor_wrapper(tensor)
+        self.dtype = local.dtype
+        self.view: tuple[Any, ...] = (
+            (local.storage_offset(), local.shape, local.stride()) if storage is not None else ()
+        )
+
+    def check(self) -> None:
+        """Raises RecomputeError: the tensor was changed in place since the block was called."""
+        tensor = self.tensor if self.tensor is not None else self.alive()
+        if tensor is not None and version_of(tensor) != self.version:
+            raise RecomputeError(
+                f"{self.name or 'an argument of a recomputed block'}, a "
+                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, was changed in "
+                "place after the block was called, and backward needs its former value: use the "
+                "operation that returns a new tensor, or clone it"
+            )
+
+    def release(self) -> None:
+        if self.storage is not None and not self.storage.is_kept:
+            self.check()
+            self.storage.release()
+            self.tensor = None
+
+    def restore(self) -> torch.Tensor:
+        self.check()
+        if self.tensor is not None:
+            return self.tensor
+        assert self.storage is not None
+        loaded = self.storage.on_device()
+        local = torch.empty(0, dtype=self.dtype, device=loaded.device)
+        return self.wrap(local.set_(loaded, *self.view))
+
+
+class BlockTensors:
+    """The tensors of one block. The block's inputs own it, and it dies with the graph."""
+
+    def __init__(
+        self,
+        tensors: list[OffloadedTensor],
+        owner: OffloadEngine,
+        before: weakref.ref[BlockTensors] | None,
+    ) -> None:
+        self.tensors = tensors
+        self.owner = owner
+        self.before = before
+
+    def send(self) -> None:
+        for each in self.tensors:
+            if each.storage is not None:
+                each.check()
+                each.storage.send(self.owner, each.name)
+
+    def release(self) -> None:
+        for each in self.tensors:
+            each.release()
+
+    def restore(self) -> list[torch.Tensor]:
+        """The tensors on the device; those of the preceding block are copied back meanwhile."""
+        with torch.no_grad():
+            tensors = [each.restore() for each in self.tensors]
+            before = self.before() if self.before else None
+            for each in before.tensors if before else ():
+                if each.storage is not None:
+                    each.storage.prefetch()
+        return tensors
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as uint8[nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that wraps a local part into a DTensor."""
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+
+    def wrap(local: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    return wrap

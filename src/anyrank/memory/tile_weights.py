@@ -1,0 +1,171 @@
+"""Weight gradients of many tiles: summed in a wider dtype, or in place from the first tile on.
+
+Autograd sums the gradients of the tiles in the dtype in which they arrive: 32 tiles in bfloat16 are
+32 roundings. With `grad_dtype`, each tile gets a stand-in for each parameter, and the stand-ins
+form a chain: in backward each link adds its tile's gradient to one wide sum, and the first link,
+which runs last, returns the sum to the parameter. Nothing runs twice, and hooks of the parameter
+see the total.
+
+Without `grad_dtype`, autograd adds gradients in place once it owns their sum. The first gradient of
+a linear layer's weight is a view (of a transposed product), which autograd does not own, so the
+second would be added into a third tensor of the weight's size. `clone_view_grads` copies the first
+one, when nothing else is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from anyrank.memory.uncompiled import uncompiled
+
+Maybe = torch.Tensor | None
+
+
+class WideSum:
+    """The sum of one parameter's gradients, during one backward pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.total: Maybe = None
+
+    def add(self, grad: torch.Tensor) -> None:
+        if self.total is None:
+            self.total = grad.to(self.dtype, copy=True)
+        elif (
+            torch.is_grad_enabled()
+        ):  # this pass is differentiated itself: nothing may change in place
+            self.total = self.total + grad
+        else:
+            self.total += grad
+
+
+class StandIn(torch.autograd.Function):
+    """(weight) -> (weight for this tile, weight for the next)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, wide: WideSum, first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.wide, ctx.first, ctx.dtype = wide, first, weight.dtype
+        return weight.view_as(weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Maybe) -> Any:
+        mine, later = grads
+        wide: WideSum = ctx.wide
+        if later is None:  # no later link ran in this pass; a failed pass may have left a sum
+            wide.total = None
+        if mine is not None:
+            wide.add(mine)
+        if wide.total is None:
+            return None, None, None
+        if ctx.first:
+            total, wide.total = wide.total, None
+            return total, None, None  # autograd casts it to the parameter's dtype
+        # A gradient of the required shape and dtype, so that the next link runs.
+        token = torch.zeros((), dtype=ctx.dtype, device=wide.total.device)
+        return token.expand(wide.total.shape), None, None
+
+
+class WideWeights:
+    """The stand-ins of some modules' trainable parameters, tile by tile.
+
+    Args:
+        modules: whose parameters get stand-ins.
+        forward: the function that runs them: a module's own forward, which `tile_` may have
+            wrapped, or any other.
+        dtype: of the sums.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], forward: Callable[..., Any], dtype: torch.dtype
+    ) -> None:
+        self.body = Body(modules, forward)
+        self.current = {
+            name: parameter
+            for name, parameter in self.body.named_parameters()
+            if parameter.requires_grad
+            and parameter.is_floating_point()
+            and parameter.dtype.itemsize <= dtype.itemsize
+        }
+        self.sums = {name: WideSum(dtype) for name in self.current}
+
+    def call(self, first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function on the next tile, with stand-ins in place of its parameters."""
+        return functional_call(self.body, self.next(first), args, kwargs)
+
+    @uncompiled
+    def next(self, first: bool) -> dict[str, torch.Tensor]:
+        """Stand-ins for one tile; each chain advances by one link."""
+        mine: dict[str, torch.Tensor] = {}
+        rest: dict[str, torch.Tensor] = {}
+        for name, weight in self.current.items():
+            share: Any = StandIn.apply(weight, self.sums[name], first)
+            mine[name], rest[name] = share
+        self.current = rest
+        return mine
+
+
+class Body(nn.Module):
+    """Modules, and the function that runs them."""
+
+    def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.modules_of = nn.ModuleList(modules)
+        self.body = (forward,)  # in a tuple: a module would be registered as a child again
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body[0](*args, **kwargs)
+
+
+MAX_NODES = 2000  # of the graph to search; a tile has some tens
+
+
+@uncompiled
+def clone_view_grads(results: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """In the graph of the tile that backward visits first, clone leaf gradients that are views.
+
+    Args:
+        results: the tile's results, flat.
+        inputs: its arguments, flat: the graph before them is not searched.
+    """
+    border = {node_of(each) for each in inputs}
+    waiting = [node for each in results if (node := node_of(each)) is not None]
+    seen: set[Any] = set()
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if node in seen or node in border:
+            continue
+        seen.add(node)
+        leaves = [n for n, (after, _) in enumerate(node.next_functions) if is_leaf(after)]
+        if leaves:
+            node.register_hook(CloneViewGrads(leaves))
+        waiting += [after for after, _ in node.next_functions if after and not is_leaf(after)]
+
+
+class CloneViewGrads:
+    """Post hook of a node: clones its gradients for leaves that are views."""
+
+    def __init__(self, leaves: list[int]) -> None:
+        self.leaves = leaves
+
+    def __call__(self, results: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            each.clone() if n in self.leaves and each is not None and each._is_view() else each
+            for n, each in enumerate(results)
+        )
+
+
+def node_of(value: Any) -> Any:
+    return value.grad_fn if isinstance(value, torch.Tensor) else None
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a node accumulates the gradient of a leaf."""
+    return node is not None and hasattr(node, "variable")

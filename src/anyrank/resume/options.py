@@ -1,0 +1,40 @@
+"""The options of `Checkpoints`, checked; every rank gives the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyrank.resume.cadence import Cadence, cadence
+from anyrank.resume.select_step import VERIFY
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is saved; `Checkpoints` describes each option.
+
+    Raises:
+        ValueError: an option outside of what is allowed.
+    """
+
+    path: str
+    keep: int
+    every: int | str | None
+    background: bool
+    verify: str
+    keep_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.keep < 2:
+            raise ValueError(f"keep={self.keep}: at least 2, as the newest may turn out damaged")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(
+                f"keep_every={self.keep_every}: give a positive number of steps, or None"
+            )
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify={self.verify!r}: give one of {', '.join(VERIFY)}")
+        cadence(self.every)
+
+    @property
+    def cadence(self) -> Cadence:
+        """When a save is due."""
+        return cadence(self.every)
