@@ -231,6 +231,17 @@ def test_different_agreements_that_meet_are_named() -> None:
         assert "completing the step on rank 0, saving on rank 1" in text
 
 
+def job_own_result() -> tuple[bool, list[int]]:
+    with open_ranks() as ranks:
+        mine = lambda: None  # noqa: E731 - does not pickle
+        own, every = ranks.own_and_all("counting", lambda: (mine, ranks.rank))
+        return own is mine, every
+
+
+def test_an_own_result_stays_on_its_rank_as_it_is() -> None:
+    assert run_ranks(3, job_own_result) == [(True, [0, 1, 2])] * 3
+
+
 # -- ranks that do not come -----------------------------------------------------------------------
 
 
