@@ -381,29 +381,9 @@ class Checkpoints:
                 self._writer.leave(self._is_first)
                 return
             self._counter.leave_body()  # of a loop whose iterator is still held
-            if self._is_training and self._ranks is not None:
-                self._save_last(self._ranks)
+            ranks = self._ranks if self._is_training else None
+            if ranks is not None and self._counter.has_whole_steps(ranks, self._writer):
+                self.save()
             self.wait()
         finally:
             self._release()
-
-    def _save_last(self, ranks: Ranks) -> None:
-        """Save the last completed step, where no rank has moved the state since."""
-
-        def here() -> tuple[bool, bool]:
-            if not self._counter.was_broken_off:
-                run_parts(self._state).check_usable()
-            return (
-                self._counter.completed > 0,
-                self._counter.was_broken_off or self._writer.is_within_step,
-            )
-
-        flags = ranks.together("leaving the loop", here)
-        if any(was_broken_off for _, was_broken_off in flags):
-            log.warning(
-                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
-                "checkpoint stays the one before",
-                self._state.step,
-            )
-        elif any(has_counted for has_counted, _ in flags):
-            self.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import Any
@@ -15,8 +16,12 @@ from anyrank.data.position import Position
 from anyrank.data.step import Step, is_complete
 from anyrank.errors import CheckpointError
 from anyrank.resume.background import innermost
+from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
 
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # of `break` and `return`; the second from CPython 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
@@ -128,6 +133,30 @@ class StepCounter:
             state.samples = state.data.samples
         state.step += 1
         self.completed += 1
+
+    def has_whole_steps(self, ranks: Ranks, writer: RunWriter) -> bool:
+        """Whether leaving the run saves its last step, as no rank has moved the state since.
+
+        All ranks.
+
+        Raises:
+            CheckpointError: a step moved the state of some rank, and does not count.
+        """
+
+        def here() -> tuple[bool, bool]:
+            if not self.was_broken_off:
+                run_parts(self._state).check_usable()
+            return self.completed > 0, self.was_broken_off or writer.is_within_step
+
+        flags = ranks.together("leaving the loop", here)
+        if any(is_broken for _, is_broken in flags):
+            log.warning(
+                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
+                "checkpoint stays the one before",
+                self._state.step,
+            )
+            return False
+        return any(has_counted for has_counted, _ in flags)
 
 
 def loader_of(state: TrainState) -> ElasticLoader:
