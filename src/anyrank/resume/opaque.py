@@ -143,8 +143,6 @@ def fit_opaque(part: str, optimizer: Optimizer, record: Any, stored: Stored, ran
     """What fills such an optimizer: its load_state_dict(). Nothing is changed."""
     name = type(optimizer).__name__
     fitted = fit_stateful(part, optimizer, record, stored, rank)
-    if record["class"] != name:
-        fitted.problems.append(other_class(part, name, record["class"]))
     load = fitted.commit
 
     def commit() -> None:
@@ -159,11 +157,3 @@ def fit_opaque(part: str, optimizer: Optimizer, record: Any, stored: Stored, ran
 
     fitted.commit = commit
     return fitted
-
-
-def other_class(part: str, name: str, saved: str) -> str:
-    """The problem of an optimizer that is of another class than the checkpoint's."""
-    return (
-        f"{part}: is a {name}, the checkpoint's a {saved}: resume with the optimizer that the run "
-        "was saved with"
-    )

@@ -29,6 +29,7 @@ from anyrank.random_state.saved_streams import (
     restore,
 )
 from anyrank.resume.part_types import Fill, Fitted, Stored
+from anyrank.resume.records import check_counts
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
@@ -103,6 +104,8 @@ class Resuming:
             wrong = [problem for one in self.fitted.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._told(wrong))
+            if isinstance(self.state.data, Position) and "data" in records:
+                check_counts(manifest, self.found.name)
             return any(one.hollow for one in self.fitted.values())
 
         self.hollow = any(self.ranks.together("fitting the checkpoint", here))

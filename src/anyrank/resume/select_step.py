@@ -12,7 +12,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.files.run_folder import list_step
-from anyrank.resume.records import check_records
+from anyrank.resume.records import check_records, check_tensors
 from anyrank.resume.run_store import RunFolder
 from anyrank.world.ranks import Ranks
 
@@ -214,6 +214,7 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         manifest, small = folder.examine(name, sizes)
         check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
+        check_tensors(manifest, listing.tensors, folder.join(name))
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and tell how much is lost
