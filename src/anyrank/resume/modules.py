@@ -65,7 +65,8 @@ def save_module(
         stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
-        CheckpointError: a tensor on meta, sparse or quantised, a conj or neg view, or two of one name.
+        CheckpointError: a tensor on meta, sparse or quantised, a conj or neg view, or two of one
+            name.
         LoadError: a frozen part was written to; a tensor whose bytes cannot be placed.
     """
     frozen: dict[str, Any] = {}

@@ -84,11 +84,11 @@ def check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None
         raise CorruptCheckpoint(f"{path}: has no tensor {lost[0]}: the step is damaged")
     modules = tuple(f"{k}." for k, one in manifest.parts.items() if one["kind"] == "module")
     for name in names:
-        if name not in whole and name.rpartition("@")[0] not in own:
-            if not name.startswith(modules):
-                raise CorruptCheckpoint(
-                    f"{path}: the manifest does not refer to {name}, which was saved: it is damaged"
-                )
+        known = name in whole or name.rpartition("@")[0] in own or name.startswith(modules)
+        if not known:
+            raise CorruptCheckpoint(
+                f"{path}: the manifest does not refer to {name}, which was saved: it is damaged"
+            )
 
 
 def _references(value: Any) -> Iterator[tuple[str, str]]:

@@ -92,7 +92,8 @@ class StepSearch:
         All ranks.
 
         Raises:
-            CheckpointError: there are steps and none can be used, or not the one asked for.
+            CheckpointError: there are steps and none can be used, or not the one asked for; or
+                there is another tool's checkpoint.
         """
         while (candidate := self._from_first("looking for a checkpoint", self._look)) is not None:
             if candidate.damaged is None and candidate.unread is None:
@@ -106,6 +107,7 @@ class StepSearch:
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
                 f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
             )
+        self._from_first("looking for a checkpoint", self.folder.check_no_other)
         return None
 
     def reject(self, selected: Selected, error: CorruptCheckpoint | Unreadable) -> None:
