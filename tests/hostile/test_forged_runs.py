@@ -157,6 +157,71 @@ def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -
         resume(step.parent, build())
 
 
+def train(path: Path) -> anyrank.TrainState:
+    """A state whose loader has counted two steps, and which is saved."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(torch.ones(12, 1), global_batch=4, microbatch=2)
+    noise = {"noise": torch.Generator()}
+    state = anyrank.TrainState(net, optimizer, data=loader, generators=noise)
+    with anyrank.Checkpoints(path, state) as ckpts:
+        if ckpts.resume() is None:
+            for each in ckpts.steps(until=2):
+                for batch in each.microbatches(net):
+                    each.backward(net(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return state
+
+
+STATE = ("parts", "optimizer", "state")
+STREAMS = ("streams", "ranks", 0, "streams")
+
+
+@pytest.mark.parametrize(
+    ("where", "new", "said"),
+    [
+        (STREAMS, {}, "streams: no rank had the state"),
+        ((*STREAMS, "generator.noise"), ..., "streams: no rank had the state"),
+        (
+            ("streams",),
+            {"ranks": [{"data_index": 0, "data_size": 1, "streams": {}}], "states": {}},
+            "streams: rank 0 has no stream python",
+        ),
+        (STATE, {}, "does not refer to optimizer.state."),
+        ((*STATE, "bias"), 0, "does not refer to optimizer.state.bias"),
+        ((*STATE, "bias", "exp_avg"), None, "does not refer to optimizer.state.bias.exp_avg"),
+        ((*STATE, "bias", "exp_avg"), ..., "does not refer to optimizer.state.bias.exp_avg"),
+        ((*STATE, "bias", "more"), {"~plain": ["x", ""]}, "has no tensor x"),
+        (("parts", "optimizer", "groups", 0, "options", "lr"), "x", "the learning rate 'x'"),
+        (("parts", "optimizer", "groups", 0, "options"), {}, "no learning rate"),
+        (("samples",), 0, "samples is 0 in the manifest, and 8 in its data"),
+        (("epoch",), 1, "epoch is 1 in the manifest, and 0 in its data"),
+        (("parts", "data", "tree", "samples"), 4, "samples is 8 in the manifest, and 4 in"),
+        (("parts", "data", "tree"), {}, "data position"),
+        (("parts", "data", "tree"), None, "is no state_dict"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_damage(
+    tmp_path: Path, where: tuple[Any, ...], new: Any, said: str
+) -> None:
+    train(tmp_path)
+    (step,) = tmp_path.glob("step-*")
+    write(step, put(json.loads((step / "anyrank.json").read_text()), where, new))
+    with pytest.raises(anyrank.CorruptCheckpoint, match=said):
+        train(tmp_path)
+    assert [path.name for path in tmp_path.glob(".bad-damaged-*")]
+
+
+def test_hyperparameters_of_another_kind_do_not_fit(step: Path) -> None:
+    table = json.loads((step / "anyrank.json").read_text())
+    where = ("parts", "optimizer", "groups", 0, "options", "betas")
+    write(step, put(table, where, "x"))
+    with pytest.raises(anyrank.CheckpointError, match="group 0 has betas 'x' in the checkpoint"):
+        resume(step.parent, build())
+
+
 @pytest.mark.parametrize("record", [{"size": 3}, {"size": 3, "xxh3_64": ""}, {"blocks": "x"}])
 def test_a_file_without_a_checksum_is_damage(step: Path, record: dict[str, Any]) -> None:
     table = json.loads((step / "anyrank.json").read_text())

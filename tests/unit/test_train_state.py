@@ -200,6 +200,31 @@ def test_tied_weights_are_stored_once_and_other_tools_find_both_names(tmp_path: 
 # -- what does not fit ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+    ],
+)
+def test_a_scheduler_of_another_class_is_refused_before_anything_moves(
+    tmp_path: Path, make: Any
+) -> None:
+    model, optimizer = build()
+    save_one(tmp_path, scheduler=torch.optim.lr_scheduler.StepLR(build()[1], 2))
+    scheduler = make(optimizer)
+    state = anyrank.TrainState(model, optimizer, scheduler=scheduler)
+    before, weight = scheduler.state_dict(), next(model.parameters()).detach().clone()
+    text = rf"scheduler: is a {type(scheduler).__name__}, the checkpoint's a StepLR.*\n?.*skip="
+    with pytest.raises(anyrank.CheckpointError, match=text):
+        resume(tmp_path, state)
+    assert scheduler.state_dict() == before
+    assert torch.equal(next(model.parameters()), weight)
+    report = resume(tmp_path, state, skip=["scheduler"])
+    assert report is not None
+    assert report.components["scheduler"] == "skipped"
+
+
 def misfits() -> dict[str, tuple[Any, str]]:
     model, _ = build()
     wide = build(5)
@@ -290,9 +315,9 @@ def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
     model, _ = build()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
-        assert ckpts.resume() is None
-        with pytest.raises(anyrank.CheckpointError, match="holds no checkpoint"):
-            ckpts.resume("must")
+        for which in ("auto", "must"):
+            with pytest.raises(anyrank.CheckpointError, match=r"model.safetensors.*anyrank.load"):
+                ckpts.resume(which)
 
 
 def test_a_newer_format_is_refused_and_not_set_aside(tmp_path: Path) -> None:

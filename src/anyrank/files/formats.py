@@ -42,6 +42,15 @@ FILES: dict[str, Callable[[Storage, str], Listing]] = {
     ".ckpt": torch_file.list_file,
 }
 
+ENDINGS = (*FILES, ".safetensors.index.json", ".bin.index.json")
+
+
+def checkpoint_among(names: Sequence[str]) -> str | None:
+    """What checkpoint a folder with these entries holds, by their names alone; None for none."""
+    if dcp.METADATA in names or any(name.endswith(".distcp") for name in names):
+        return "a torch.distributed.checkpoint folder"
+    return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)
+
 
 def list_source(source: Source) -> Listing:
     """Headers of any source: a path or URL, a list of files, or a dict of tensors in memory.

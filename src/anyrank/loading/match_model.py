@@ -24,6 +24,7 @@ from anyrank.tensors.names import (
     renamer,
     wrong_prefix,
 )
+from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -260,11 +261,8 @@ def _unwritable(target: ModelTensor) -> str | None:
             f"{target.name}: is an inference tensor, which cannot be written to: build the model "
             "outside torch.inference_mode()"
         )
-    if tensor.is_conj() or tensor.is_neg():
-        return (
-            f"{target.name}: is a conj or neg view, whose values are not those of its bytes: give "
-            "the model the result of .resolve_conj().resolve_neg()"
-        )
+    if is_lazy_view(target):
+        return lazy_view(target.name)
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in pairs):
         return (

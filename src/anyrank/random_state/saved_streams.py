@@ -23,6 +23,7 @@ from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import Stream, TorchStream, ambient, own_accelerator
 
 Scope = Literal["global", "dp", "rank"]
+ALWAYS = ("python", "torch")  # the streams that every process has
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,25 @@ def from_json(table: Mapping[str, Any]) -> SavedStreams:
         if digest not in states:
             raise ValueError(f"streams: no state {digest[:40]}")
     return SavedStreams(coords, digests, states)
+
+
+def check_saved(saved: SavedStreams) -> None:
+    """Compare what a save wrote with itself.
+
+    Raises:
+        ValueError: a state that no rank had or with another digest, or a rank without the streams
+            that every process has.
+    """
+    used = {digest for row in saved.digests for digest in row.values()}
+    for digest, state in saved.states.items():
+        if digest not in used:
+            raise ValueError(f"streams: no rank had the state {digest[:40]}")
+        if digest != state.digest:
+            raise ValueError(f"streams: {digest[:40]} is not the digest of its state")
+    for rank, row in enumerate(saved.digests):
+        for name in ALWAYS:
+            if name not in row:
+                raise ValueError(f"streams: rank {rank} has no stream {name}")
 
 
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:

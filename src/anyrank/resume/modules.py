@@ -23,13 +23,14 @@ from anyrank.resume.part_types import (
     Matched,
     Saved,
     Stored,
+    check_has_bytes,
     hold_to_save,
     layout_digest,
     listed,
     misfits,
 )
 from anyrank.tensors.names import WRAPPERS, match_keys, near
-from anyrank.tensors.sharded_tensor import as_sharded
+from anyrank.tensors.sharded_tensor import as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.walk import walk
 
 
@@ -64,7 +65,8 @@ def save_module(
         stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
-        CheckpointError: a tensor on meta, or two of one name.
+        CheckpointError: a tensor on meta, sparse or quantised, a conj or neg view, or two of one
+            name.
         LoadError: a frozen part was written to; a tensor whose bytes cannot be placed.
     """
     frozen: dict[str, Any] = {}
@@ -83,6 +85,11 @@ def save_module(
             + ": load, materialize or resume first"
         )
     named = [_below(part, target) for target in mine]
+    for target in named:
+        check_has_bytes(target.name, target.tensor)
+    views = [lazy_view(target.name) for target in named if is_lazy_view(target)]
+    if views:
+        raise CheckpointError("\n".join(views))
     saved = Saved(None, [*named])
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}

@@ -20,7 +20,6 @@ from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.opaque import (
     is_opaque,
     match_opaque,
-    other_class,
     overrides,
     save_opaque,
     unwrapped,
@@ -34,6 +33,7 @@ from anyrank.resume.part_types import (
     hold_to_save,
     layout_digest,
     listed,
+    other_class,
     own_name,
 )
 from anyrank.tensors.layout import Layout, local_shape
@@ -149,6 +149,8 @@ def match_optimizer(
         held_now += taker.tensors
     other = _Taker(stored, matched, None, optimizer, rank)
     options = [_table(one["options"], other) for one in record["groups"]]
+    for group, number in zip(optimizer.param_groups, groups, strict=True):
+        matched.problems += _check_options(f"{part}: group {number}", options[number], group)
     extra = _table(record["extra"], other)
     matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
 
@@ -183,6 +185,33 @@ def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{str(tree)[:80]} is no table of an optimizer's")
     return cast("dict[Any, Any]", value)
+
+
+def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of a saved group that are of another kind than the optimizer's.
+
+    Raises:
+        CorruptCheckpoint: its learning rate is absent, or none.
+    """
+    lr = saved.get("lr", ...)
+    if "lr" in now and _kind_of(lr) not in ("number", "None"):
+        found = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
+        raise CorruptCheckpoint(f"{where} has {found} in the checkpoint, which is damaged")
+    return [
+        f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
+        "optimizer as it was"
+        for key in sorted(saved.keys() & now.keys() - {*IMPLEMENTATION})
+        if len({_kind_of(saved[key]), _kind_of(now[key])} - {"None"}) > 1
+    ]
+
+
+def _kind_of(value: Any) -> str:
+    """The kind of a hyperparameter, within which its type may change."""
+    if isinstance(value, int | float | torch.Tensor):
+        return "number"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    return "None" if value is None else type(value).__name__
 
 
 def _fit_groups(

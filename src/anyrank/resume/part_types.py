@@ -12,7 +12,7 @@ import torch
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.resume.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -101,23 +101,48 @@ def own_name(where: str, index: int) -> str:
 
 
 def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
-    """A tensor as this rank holds it, for a save.
+    """A tensor as this rank holds it, for a save; the values of a conj or neg view are copied.
 
     Raises:
         CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
     """
-    kind = type(tensor).__name__
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = f"{'quantised' if tensor.is_quantized else tensor.layout} tensor"
-    else:
-        try:
-            return as_sharded(name, tensor)
-        except LoadError:
-            pass
-    raise CheckpointError(
+    check_has_bytes(name, tensor)
+    try:
+        plain = tensor if hasattr(tensor, "placements") else _resolved(tensor)
+        held = as_sharded(name, plain)
+    except LoadError as error:
+        raise _cannot_be_saved(name, type(tensor).__name__) from error
+    if is_lazy_view(held):
+        raise _cannot_be_saved(name, "DTensor that is a conj or neg view")
+    return held
+
+
+def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements do not lie in strided memory.
+
+    Raises:
+        CheckpointError: it is nested, sparse, quantised or on meta.
+    """
+    if tensor.is_nested:  # first, as it may have no shape
+        raise _cannot_be_saved(name, "nested tensor")
+    if tensor.is_meta:
+        raise _cannot_be_saved(name, "tensor on meta")
+    if tensor.layout != torch.strided:
+        raise _cannot_be_saved(name, f"{tensor.layout} tensor")
+    if tensor.is_quantized:
+        raise _cannot_be_saved(name, "quantised tensor")
+
+
+def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
+    return CheckpointError(
         f"{name}: a {kind} cannot be saved: a checkpoint holds plain tensors, and sharded or "
         "replicated DTensors; keep this value in one of these"
     )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy whose bytes are the values of a conj or neg view."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
@@ -127,7 +152,9 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
 
 
 def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
-    """How a stored tensor differs from the one it is to fill, or None."""
+    """Why a stored tensor cannot fill this one, or None."""
+    if is_lazy_view(held):
+        return lazy_view(held.name)
     if stored.shape != held.shape:
         return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
     if stored.dtype != held.dtype:
@@ -136,6 +163,14 @@ def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
             "dtype; make it as it was, or anyrank.load() the weights alone"
         )
     return None
+
+
+def other_class(part: str, name: str, saved: str) -> str:
+    """The problem of an object that is of another class than the checkpoint's."""
+    return (
+        f"{part}: is a {name}, the checkpoint's a {saved}: resume with the {saved} that the run "
+        f"was saved with, or leave the {name} as it is with skip=[{part!r}]"
+    )
 
 
 def listed(title: str, names: Sequence[str]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from typing import Any, cast
+
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.manifest import Manifest
 from anyrank.files.schema import ANY, Optional, Table, check
-from anyrank.random_state.saved_streams import from_json
+from anyrank.random_state.saved_streams import check_saved, from_json
 
 BY_METHODS = {
     "kind": str,
@@ -15,6 +18,8 @@ BY_METHODS = {
     "by_rank": Optional([ANY]),
     "opaque": Optional(bool),
 }
+WHOLE = ("~whole", "~tensor", "~plain", "~like", "~laid")  # marks of a tensor in a record
+OWN = "~own"  # the mark of a tensor that a rank alone held, named `<name>@<rank>`
 RECORDS = {
     "module": {
         "kind": str,
@@ -41,7 +46,9 @@ def check_records(manifest: Manifest, path: str) -> None:
         CorruptCheckpoint: names the first field that is wrong.
     """
     try:
-        count = len(from_json(manifest.streams).coords)
+        streams = from_json(manifest.streams)
+        check_saved(streams)
+        count = len(streams.coords)
         if count != manifest.saved_on["ranks"]:
             raise ValueError(f"streams: of {count} ranks, not {manifest.saved_on['ranks']}")
     except ValueError as error:
@@ -58,3 +65,58 @@ def check_records(manifest: Manifest, path: str) -> None:
                 raise ValueError(f"{where}.by_rank: has {len(trees)} trees")
         except ValueError as error:
             raise CorruptCheckpoint(f"{path}: {error}: the manifest is damaged") from error
+
+
+def check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None:
+    """Compare the tensors that the records refer to with those of the index, for every part.
+
+    A module's own tensors are in the index alone: the module says which they must be.
+
+    Raises:
+        CorruptCheckpoint: names the first tensor that is in only one of them.
+    """
+    whole, own = set[str](), set[str]()
+    for mark, name in _references(manifest.parts):
+        (own if mark == OWN else whole).add(name)
+    owners = {name.rpartition("@")[0] for name in names}
+    lost = sorted((whole - set(names)) | (own - owners))
+    if lost:
+        raise CorruptCheckpoint(f"{path}: has no tensor {lost[0]}: the step is damaged")
+    modules = tuple(f"{k}." for k, one in manifest.parts.items() if one["kind"] == "module")
+    for name in names:
+        known = name in whole or name.rpartition("@")[0] in own or name.startswith(modules)
+        if not known:
+            raise CorruptCheckpoint(
+                f"{path}: the manifest does not refer to {name}, which was saved: it is damaged"
+            )
+
+
+def _references(value: Any) -> Iterator[tuple[str, str]]:
+    """Mark and name of every tensor that a record refers to."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        for key, item in table.items():
+            if key in WHOLE or key == OWN:
+                name = cast("list[Any]", item)[0] if isinstance(item, list) and item else item
+                if isinstance(name, str):
+                    yield key, name
+            else:
+                yield from _references(item)
+    elif isinstance(value, list):
+        for item in cast("list[Any]", value):
+            yield from _references(item)
+
+
+def check_counts(manifest: Manifest, path: str) -> None:
+    """Compare the manifest's epoch and samples with those of the loader that counted them.
+
+    Raises:
+        CorruptCheckpoint: they differ.
+    """
+    tree = manifest.parts["data"].get("tree")
+    for name, here in (("epoch", manifest.epoch), ("samples", manifest.samples)):
+        if isinstance(tree, dict) and tree.get(name) != here:
+            raise CorruptCheckpoint(
+                f"{path}: {name} is {here} in the manifest, and {tree.get(name)} in its data: it "
+                "is damaged"
+            )

@@ -29,6 +29,7 @@ from anyrank.random_state.saved_streams import (
     restore,
 )
 from anyrank.resume.part_types import Fill, Matched, Stored
+from anyrank.resume.records import check_counts
 from anyrank.resume.report import Outcome, ResumeReport, SavedOn
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import rank_coords
@@ -103,6 +104,8 @@ class Resuming:
             wrong = [problem for one in self.matched.values() for problem in one.problems]
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
+            if isinstance(self.state.data, Position) and "data" in records:
+                check_counts(manifest, self.found.name)
             return any(one.has_meta_buffers for one in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
@@ -113,7 +116,7 @@ class Resuming:
         return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
 
     def fill(self) -> None:
-        """Read, and put everything in place. A failure from here on poisons the state.
+        """Read, and put everything in place. A failure from here on leaves a state that has to be resumed.
 
         Raises:
             CheckpointError: the state is half restored, and says so.

@@ -14,8 +14,10 @@ import uuid
 from collections.abc import Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.block_sums import SUFFIX
+from anyrank.files.formats import checkpoint_among
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
-from anyrank.files.run_folder import SavedStep, check_sizes, describe, step_name, steps_of
+from anyrank.files.run_folder import INDEX, SavedStep, check_sizes, describe, step_name, steps_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import Store, reading, storing, write_file
 
@@ -23,6 +25,8 @@ log = logging.getLogger("anyrank.resume")
 
 LATEST = "latest"
 TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
+# Folders in which other tools keep one checkpoint each: step-10, checkpoint-500, global_step3.
+OTHERS = re.compile(r"^(global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer).*\d")
 REMOVED = ".removed-"
 MIN_KEPT = 2
 
@@ -75,7 +79,41 @@ class RunFolder:
         """Whether a folder got its name in a commit, after its manifest was written."""
         if name != step_name(step):
             return self._has_manifest(name)
-        return not self.store.is_file(self.join(name))
+        if self.store.is_file(self.join(name)):
+            return False
+        return self._has_manifest(name) or self._of_another_tool(name) is None
+
+    def check_no_other(self) -> None:
+        """Refuse a folder without steps that holds something other than the start of a run.
+
+        Raises:
+            CheckpointError: it is a file, one step of a run, or another tool's checkpoint.
+        """
+        names = self.names()
+        if MANIFEST in names:
+            raise CheckpointError(f"{self.path}: is one step of a run: give the run's folder")
+        with reading(self.path):
+            other = "a file" if self.store.is_file(self.path) else checkpoint_among(names)
+            place = self.path
+            for name in names:
+                if other is None and OTHERS.match(name) and not TEMPORARY.match(name):
+                    other, place = self._of_another_tool(name), self.join(name)
+        if other is not None:
+            raise CheckpointError(
+                f"{self.path}: holds no step of a run, but what another tool saved: {place} "
+                f"({other}); for its weights, call anyrank.load(model, {place!r}), and give "
+                "Checkpoints a folder of its own"
+            )
+
+    def _of_another_tool(self, name: str) -> str | None:
+        """The checkpoint in a folder within this one, if no save of a run began it."""
+        if not self.store.is_dir(self.join(name)):
+            return None
+        if not self.store.renames and steps_of([name]):
+            return None  # a save that died leaves its files under the step's name
+        names = self.store.names(self.join(name))
+        begun = any(one in (MANIFEST, INDEX) or one.endswith(SUFFIX) for one in names)
+        return None if begun else checkpoint_among(names)
 
     def may_be_sound(self, error: Exception) -> bool:
         """Whether a step was not read because a disk did not return its bytes: no proof of damage.

@@ -94,6 +94,11 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     return RankCoords(ranks.index, ranks.size, *data)
 
 
+def samples_of(state: TrainState) -> int:
+    """Samples of completed steps, by the loader where it counts them."""
+    return state.data.samples if isinstance(state.data, Position) else state.samples
+
+
 def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     """What every rank would write now. All ranks; nothing is written.
 
@@ -124,7 +129,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         run=state.run or ranks.from_one("naming the run", ranks.ranks[0], lambda: uuid.uuid4().hex),
         step=state.step,
         epoch=state.epoch,
-        samples=state.samples,
+        samples=samples_of(state),
         saved_on={"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
         lineage=state.lineage,
         written="",

@@ -12,7 +12,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.files.run_folder import list_step
-from anyrank.resume.records import check_records
+from anyrank.resume.records import check_records, check_tensors
 from anyrank.resume.run_store import RunFolder
 from anyrank.world.ranks import Ranks
 
@@ -92,7 +92,8 @@ class StepSearch:
         All ranks.
 
         Raises:
-            CheckpointError: there are steps and none can be used, or not the one asked for.
+            CheckpointError: there are steps and none can be used, or not the one asked for; or
+                there is another tool's checkpoint.
         """
         while (candidate := self._from_first("looking for a checkpoint", self._look)) is not None:
             if candidate.damaged is None and candidate.unread is None:
@@ -106,6 +107,7 @@ class StepSearch:
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
                 f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
             )
+        self._from_first("looking for a checkpoint", self.folder.check_no_other)
         return None
 
     def reject(self, selected: Selected, error: CorruptCheckpoint | Unreadable) -> None:
@@ -214,6 +216,7 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         manifest, small = folder.examine(name, sizes)
         check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
+        check_tensors(manifest, listing.tensors, folder.join(name))
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and show how much is lost

@@ -18,10 +18,13 @@ from anyrank.resume.part_types import (
     Stored,
     hold_to_save,
     layout_digest,
+    other_class,
     own_name,
 )
 from anyrank.resume.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
+
+POSITIONS = ("ElasticLoader", "ElasticSampler")  # each continues where the other was saved
 
 
 @runtime_checkable
@@ -64,8 +67,16 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
 
 
 def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: int) -> Matched:
-    """What fills a stateful object. Nothing is changed."""
+    """What fills a stateful object. Nothing is changed.
+
+    Raises:
+        CorruptCheckpoint: the record is not what a save writes of such an object.
+    """
     matched = Matched(Outcome("exact"))
+    name, is_position = type(thing).__name__, isinstance(thing, Position)
+    if record["class"] != name and not (is_position and record["class"] in POSITIONS):
+        matched.problems.append(other_class(part, name, record["class"]))
+        return matched
     if "by_rank" in record:
         if not stored.same_ranks:
             matched.problems.append(
@@ -75,7 +86,8 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
             )
             return matched
         record = record | {"tree": record["by_rank"][rank]}
-    if not record["tree"]:
+    current: Any = thing.state_dict()
+    if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return Matched(Outcome("fresh", "it had no state when it was saved"))
     own = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
@@ -97,12 +109,13 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         return tensor
 
     tree: Any = from_json(record["tree"], take)
-    current: Any = thing.state_dict()
     if isinstance(current, dict) and not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
     if isinstance(thing, Position):
         try:
             check_state_dict(thing, tree)
+        except CorruptCheckpoint:
+            raise
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):

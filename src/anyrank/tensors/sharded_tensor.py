@@ -81,6 +81,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_lazy_view(held: ShardedTensor) -> bool:
+    """Whether the values are the conjugate or the negative of what the bytes say."""
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in (held.tensor, held.local()))
+
+
+def lazy_view(name: str) -> str:
+    """The problem of a tensor in a module whose bytes are not its values."""
+    return (
+        f"{name}: is a conj or neg view, whose values are not those of its bytes: give the model "
+        "the result of .resolve_conj().resolve_neg()"
+    )
+
+
 def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
     """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
 
@@ -89,9 +102,13 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     """
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
-        kind = type(tensor).__name__
+        kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
         wraps = hasattr(type(tensor), "__tensor_flatten__")  # torch's protocol of wrapper classes
-        if wraps or kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter"):
+        if (
+            wraps
+            or tensor.is_nested
+            or kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
+        ):
             raise LoadError(
                 f"{name}: is a {kind}, whose bytes are not the tensor's: load or save before it is "
                 "wrapped or quantised, or use fully_shard (FSDP2)"
