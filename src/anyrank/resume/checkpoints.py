@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position, check_complete
+from anyrank.data.position import Position, check_complete, check_same_on_ranks
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.run_folder import SavedStep
@@ -323,6 +323,7 @@ class Checkpoints:
         if self._ranks is None:
             ranks = self._groups.enter_context(open_ranks(self._process_group, "Checkpoints()"))
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
+            check_same_on_ranks(self._state.data, ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
