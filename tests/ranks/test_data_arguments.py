@@ -132,3 +132,39 @@ def test_a_sampler_that_differs_is_refused_when_the_run_is_opened(tmp_path: Path
     names = [name for name in DIFFERENT if name not in ("weights", "key")]
     for name, *rows in zip(names, *run_ranks(2, job_sampler, names, str(tmp_path)), strict=True):
         check(rows, "CheckpointError", DIFFERENT[name][1])
+
+
+def job_freeze(frozen: dict[int, list[str]], later: bool) -> tuple[str, str, float]:
+    """One epoch of a model without a wrapper, whose ranks freeze different parameters."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(torch.ones(36, 1), global_batch=12, microbatch=2)
+
+    def train() -> None:
+        for step in loader:
+            if step.number == int(later):
+                for name in frozen.get(dist.get_rank(), []):
+                    net.get_parameter(name).requires_grad_(False)
+            for batch in step.microbatches(net):
+                step.backward(net(batch + dist.get_rank()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return error_of(train)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "names", [["0.weight"], ["0.weight", "0.bias", "1.bias"]], ids=["a part", "nearly all"]
+)
+def test_parameters_that_only_some_ranks_train_are_refused(names: list[str], later: bool) -> None:
+    rows = run_ranks(2, job_freeze, {1: names}, later)
+    text = "requires_grad of 0.weight differs between ranks: True on rank 0, False on rank 1"
+    check(rows, "ValueError", text)
+
+
+def test_parameters_that_all_ranks_freeze_are_not_trained() -> None:
+    names = ["0.weight", "0.bias"]
+    rows = run_ranks(2, job_freeze, {0: names, 1: names}, True)
+    assert [row[0] for row in rows] == ["none", "none"]
