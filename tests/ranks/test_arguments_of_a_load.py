@@ -29,6 +29,14 @@ def load(**options: Any) -> None:
     anyrank.load(nn.Linear(3, 3), WEIGHTS, **options)
 
 
+CALLS: list[Any] = [
+    lambda source: anyrank.load(nn.Linear(3, 3), source),
+    lambda source: anyrank.plan(nn.Linear(3, 3), source),
+    lambda source: anyrank.plan(nn.Linear(3, 3), source, world_size=2),
+    anyrank.inspect,
+]
+
+
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("call", [anyrank.load, anyrank.plan])
 def test_a_wrong_value_is_a_value_error(call: Any, name: str) -> None:
@@ -52,9 +60,17 @@ def test_a_progress_that_cannot_be_called() -> None:
 def test_what_is_no_model_and_no_source() -> None:
     with pytest.raises(TypeError, match=r"model= takes a torch.nn.Module, not dict"):
         anyrank.load(WEIGHTS, nn.Linear(3, 3))  # type: ignore[arg-type]
-    for source in (7, [7]):
-        with pytest.raises(TypeError, match=r"source= takes a path, .* not int"):
-            anyrank.load(nn.Linear(3, 3), source)  # type: ignore[arg-type]
+    sources: list[Any] = [7, [7], {7}, b"w.pt", nn.Linear(3, 3), [None]]
+    for source in sources:
+        kind = type(source[0] if isinstance(source, list) else source).__name__
+        for call in CALLS:
+            with pytest.raises(TypeError, match=rf"source= takes a path, .* not {kind}"):
+                call(source)
+    for call in CALLS:
+        with pytest.raises(TypeError, match=r"the keys of source= are names, str, not 7"):
+            call({7: torch.ones(3)})
+    with pytest.raises(TypeError, match=r"source= takes a path, .* not NoneType"):
+        anyrank.inspect(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
