@@ -114,3 +114,19 @@ def test_one_ranks_wrong_argument_is_the_same_error_on_all(
     assert kind == ("TypeError" if name == "buffer_bytes" else "ValueError")
     assert text.startswith(f"{name}={value!r}")
     assert text.endswith("(on rank 1)")
+
+
+def job_one_wrong_source(call: str) -> tuple[str, str]:
+    function: Any = {"load": anyrank.load, "plan": anyrank.plan}[call]
+    source = 5 if dist.get_rank() == 1 else WEIGHTS
+    try:
+        function(nn.Linear(3, 3), source)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("call", ["load", "plan"])
+def test_one_ranks_wrong_source_is_the_same_error_on_all(call: str) -> None:
+    text = "source= takes a path, a list of paths, or a dict of tensors, not int (on rank 1)"
+    assert run_ranks(2, job_one_wrong_source, call) == [("TypeError", text)] * 2
