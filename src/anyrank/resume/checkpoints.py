@@ -129,8 +129,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the step does not fit the state, which is unchanged then; ranks give
-                other arguments, or their data differs; or reading failed in the middle, and the state may not be used
-                before it is resumed again.
+                other arguments, or their data differs; or reading failed in the middle, and the
+                state may not be used before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
             RankError: a rank died or failed in an unforeseen way.
 
