@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from anyrank.errors import AnyrankError
 
 MIB = 1 << 20
+MOST_BYTES = 1 << 36  # 64 GiB
+MOST_SEC = 1_000_000  # 11 days; deadlines of 2**31 milliseconds overflow below torch
+MOST_THREADS = 1024
+SHOWN_CHARACTERS = 40  # of a value in a message
 
 
 @dataclass(frozen=True)
@@ -20,40 +24,65 @@ class Knob:
     Attributes:
         name: the variable's name, its unit last.
         default: the value without the variable.
+        most: the largest value; the smallest is 1.
         help: one line for the documentation.
     """
 
     name: str
     default: int
+    most: int
     help: str
 
     def get(self) -> int:
-        """The value in force. Raises AnyrankError when the variable is not a positive integer."""
+        """The value in force.
+
+        Raises:
+            AnyrankError: the variable is not a positive integer, or above `most`.
+        """
         text = os.environ.get(self.name)
         if text is None:
             return self.default
-        if not text.strip().isdigit() or int(text) == 0:
+        digits = text.strip().lstrip("0")
+        if not digits.isdecimal():
             raise AnyrankError(
                 f"{self.name}={text!r} is not a positive integer: unset it, or give {self.default}"
             )
-        return int(text)
+        # Python refuses to convert thousands of digits.
+        if len(digits) > len(str(self.most)) or int(digits) > self.most:
+            raise AnyrankError(
+                f"{self.name}={text[:SHOWN_CHARACTERS]} is out of bounds: unset it, or give 1 to "
+                f"{self.most}; the default is {self.default}"
+            )
+        return int(digits)
 
 
 BUFFER_BYTES = Knob(
-    "ANYRANK_BUFFER_BYTES", 8 * MIB, "read and exchange buffer of one rank, CPU targets"
+    "ANYRANK_BUFFER_BYTES", 8 * MIB, MOST_BYTES, "read and exchange buffer of one rank, CPU targets"
 )
 CUDA_BUFFER_BYTES = Knob(
-    "ANYRANK_CUDA_BUFFER_BYTES", 128 * MIB, "pinned read buffer of one rank, CUDA targets"
+    "ANYRANK_CUDA_BUFFER_BYTES",
+    128 * MIB,
+    MOST_BYTES,
+    "pinned read buffer of one rank, CUDA targets",
 )
 READ_THREADS = Knob(
-    "ANYRANK_READ_THREADS", 4, "most threads that one rank reads with, where cores are free"
+    "ANYRANK_READ_THREADS",
+    4,
+    MOST_THREADS,
+    "most threads that one rank reads with, where cores are free",
 )
 TIMEOUT_SEC = Knob(
-    "ANYRANK_TIMEOUT_SEC", 1800, "how long a rank waits for the others before it names the missing"
+    "ANYRANK_TIMEOUT_SEC",
+    1800,
+    MOST_SEC,
+    "how long a rank waits for the others before it names the missing",
 )
 
 LOCK_SEC = Knob(
-    "ANYRANK_LOCK_SEC", 600, "silence after which another machine's lock on a run folder is stale"
+    "ANYRANK_LOCK_SEC",
+    600,
+    MOST_SEC,
+    "silence after which another machine's lock on a run folder is stale",
 )
 
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

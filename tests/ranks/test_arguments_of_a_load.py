@@ -29,6 +29,14 @@ def load(**options: Any) -> None:
     anyrank.load(nn.Linear(3, 3), WEIGHTS, **options)
 
 
+CALLS: list[Any] = [
+    lambda source: anyrank.load(nn.Linear(3, 3), source),
+    lambda source: anyrank.plan(nn.Linear(3, 3), source),
+    lambda source: anyrank.plan(nn.Linear(3, 3), source, world_size=2),
+    anyrank.inspect,
+]
+
+
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("call", [anyrank.load, anyrank.plan])
 def test_a_wrong_value_is_a_value_error(call: Any, name: str) -> None:
@@ -52,9 +60,17 @@ def test_a_progress_that_cannot_be_called() -> None:
 def test_what_is_no_model_and_no_source() -> None:
     with pytest.raises(TypeError, match=r"model= takes a torch.nn.Module, not dict"):
         anyrank.load(WEIGHTS, nn.Linear(3, 3))  # type: ignore[arg-type]
-    for source in (7, [7]):
-        with pytest.raises(TypeError, match=r"source= takes a path, .* not int"):
-            anyrank.load(nn.Linear(3, 3), source)  # type: ignore[arg-type]
+    sources: list[Any] = [7, [7], {7}, b"w.pt", nn.Linear(3, 3), [None]]
+    for source in sources:
+        kind = type(source[0] if isinstance(source, list) else source).__name__
+        for call in CALLS:
+            with pytest.raises(TypeError, match=rf"source= takes a path, .* not {kind}"):
+                call(source)
+    for call in CALLS:
+        with pytest.raises(TypeError, match=r"the keys of source= are names, str, not 7"):
+            call({7: torch.ones(3)})
+    with pytest.raises(TypeError, match=r"source= takes a path, .* not NoneType"):
+        anyrank.inspect(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,3 +114,19 @@ def test_one_ranks_wrong_argument_is_the_same_error_on_all(
     assert kind == ("TypeError" if name == "buffer_bytes" else "ValueError")
     assert text.startswith(f"{name}={value!r}")
     assert text.endswith("(on rank 1)")
+
+
+def job_one_wrong_source(call: str) -> tuple[str, str]:
+    function: Any = {"load": anyrank.load, "plan": anyrank.plan}[call]
+    source = 5 if dist.get_rank() == 1 else WEIGHTS
+    try:
+        function(nn.Linear(3, 3), source)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("call", ["load", "plan"])
+def test_one_ranks_wrong_source_is_the_same_error_on_all(call: str) -> None:
+    text = "source= takes a path, a list of paths, or a dict of tensors, not int (on rank 1)"
+    assert run_ranks(2, job_one_wrong_source, call) == [("TypeError", text)] * 2

@@ -18,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
 
+FROZEN, NO_GRADIENT, GRADIENT = range(3)  # states of a parameter
 ROUNDING = 1e-5  # of sums of the same float32 values in different orders
 
 
@@ -46,7 +48,7 @@ class GradientSync:
         self.fsdp = [module for module in modules if isinstance(module, FSDPModule)]
         wrapped = {id(param) for module in self.ddp for param in module.parameters()}
         if self.fsdp:
-            wrapped |= {id(param) for param in self.parameters if isinstance(param, DTensor)}
+            wrapped |= {id(param) for param in model.parameters() if isinstance(param, DTensor)}
         # Without the wrapper's forward, FSDP2 parameters are DTensors and raise; DDP's do not.
         self.exchanged = {
             name: parameter
@@ -54,14 +56,20 @@ class GradientSync:
             for name, parameter in module.module.named_parameters()
             if parameter.requires_grad and name not in module.parameters_to_ignore
         }
-        self.unwrapped = [param for param in self.parameters if id(param) not in wrapped]
+        # Frozen ones too: ranks that freeze different parameters must still meet, and compare.
+        self.unwrapped = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in wrapped
+        }
         for number in self.sizes():
             if number % ranks.size:
                 raise ValueError(
                     f"the model averages gradients over {number} ranks, and the data is divided "
                     f"among {ranks.size}: give the loader the model's data-parallel process_group"
                 )
-        for mesh in {param.device_mesh for param in self.unwrapped if isinstance(param, DTensor)}:
+        trainable = [param for param in self.unwrapped.values() if param.requires_grad]
+        for mesh in {param.device_mesh for param in trainable if isinstance(param, DTensor)}:
             if len(set(mesh.mesh.flatten().tolist()).intersection(ranks.ranks)) > 1:
                 raise ValueError(
                     f"parameters are sharded over {mesh}, whose ranks need the same data, and "
@@ -119,20 +127,23 @@ class GradientSync:
             is_first: check that the gradients were not exchanged already.
 
         Raises:
-            ValueError: the gradients were exchanged already.
+            ValueError: the gradients were exchanged already, or ranks have different parameters or
+                freeze different ones; on all ranks.
         """
         if not self.unwrapped or ranks.size == 1:
             return
-        has = [param.grad is not None for param in self.unwrapped]
-        norm = sum(map(squares, self.unwrapped)) if is_first else 0.0
-        rows = ranks.gather((has, norm))
+        states = bytes(map(state_of, self.unwrapped.values()))
+        norm = sum(map(squares, self.unwrapped.values())) if is_first else 0.0
+        rows = ranks.gather((states, norm))
+        check_trainable(list(self.unwrapped), [row[0] for row in rows], ranks)
         if norm and len({row[1] for row in rows}) == 1:
             raise ValueError(
                 "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
                 "them: give microbatches() the wrapped model (DistributedDataParallel)"
             )
-        for parameter, *there in zip(self.unwrapped, *(row[0] for row in rows), strict=True):
-            if any(there):  # a gradient that no rank has stays None, as on one rank
+        every = zip(self.unwrapped.values(), *(row[0] for row in rows), strict=True)
+        for parameter, *there in every:
+            if GRADIENT in there:  # a gradient that no rank has stays None, as on one rank
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 part = local(parameter.grad)
@@ -165,6 +176,39 @@ class GradientSync:
                     "under no_sync()"
                 )
         return any(flat) or not self.exchanged
+
+
+def state_of(parameter: nn.Parameter) -> int:
+    """Whether a parameter is frozen, has no gradient, or has a gradient."""
+    if not parameter.requires_grad:
+        return FROZEN
+    return NO_GRADIENT if parameter.grad is None else GRADIENT
+
+
+def check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks) -> None:
+    """Refuse parameters that are trained on some ranks only.
+
+    Args:
+        names: of this rank's parameters.
+        states: for each rank, the `state_of` each of its parameters.
+        ranks: the data-parallel ranks.
+
+    Raises:
+        ValueError: on all ranks; names the first such parameter.
+    """
+    if len(set(map(len, states))) > 1:
+        counts = {rank: str(len(there)) for rank, there in zip(ranks.ranks, states, strict=True)}
+        title = "the number of parameters without a wrapper differs between ranks"
+        raise ValueError(
+            f"{different(title, counts, ranks.named)}: build the same model on all ranks"
+        )
+    for name, *there in zip(names, *states, strict=True):
+        trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, there, strict=True)}
+        if len(set(trained.values())) > 1:
+            title = f"requires_grad of {name} differs between ranks"
+            raise ValueError(
+                f"{different(title, trained, ranks.named)}: freeze the same parameters on all ranks"
+            )
 
 
 def units(module: Any) -> Sequence[Any]:

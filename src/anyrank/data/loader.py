@@ -18,7 +18,7 @@ from anyrank.data.fetch import (
     request_for,
 )
 from anyrank.data.order import Order
-from anyrank.data.position import OnBatchChange, Position
+from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
 from anyrank.data.step import LoaderPass, Step, StepProgress
@@ -206,7 +206,8 @@ class ElasticLoader(Position):
         """The steps of the rest of this epoch. All data-parallel ranks.
 
         Raises:
-            CheckpointError: a step was not completed; at the epoch's end, a sample was repeated or
+            CheckpointError: the loader's arguments or position differ between ranks, before a batch
+                is fetched; a step was not completed; at the epoch's end, a sample was repeated or
                 lost on some rank.
         """
         index, size = self._data_rank()
@@ -215,6 +216,7 @@ class ElasticLoader(Position):
         self._num_passes += 1
         number = self._num_passes
         with open_ranks(self._process_group) as ranks:
+            check_same_on_ranks(self, ranks)
             batches = self._workers.watch(lambda: iter(self._fetcher))
             group, models = self._process_group, self._checked_models
             this_pass = LoaderPass(ranks, group, index, size, batches, self._dataset, models)

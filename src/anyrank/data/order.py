@@ -44,6 +44,16 @@ class Order:
         """The method, as named in checkpoints. A different method needs a different name."""
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
+    def arguments(self) -> dict[str, object]:
+        """What the order depends on, small and by the loader's argument, for comparison."""
+        return {
+            "dataset": f"{self.n} samples",
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "weights": None,
+            "shards": None,
+        }
+
     @property
     def repeats(self) -> bool:
         """Whether an epoch may have a sample several times, and others not at all."""

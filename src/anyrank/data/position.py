@@ -325,6 +325,18 @@ def data_rank(position: Position) -> tuple[int, int]:
     return position._data_rank()  # pyright: ignore[reportPrivateUsage]
 
 
+def check_same_on_ranks(data: object, ranks: Ranks) -> None:
+    """Compare the arguments and the position of a loader or sampler over the ranks. All ranks.
+
+    Raises:
+        CheckpointError: one of them differs; on all ranks, with each value.
+    """
+    if isinstance(data, Position):
+        at = f"epoch {data.epoch}, step {data.step}, {data.consumed} samples of the epoch"
+        mine = data._schedule.arguments() | {"key": data._key, "position": at}  # pyright: ignore[reportPrivateUsage]
+        ranks.same_arguments(type(data).__name__, mine, CheckpointError)
+
+
 def check_complete(position: Position) -> None:
     """Raise CheckpointError unless the current step may be counted. No collectives."""
     position._check_complete()  # pyright: ignore[reportPrivateUsage]

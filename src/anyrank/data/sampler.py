@@ -87,7 +87,8 @@ class ElasticSampler(Position):
     A step counts when `commit` is called, after the optimizer's step; batches that a DataLoader
     fetches ahead do not count. Iterating again yields the uncommitted steps again. The batches are
     already those of this rank: a wrapper that divides them among the ranks again (Accelerate's
-    `prepare` of the DataLoader) would lose samples, and is refused.
+    `prepare` of the DataLoader) would lose samples, and is refused. Batches that are dropped after
+    the DataLoader (`itertools.islice`) are not noticed: train each before committing its step.
 
     Args:
         dataset_or_length: the dataset, or its number of samples.

@@ -126,6 +126,14 @@ class Schedule:
                 f"{self.global_batch}: give another tail, or a smaller global_batch"
             )
 
+    def arguments(self) -> dict[str, object]:
+        """What the plan depends on, by the loader's argument, for comparison over the ranks."""
+        return self.order.arguments() | {
+            "global_batch": self.global_batch,
+            "microbatch": self.microbatch,
+            "tail": self.tail,
+        }
+
     @property
     def num_microbatches(self) -> int:
         """K, the microbatches of a full step."""

@@ -47,6 +47,9 @@ class ShardOrder(Order):
         digest = derive(self.shards, str(self.lengths), size=4)
         return f"{SHARDS_NAME} {digest:08x} {super().name}"
 
+    def arguments(self) -> dict[str, object]:
+        return super().arguments() | {"shards": f"{len(self.lengths)}, digest {self.name}"}
+
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
         places = torch.arange(start, stop, device="cpu") % self.n

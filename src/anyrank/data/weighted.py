@@ -37,6 +37,9 @@ class WeightedOrder(Order):
         """The method, and a digest of the weights."""
         return f"{WEIGHTED_NAME} {self.digest}"
 
+    def arguments(self) -> dict[str, object]:
+        return super().arguments() | {"weights": f"digest {self.digest}"}
+
     @property
     def repeats(self) -> bool:
         return True

@@ -52,6 +52,29 @@ def checkpoint_among(names: Sequence[str]) -> str | None:
     return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)
 
 
+def check_source(source: object) -> None:
+    """Refuse what names no weights, before anything is read.
+
+    Raises:
+        TypeError: names the type.
+    """
+    if isinstance(source, Mapping):
+        keys: Mapping[object, object] = source
+        for key in keys:
+            if not isinstance(key, str):
+                raise TypeError(f"the keys of source= are names, str, not {key!r}")
+        return
+    paths: Sequence[object] = [source]
+    if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
+        paths = source  # pyright: ignore[reportUnknownVariableType]
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                "source= takes a path, a list of paths, or a dict of tensors, not "
+                f"{type(path).__name__}"
+            )
+
+
 def list_source(source: Source) -> Listing:
     """Headers of any source: a path or URL, a list of files, or a dict of tensors in memory.
 

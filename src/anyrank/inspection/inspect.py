@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from anyrank.files.formats import Source, list_source
+from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.run_folder import SavedStep, steps_in
 from anyrank.inspection.groups import group, in_units, printable, short_dtype
@@ -148,7 +148,9 @@ def inspect(source: Source) -> Inspection:
     Raises:
         LoadError: nothing there, no permission, an incomplete set of files, or an unknown format.
         UnsafeFile: a header that lies, or a pickle that would run code.
+        TypeError: neither path, list of paths nor dict of tensors.
     """
+    check_source(source)
     listing = list_source(source)
     return Inspection(
         path=_path(source),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.files.formats import Source
+from anyrank.files.formats import Source, check_source
 from anyrank.loading.strategy import STRATEGIES
+from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.ranks import Ranks
 
@@ -47,7 +47,7 @@ class Options:
             check_choice(name, getattr(self, name), choices)
         renamer(self.rename)
         if self.buffer_bytes is not None:
-            check_count("buffer_bytes", self.buffer_bytes)
+            check_count("buffer_bytes", self.buffer_bytes, BUFFER_BYTES.most)
         verify: Any = self.verify  # whatever was given
         if not isinstance(verify, bool):
             raise TypeError(f"verify={verify!r}: give True or False")
@@ -55,6 +55,17 @@ class Options:
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):
             raise TypeError(f"progress={self.progress!r}: give True, False, None or a function")
+
+    def check_call(self, model: object, source: object) -> None:
+        """Refuse a model, a source or options that are wrong in themselves.
+
+        Raises:
+            ValueError, TypeError: as `check`; no module; neither a source nor None.
+        """
+        check_model(model)
+        if source is not None:  # None: this rank receives from others
+            check_source(source)
+        self.check()
 
     def agree(self, ranks: Ranks, call: str, model: nn.Module, source: Source | None) -> None:
         """Check a call's arguments, and compare them over the ranks. All ranks.
@@ -66,14 +77,13 @@ class Options:
             ValueError, TypeError: an argument that is wrong in itself; on all ranks.
             LoadError: arguments that differ between ranks; on all ranks.
         """
-
-        def check() -> None:
-            check_model(model)
-            check_source(source)
-            self.check()
-
         names = (*CHOICES, "rename", "verify")
-        ranks.same_arguments(call, {n: getattr(self, n) for n in names}, LoadError, check)
+        ranks.same_arguments(
+            call,
+            {n: getattr(self, n) for n in names},
+            LoadError,
+            lambda: self.check_call(model, source),
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -86,17 +96,19 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: give one of {', '.join(choices)}")
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object, most: int | None = None) -> None:
     """Refuse what is not a positive whole number.
 
     Raises:
         TypeError: not an int.
-        ValueError: below 1.
+        ValueError: below 1, or above `most`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give a whole number")
     if value < 1:
         raise ValueError(f"{name}={value} is not a positive number")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value} is too large: give at most {most}")
 
 
 def check_model(model: object) -> None:
@@ -107,20 +119,3 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model= takes a torch.nn.Module, not {type(model).__name__}")
-
-
-def check_source(source: object) -> None:
-    """Refuse what names no weights.
-
-    Raises:
-        TypeError: names the type.
-    """
-    if source is None or isinstance(source, (str, os.PathLike, Mapping)):
-        return
-    paths: Sequence[object] = source if isinstance(source, Sequence) else [source]  # pyright: ignore[reportUnknownVariableType]
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(
-                "source= takes a path, a list of paths, or a dict of tensors, not "
-                f"{type(path).__name__}"
-            )

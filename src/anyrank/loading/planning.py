@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.files.formats import Source, list_source
+from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.loading.match_model import ModelMatch
-from anyrank.loading.options import Options, check_choice, check_count, check_model, check_source
+from anyrank.loading.options import Options, check_choice, check_count
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import STRATEGIES, Decision, decide
@@ -101,9 +101,7 @@ def plan(
             made = _plan_of(agreed, ranks.ranks, ranks.nodes)
     else:
         sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
-        check_model(model)
-        check_source(source)
-        options.check()
+        options.check_call(model, source)
         agreed = plan_load(model, source, one_process(), options)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
         made = _closed_form(

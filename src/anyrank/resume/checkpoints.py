@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position, check_complete
+from anyrank.data.position import Position, check_complete, check_same_on_ranks
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.run_folder import SavedStep
@@ -134,8 +134,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the step does not fit the state, which is unchanged then; ranks give
-                other arguments; or reading failed in the middle, and the state may not be used
-                before it is resumed again.
+                other arguments, or their data differs; or reading failed in the middle, and the
+                state may not be used before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
             RankError: a rank died or failed in an unforeseen way.
 
@@ -334,6 +334,7 @@ class Checkpoints:
                 open_ranks(self._process_group, f"Checkpoints.{call}()")
             )
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
+            check_same_on_ranks(self._state.data, ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
