@@ -116,7 +116,7 @@ class Resuming:
         return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
 
     def fill(self) -> None:
-        """Read, and put everything in place. A failure from here on leaves a state that has to be resumed.
+        """Read, and put everything in place. After a failure the state has to be resumed again.
 
         Raises:
             CheckpointError: the state is half restored, and says so.
