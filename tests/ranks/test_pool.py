@@ -561,7 +561,7 @@ def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
 def test_a_job_from_a_prompt_is_refused(tmp_path: Path) -> None:
     code = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(1, job)"
     done = run_python("-c", code, cwd=tmp_path)
-    assert "put the job into a module and import it" in done.stderr
+    assert "define the job in a module and import it" in done.stderr
 
 
 def test_a_module_outside_the_path_is_found_and_its_changes_too(
