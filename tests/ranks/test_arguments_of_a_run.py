@@ -119,5 +119,5 @@ def test_other_calls_on_other_ranks_are_named(tmp_path: Path) -> None:
     first, second = run_ranks(2, job_other_calls, str(tmp_path))
     assert first[:2] == second[:2]
     assert first[0] == "RankError"
-    assert "preparing a save on rank 0" in first[1]
-    assert "completing the step on rank 1" in first[1]
+    assert "rank 0 Checkpoints.save()" in first[1]
+    assert "rank 1 Checkpoints.step_done()" in first[1]

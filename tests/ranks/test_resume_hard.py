@@ -174,7 +174,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "match"), [("save", "within a step"), ("step_done", "is not complete")]
+    ("what", "match"), [("save", "position= differs"), ("step_done", "is not complete")]
 )
 def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path, what: str, match: str) -> None:
     answers = run_ranks(2, job_one_rank, str(tmp_path), what)
