@@ -619,6 +619,7 @@ def train():
             time.sleep(30)
 
 case = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 net = torch.nn.Linear(2, 1)
 loader = anyrank.ElasticLoader(
     Data(), global_batch=8, microbatch=2, num_workers=2, persistent_workers=case != "dataset"

@@ -150,7 +150,8 @@ def test_building_takes_the_memory_of_one_parameter(layer: Any) -> None:
 
     with anyrank.meta():
         assert peak_bytes() < 1.5 * layer_bytes
-    assert peak_bytes() > (layers - 1) * layer_bytes  # else the line above could not fail
+    # Else the line above could not fail; a kernel that reclaims pages may hide some of the layers.
+    assert peak_bytes() > 1.5 * layer_bytes
 
 
 # -- transformers ---------------------------------------------------------------------------------
