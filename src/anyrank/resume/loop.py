@@ -72,7 +72,7 @@ class StepHooks:
 class StepCounter:
     """Counts the steps that a process completes, however the loop's body is left.
 
-    Each rank counts by itself, and nothing here communicates.
+    Each rank counts by itself; only `has_whole_steps` talks to the others.
 
     Attributes:
         completed: steps that were counted.
