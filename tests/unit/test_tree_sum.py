@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,8 +59,7 @@ def test_any_contiguous_split_gives_the_same_bits(
     cuts = sorted(data.draw(st.lists(st.integers(0, count), min_size=parts, max_size=parts)))
     edges = [0, *cuts, count]
     trees = [
-        tree_of(count, list(range(low, high)), values)
-        for low, high in zip(edges, edges[1:], strict=False)
+        tree_of(count, list(range(low, high)), values) for low, high in itertools.pairwise(edges)
     ]
     whole = ordered(trees, count).total()
     assert bits(whole) == bits(tree_of(count, list(range(count)), values).total())
