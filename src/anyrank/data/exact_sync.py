@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups
+from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups, watched
 from anyrank.data.gradient_sync import (
     FROZEN,
     GRADIENT,
@@ -101,6 +101,7 @@ class ExactSync(GradientSync):
                 stack.enter_context(module.no_sync())
             for unit, group, reduction in self.reductions:
                 stack.enter_context(installed(unit, group, reduction))
+                stack.enter_context(watched(unit, group, reduction))
             for name, parameter in self.summed.items():
                 if parameter.grad is not None:
                     self.earlier[name] = local(parameter.grad)
@@ -149,10 +150,11 @@ class ExactSync(GradientSync):
     def exchange_sums(self, is_first: bool) -> None:
         """Deliver the sum of each parameter's terms. All ranks."""
         states = bytes(self.state(name) for name in self.summed)
-        unfinished = [not reduction.is_complete for _, _, reduction in self.reductions]
-        rows = self.ranks.gather((states, self.norm() if is_first else 0.0, unfinished))
+        complete = [reduction.is_complete for _, _, reduction in self.reductions]
+        used = [reduction.used for _, _, reduction in self.reductions]
+        rows = self.ranks.gather((states, self.norm() if is_first else 0.0, complete, used))
         check_trainable(list(self.summed), [row[0] for row in rows], self.ranks)
-        if any(True in row[2] for row in rows):
+        if any(False in row[2] for row in rows):
             raise ValueError(
                 "exact=True: an FSDP2 module has gradients in some microbatches, and was not part "
                 "of the last one: run the same modules in every microbatch"
@@ -172,6 +174,13 @@ class ExactSync(GradientSync):
                 self.exchange(bucket)
         for name in self.summed:
             self.restore(name)
+        for (_, group, reduction), *there in zip(
+            self.reductions, *(row[3] for row in rows), strict=True
+        ):
+            # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
+            for number, param in enumerate(group.fsdp_params):
+                if number in reduction.without and not any(number in used for used in there):
+                    param.sharded_param.grad = None
 
     def state(self, name: str) -> int:
         """Whether a parameter is frozen, or has a gradient in one of this rank's microbatches."""
