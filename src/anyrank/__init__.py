@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank import integrations as integrations
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
@@ -113,6 +114,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import the module that defines a public name, and keep the name here."""
+        if name == "integrations":  # a package, which sets itself as an attribute here
+            return import_module("anyrank.integrations")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOMES[name]), name)
