@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from anyrank.data.exact_checks import BufferWatch
 from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups, watched
 from anyrank.data.gradient_sync import (
     FROZEN,
@@ -43,15 +44,21 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         plan: the step.
+        is_first: check that the gradients are not exchanged already, and that the forward pass
+            changes no buffer.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, group: Any, plan: StepPlan) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, group: Any, plan: StepPlan, is_first: bool
+    ) -> None:
         super().__init__(model, ranks)
         check_wrappers(self, ranks)
-        self.ranks, self.group = ranks, group
+        self.model, self.ranks, self.group = model, ranks, group
+        self.watch = BufferWatch(model) if is_first else None
+        self.changed_buffers: list[str] = []
         self.count = plan.num_microbatches
         leaves = [
             [slot.k for slot in plan.slots(index, ranks.size) if not slot.is_copy]
@@ -113,6 +120,8 @@ class ExactSync(GradientSync):
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
         self.now.leaf, self.now.is_last = None if slot.is_copy else slot.k, is_last
         yield
+        if self.watch is not None:
+            self.changed_buffers += self.watch.changed(self.model)
         for name, parameter in self.summed.items():
             gradient, parameter.grad = parameter.grad, None
             if slot.is_copy:
@@ -152,7 +161,14 @@ class ExactSync(GradientSync):
         states = bytes(self.state(name) for name in self.summed)
         complete = [reduction.is_complete for _, _, reduction in self.reductions]
         used = [reduction.used for _, _, reduction in self.reductions]
-        rows = self.ranks.gather((states, self.norm() if is_first else 0.0, complete, used))
+        norm = self.norm() if is_first else 0.0
+        rows = self.ranks.gather((states, norm, complete, used, self.changed_buffers))
+        if changed := {name for row in rows for name in row[4]}:
+            raise ValueError(
+                f"exact=True: the forward pass changes the buffers {sorted(changed)[:8]}, so each "
+                "rank has those of its own microbatches: use a module without such state, as "
+                "LayerNorm for BatchNorm, or update it outside of the loop over microbatches"
+            )
         check_trainable(list(self.summed), [row[0] for row in rows], self.ranks)
         if any(False in row[2] for row in rows):
             raise ValueError(
