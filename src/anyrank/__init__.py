@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
+    from anyrank.loading.sync import sync
+    from anyrank.loading.sync_report import SyncReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -57,6 +59,7 @@ __all__ = [
     "RankError",
     "RecomputeError",
     "ResumeReport",
+    "SyncReport",
     "TrainState",
     "UnsafeFile",
     "__version__",
@@ -69,6 +72,7 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
+    "sync",
     "tile",
     "tile_",
     "tiled_loss",
@@ -92,6 +96,7 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.resume.report",
+    "SyncReport": "anyrank.loading.sync_report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
     "freeze": "anyrank.frozen.freeze",
@@ -103,6 +108,7 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
+    "sync": "anyrank.loading.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
