@@ -77,6 +77,13 @@ class ExactSync(GradientSync):
             if id(parameter) not in reduced
         }
         self.sums = {name: TreeSum(self.count) for name in self.summed}
+        self.rounded: dict[int, torch.dtype] = {
+            id(parameter.sharded_param): policy.reduce_dtype or policy.param_dtype
+            for _, unit_group in self.trainable_units()
+            for policy in (unit_group.mp_policy,)
+            if policy.reduce_dtype or policy.param_dtype
+            for parameter in unit_group.fsdp_params
+        }
         self.earlier: dict[str, torch.Tensor] = {}  # gradients from before this pass
 
     def trainable_units(self) -> Iterator[tuple[Any, Any]]:
@@ -224,6 +231,8 @@ class ExactSync(GradientSync):
         """Make a sum the parameter's gradient, or add it to the one from before the pass."""
         assert total is not None
         parameter = self.summed[name]
+        # Several ranks would get the total from FSDP2 in the dtype of its reduction.
+        total = total.to(self.rounded.get(id(parameter), total.dtype))
         earlier = self.earlier.pop(name, None)
         if earlier is None:
             # With the strides of the parameter, as autograd would give it.

@@ -15,6 +15,7 @@ from anyrank.data.collective_result import CollectiveResult
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
 from anyrank.data.gradient_sync import GradientSync
+from anyrank.data.norm import clip_gradients
 from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
@@ -101,6 +102,7 @@ class Step:
         self._pass = loader_pass
         self._slot: MicrobatchSlot | None = None  # the microbatch of the loop's current body
         self._num_calls = 0  # of `microbatches`
+        self._model: nn.Module | None = None  # of the last call of `microbatches`
         self._is_weighted: bool | None = None
         self._exponent: int | None = None  # with exact=True, as that of the pass
         self._weights: dict[int, float] = {}  # of this rank's own microbatches
@@ -156,7 +158,7 @@ class Step:
         self._num_calls += 1
         progress.is_started, progress.is_complete = True, False
         self._is_weighted, self._weights, self._losses = None, {}, []
-        self._exponent = None
+        self._exponent, self._model = None, model
         try:
             with sync.active():
                 for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
@@ -214,6 +216,67 @@ class Step:
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
         ranks = 1 if self._is_exact else self._ranks.size
         return loss * (0.0 if slot.is_copy else own / whole * ranks)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`. All data-parallel ranks.
+
+        The gradients are those of the model that `microbatches` was given, as one vector: under
+        DDP, FSDP2, tensor parallelism (DTensors), any mix of them, or none. With tensor
+        parallelism, its ranks call too. The norm does not depend on how tensors are sharded: with
+        exact=True it has the same bits on any number of ranks. With a GradScaler, call
+        `scaler.unscale_(optimizer)` before.
+
+        Args:
+            max_norm: at least 0; inf only computes the norm.
+            norm_type: at least 1, or inf; with exact=True one of 1, 2 and inf.
+            error_if_nonfinite: raise for a norm that is inf or nan. Otherwise gradients are scaled
+                as by `torch.nn.utils.clip_grad_norm_`: by 0 or nan.
+
+        Returns:
+            The norm before, 0-d, on the CPU; the same value on all ranks.
+
+        Raises:
+            CheckpointError: arguments differ between ranks.
+            ValueError: a wrong argument, or a call before the end of `microbatches`.
+            RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
+
+        Example::
+
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
+            for step in loader:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).square().mean())
+                norm = step.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        """
+
+        def check() -> None:
+            if self._model is None or not self._progress.is_complete:
+                raise ValueError(
+                    f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
+                    "which exchanges the gradients at its end"
+                )
+            if not float(max_norm) >= 0:
+                raise ValueError(f"max_norm is {max_norm}: give at least 0")
+            if not float(norm_type) >= 1 or (self._is_exact and norm_type not in (1, 2, math.inf)):
+                kinds = "1, 2 or inf with exact=True" if self._is_exact else "at least 1, or inf"
+                raise ValueError(f"norm_type is {norm_type}: give {kinds}")
+
+        arguments = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
+        assert self._model is not None
+        return clip_gradients(
+            self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
+        )
 
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
