@@ -143,6 +143,11 @@ class RunFolder:
                 )
             if not self.store.renames:
                 return final
+            if self._of_another_tool(step_name(step)) is not None:
+                raise CheckpointError(
+                    f"{final}: is the checkpoint of another tool, and no step of this run: give "
+                    "the run a folder of its own"
+                )
             if self.store.is_dir(final):
                 aside = self.set_aside(step_name(step), "bad-damaged")
                 log.warning("%s: has lost its manifest, and is now %s", final, aside)
