@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +52,10 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 def cosine(optimizer: torch.optim.Optimizer, times: int = 1) -> Any:
     """A schedule over the training; `times` as long, for tools that step once for each process."""
-    curve: Callable[[int], float] = lambda n: 0.5 * (1 + math.cos(math.pi * n / (STEPS * times)))
+
+    def curve(n: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * n / (STEPS * times)))
+
     return torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from anyrank.errors import LoadError
 from anyrank.files import dcp, dcp_state, huggingface, safetensors, torch_file
 from anyrank.files.foreign import (
     Collector,
@@ -23,12 +24,6 @@ SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.bin$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 PER_RANK = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_(?:\d+_)?rank\d+\.bin$")
-# Keys that count steps, and constants that steps leave as they are.
-SCALABLE = ("last_epoch", "_step_count")
-CONSTANT = {
-    "base_lrs", "_last_lr", "lr_lambdas", "verbose", "_is_initial", "gamma", "T_max", "eta_min",
-    "_get_lr_called_within_step",
-}  # fmt: skip
 
 
 def recognises(names: list[str]) -> bool:
@@ -102,11 +97,20 @@ def model_files(files: Collector, names: list[str]) -> dict[str, Any]:
             continue
         if key not in found:
             found[key] = files.weights(key, listing)
-    if not found:
-        found["model"] = files.weights(
-            "model", huggingface.list_folder(files.storage, files.folder)
-        )
-    return found
+    return found or {"model": files.weights("model", exported(files, names))}
+
+
+def exported(files: Collector, names: list[str]) -> Listing:
+    """The weights that `save_pretrained` or `save_model` put into the folder.
+
+    Raises:
+        LoadError: there are none, or not all.
+    """
+    endings = (".safetensors", ".bin", ".index.json")
+    if not any(name.startswith(huggingface.STEMS) and name.endswith(endings) for name in names):
+        shown = ", ".join(names[:20])
+        raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")
+    return huggingface.list_folder(files.storage, files.folder)
 
 
 def _sharded_model(files: Collector, path: str) -> Listing:

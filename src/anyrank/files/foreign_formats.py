@@ -49,4 +49,7 @@ def _reader(storage: Storage, path: str) -> Reader:
             f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "
             "For weights alone call anyrank.load"
         )
-    raise CheckpointError(f"{path}: does not exist (working directory {os.getcwd()})")
+    raise CheckpointError(
+        f"{path}: does not exist (working directory {os.getcwd()}): resume takes 'auto', 'must', a "
+        "step, or the path of a checkpoint"
+    )

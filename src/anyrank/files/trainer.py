@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from anyrank.errors import LoadError
-from anyrank.files import huggingface
-from anyrank.files.accelerate import model_files, optimizer_files
+from anyrank.files.accelerate import exported, model_files, optimizer_files
 from anyrank.files.foreign import (
     Collector,
     ForeignCheckpoint,
@@ -36,12 +35,11 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     files = Collector(storage, folder)
     names = storage.names(folder)
     progress = _progress(files)
-    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
-    if has_weights or not any(name.startswith("pytorch_model_fsdp") for name in names):
-        listing = huggingface.list_folder(storage, folder)
-        weights = {"model": files.weights("model", listing)}
-    else:
+    is_sharded = any(name.startswith("pytorch_model_fsdp") for name in names)
+    if is_sharded and not any(".safetensors" in name for name in names):
         weights = model_files(files, names)
+    else:
+        weights = {"model": files.weights("model", exported(files, names))}
     optimizers = optimizer_files(files, names)
     if "optimizer.pt" in names:
         path = files.named("optimizer.pt")

@@ -178,11 +178,11 @@ class Adopting(Resuming):
             return self._absent(part)
         self.used.add(part)
         tree, outcome = self.source.states[part], None
+        problem = foreign_state.problem_of(part, thing, tree)
+        if problem is not None:
+            return Matched(Outcome("exact"), problems=[problem])
         if part == "scheduler":
-            tree, outcome = foreign_state.in_optimizer_steps(tree, self.source)
-        if tree is None:
-            assert outcome is not None
-            return Matched(outcome)
+            tree, outcome = foreign_state.in_optimizer_steps(part, thing, tree, self.source)
         record, tensors = foreign_state.record_of(part, thing, tree)
         if isinstance(record, str):
             return Matched(Outcome("fresh", record))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
-from anyrank.files.foreign import ForeignCheckpoint, is_plain_number
+from anyrank.files.foreign import ForeignCheckpoint
 from anyrank.resume.json_codec import to_json
 from anyrank.resume.report import Outcome
 from anyrank.tensors.spec import StoredTensor
 
-# What a scheduler keeps that steps count up, and what they leave alone.
-COUNTS = ("last_epoch", "_step_count")
-CONSTANT = {
-    "base_lrs", "_last_lr", "lr_lambdas", "verbose", "_is_initial", "_get_lr_called_within_step",
-}  # fmt: skip
+# What a scheduler keeps besides its count that its steps change; it cannot be divided.
+COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 
 
 def record_of(
@@ -32,38 +30,60 @@ def record_of(
     try:
         tree = to_json(tree, part, put)
     except CheckpointError as error:
-        return f"the checkpoint holds what is not read: {error}".split(":  ", 1)[0], {}
+        return f"the checkpoint holds what is not read: {str(error).partition(': a ')[2]}", {}
     record = {"kind": "stateful", "class": type(thing).__name__, "layout": "", "tree": tree}
     return record, tensors
 
 
-def in_optimizer_steps(tree: Any, source: ForeignCheckpoint) -> tuple[Any, Outcome | None]:
-    """A scheduler's state as one has it that is stepped once in each optimizer step.
+def problem_of(part: str, thing: Any, tree: Any) -> str | None:
+    """Whether a saved state is one of another kind of scheduler."""
+    if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
+        return None
+    saved = {str(key) for key in cast("dict[Any, Any]", tree)}
+    now = set(thing.state_dict())
+    differ = sorted(one for one in saved ^ now if not one.startswith("_") and one != "verbose")
+    if not differ:
+        return None
+    return (
+        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
+        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+    )
 
-    Accelerate steps it once for each process. The state, and what became of it if it is not the
-    saved one; the state is None where it cannot be told.
+
+def in_optimizer_steps(
+    part: str, thing: Any, tree: Any, source: ForeignCheckpoint
+) -> tuple[Any, Outcome | None]:
+    """A scheduler's state as it is when it is stepped once in each optimizer step.
+
+    Accelerate steps it once for each process: its count is divided, and its other constants, which
+    that number multiplied, are those that it is made with now.
+
+    Returns:
+        The state, and what became of it if it is not the saved one.
+
+    Raises:
+        CheckpointError: it cannot be divided.
     """
     often, step = source.scheduler_steps, source.step
     if often == 1 or not isinstance(tree, dict):
         return tree, None
     table = cast("dict[str, Any]", tree)
     count = table.get("last_epoch")
-    if step is None or not is_plain_number(count):
-        return None, Outcome(
-            "fresh", "its steps cannot be counted: the optimizer's state does not say how many"
-        )
-    if count == step:
+    if step is not None and count == step:
         return tree, None
-    strange = sorted(table.keys() - CONSTANT - {*COUNTS})
-    if count != step * often or strange:
-        why = f"it also has {', '.join(strange)}" if strange else f"it counts {count}"
-        return None, Outcome(
-            "fresh",
-            f"it was stepped once for each of {often} processes, and cannot be divided: {why}",
+    strange = sorted(table.keys() & COUNTERS)
+    if step is None or count != step * often or strange:
+        why = f"it counts {count}" + (f", and has {', '.join(strange)}" if strange else "")
+        why += ", and the optimizer's state does not count steps" if step is None else ""
+        raise CheckpointError(
+            f"{part}: {source.tool} steps it once for each process, {often} times in a step, which "
+            f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
+            "steps that the run has"
         )
-    made = table | {"last_epoch": step}
-    if "_step_count" in table:
-        made["_step_count"] = step + 1
+    made: dict[str, Any] = {**table, **thing.state_dict()}
+    made |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
+    made |= {"last_epoch": step}
+    made |= {"_step_count": step + 1} if "_step_count" in made else {}
     return made, Outcome(
         "derived", f"it was stepped once for each of {often} processes: {count} became {step}"
     )
@@ -88,8 +108,3 @@ def start_of(data: Position, source: ForeignCheckpoint) -> tuple[dict[str, Any],
         f"epoch {int(epoch)} begins again: the checkpoint was {epoch - int(epoch):.0%} into it, in "
         f"an order of its tool's, so about {seen} samples are seen twice",
     )
-
-
-def unused(source: Mapping[str, Any], used: set[str]) -> list[str]:
-    """Names in the source that nothing here took."""
-    return sorted(source.keys() - used)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import MANIFEST
@@ -61,7 +62,7 @@ class Arguments:
         Raises:
             ValueError, TypeError: names the argument.
         """
-        which: object = self.which
+        which: Any = self.which  # whatever was given
         if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
             raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
         if which == "" or (isinstance(which, int) and which < 0):

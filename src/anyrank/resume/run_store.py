@@ -101,8 +101,8 @@ class RunFolder:
         if other is not None:
             raise CheckpointError(
                 f"{self.path}: holds no step of a run, but what another tool saved: {place} "
-                f"({other}); for its weights, call anyrank.load(model, {place!r}), and give "
-                "Checkpoints a folder of its own"
+                f"({other}); give Checkpoints a folder of its own, and go on from there with "
+                f"resume({place!r}), or for its weights alone call anyrank.load(model, {place!r})"
             )
 
     def _of_another_tool(self, name: str) -> str | None:
