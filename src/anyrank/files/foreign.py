@@ -57,6 +57,7 @@ class ForeignCheckpoint:
         extras: extra state of modules and versions of classes, as in `Listing`, of the weights.
         step: completed optimizer steps, or None where the tool did not save them.
         epoch: epochs, with the part of the current one; None as for `step`.
+        batches: of the current epoch, where its part is unknown.
         samples: of completed steps; None as for `step`.
         ranks: how many processes saved it, or None.
         scheduler_steps: how often the scheduler was stepped in each optimizer step.
@@ -71,6 +72,7 @@ class ForeignCheckpoint:
     extras: dict[str, Listing] = field(default_factory=dict[str, Listing])
     step: int | None = None
     epoch: float | None = None
+    batches: int = 0
     samples: int | None = None
     ranks: int | None = None
     scheduler_steps: int = 1
@@ -196,6 +198,8 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], StoredT
             table = cast("dict[Any, Any]", known)
             items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in table.items()]
             made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
+            if isinstance(known, OrderedDict) and hasattr(known, "_metadata"):
+                made._metadata = known._metadata
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts
@@ -248,6 +252,17 @@ def _entries(entries: Any, path: str) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise LoadError(f"{path}: the state of a parameter is a {type(entries).__name__}")
     return {str(key): value for key, value in cast("dict[Any, Any]", entries).items()}
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, StoredTensor]:
+    """The stored tensors of nested tables, by their keys joined with dots."""
+    found: dict[str, StoredTensor] = {}
+    for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
+        if isinstance(value, StoredTensor):
+            found[f"{prefix}{key}"] = value.renamed(f"{prefix}{key}")
+        else:
+            found |= flat(value, f"{prefix}{key}.")
+    return found
 
 
 def is_plain_number(value: Any) -> TypeGuard[int | float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files import accelerate, trainer
+from anyrank.files import accelerate, dcp, tables, trainer
 from anyrank.files.foreign import ForeignCheckpoint
 from anyrank.files.formats import with_ends
 from anyrank.files.storage import Storage, storage_for
@@ -18,7 +18,9 @@ Reader = Callable[[Storage, str], ForeignCheckpoint]
 FOLDERS: tuple[tuple[Callable[[list[str]], bool], Reader], ...] = (
     (trainer.recognises, trainer.read),
     (accelerate.recognises, accelerate.read),
+    (lambda names: dcp.METADATA in names, tables.read_dcp),
 )
+FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 def read_foreign(path: str) -> ForeignCheckpoint:
@@ -48,6 +50,13 @@ def _reader(storage: Storage, path: str) -> Reader:
         raise CheckpointError(
             f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "
             "For weights alone call anyrank.load"
+        )
+    if storage.is_file(path):
+        if path.lower().endswith(FILES):
+            return tables.read_file
+        raise CheckpointError(
+            f"{path}: a run is read from {', '.join(FILES)} and folders; for weights alone call "
+            "anyrank.load"
         )
     raise CheckpointError(
         f"{path}: does not exist (working directory {os.getcwd()}): resume takes 'auto', 'must', a "

@@ -100,6 +100,12 @@ def start_of(data: Position, source: ForeignCheckpoint) -> tuple[dict[str, Any],
     made = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
     if source.epoch is None:
         return made, Outcome("fresh", "the checkpoint does not say how far the data was")
+    if source.batches:
+        return made, Outcome(
+            "fresh",
+            f"epoch {int(epoch)} begins again: the checkpoint was {source.batches} batches "
+            "into it, in an order of its tool's, and their samples are seen twice",
+        )
     if epoch == int(epoch):
         return made, Outcome("derived", f"{int(epoch)} whole epochs: the next one begins")
     seen = round((epoch - int(epoch)) * now["n"])
