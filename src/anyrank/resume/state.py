@@ -41,7 +41,9 @@ class TrainState:
         generators: the run's own torch.Generators, by name; they are restored like the ambient
             random streams.
         others: further modules, optimizers, or anything with `state_dict()` and
-            `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
+            `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics. One whose
+            attribute `of_first_rank` is True may differ between ranks: the first rank's state is
+            saved, and resumed on all.
 
     Attributes:
         step: optimizer steps that are completed, over the whole run.
