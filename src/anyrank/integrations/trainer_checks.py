@@ -10,6 +10,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+import anyrank
+
 PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "seed", "trainer", "generators")
 
 
@@ -85,7 +87,8 @@ def _of_parallelism(trainer: Any) -> Iterator[str]:
     if trainer.is_fsdp_xla_enabled:
         yield "FSDP on XLA is not supported: use DDP or FSDP2"
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
+    version = (trainer.args.fsdp_plugin_args or {}).get("fsdp_version", 2)
+    if version != 2 or (plugin is not None and plugin.fsdp_version != 2):
         yield "FSDP1 is not supported: use FSDP2, fsdp_config={'version': 2}"
     sizes = {
         "tensor": trainer.get_tp_size(),
@@ -98,6 +101,24 @@ def _of_parallelism(trainer: Any) -> Iterator[str]:
             f"{wide[0]} parallelism: several ranks would need the same samples, which elastic() "
             "does not arrange: use an ElasticLoader with process_group= in a loop of your own"
         )
+
+
+def check_recompute(model: Any, args: Any) -> None:
+    """Refuse the Trainer's activation checkpointing where anyrank's is in place.
+
+    Raises:
+        ValueError: both are there.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")  # by version
+    if not any(getattr(args, name, False) for name in names):
+        return
+    for module in model.modules():
+        inner = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+        if inner is anyrank.recompute:
+            raise ValueError(
+                "gradient_checkpointing of TrainingArguments would replace enable_recompute(): "
+                "remove it"
+            )
 
 
 def check_other_checkpoints(output_dir: str, folder: str) -> None:
@@ -139,3 +160,27 @@ def order_of(loader: Any) -> dict[str, Any]:
         )
     drop = bool(getattr(batches, "drop_last", False))
     return {"shuffle": shuffle, "tail": "drop" if drop else "short"}
+
+
+def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
+    """What `Checkpoints.resume` is to resume; None to start anew.
+
+    Raises:
+        ValueError: a path that is no step of the run.
+    """
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return "auto"
+    path = os.path.normpath(os.fspath(asked))
+    if path == os.path.normpath(folder):
+        return "must"
+    saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
+    for one in saved:
+        if os.path.normpath(one.path) == path:
+            return one.step
+    raise ValueError(
+        f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
+        f"the newest, or one of {[one.path for one in saved]}; the weights of another checkpoint "
+        "come in with anyrank.load(model, path), the run then starts with train()"
+    )

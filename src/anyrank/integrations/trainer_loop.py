@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,64 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState
 
 import anyrank
-from anyrank.integrations.trainer_checks import check_other_checkpoints, order_of
-
-PER_RANK = ("is_local_process_zero", "is_world_process_zero")
-
-
-@dataclass
-class ElasticRun:
-    """The run of an elastic trainer, as its attribute `elastic`.
-
-    Attributes:
-        folder: of the run.
-        loader: the `ElasticLoader` of the last `train()`; None before.
-        checkpoints: its `Checkpoints`; None before.
-        report: the `ResumeReport` of the last `train()`; None if it started anew.
-    """
-
-    folder: str
-    loader: anyrank.ElasticLoader | None = None
-    checkpoints: anyrank.Checkpoints | None = None
-    report: anyrank.ResumeReport | None = None
-
-
-@dataclass
-class Work:
-    """What the methods of an elastic trainer share.
-
-    Attributes:
-        global_batch: samples of a step.
-        key: name of the dataset.
-        options: of `Checkpoints`.
-        parts: the user's own, of the run.
-        which: what to resume; None starts anew.
-        prepared: what the Trainer's own preparation returned.
-        state: the run's parts.
-        counts: the Trainer's counts among them.
-        numbers: what the Trainer counts steps with.
-        steps: of the loader, in this epoch.
-        step: the current one, while a microbatch runs.
-        weight: tokens of the current microbatch; None to weight it by its samples.
-        flos: of this rank's microbatches of the last step.
-    """
-
-    global_batch: int
-    key: str | None
-    options: Mapping[str, Any]
-    parts: Mapping[str, Any]
-    which: str | int | None = None
-    prepared: Any = None
-    state: anyrank.TrainState = field(default_factory=anyrank.TrainState)
-    counts: TrainerCounts | None = None
-    numbers: DataLoader[int] | None = None
-    steps: Iterator[Any] = iter(())
-    step: Any = None
-    weight: int | None = None
-    flos: float = 0.0
+from anyrank.integrations.trainer_checks import (
+    check_other_checkpoints,
+    check_recompute,
+    order_of,
+    step_to_resume,
+)
+from anyrank.integrations.trainer_run import ElasticRun, TrainerCounts, Work
 
 
 class ElasticTrainer(Trainer):
@@ -92,17 +41,19 @@ class ElasticTrainer(Trainer):
         """Train to the end, from the newest step, a step's path, or anew. All ranks.
 
         Raises:
-            ValueError: `trial`; a path outside of the run; a new run where there is one.
+            ValueError: `trial`; a path outside of the run; a new run where there is one;
+                gradient_checkpointing besides enable_recompute().
             CheckpointError: the run does not fit; as `Checkpoints.resume` and `save`.
         """
         if trial is not None:
             raise ValueError("hyperparameter search makes many runs of one trainer: make one each")
+        check_recompute(self.model, self.args)
         self._elastic_work.which = step_to_resume(self.elastic.folder, resume_from_checkpoint)
         with self._elastic_run():
             return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     @contextmanager
-    def _elastic_run(self) -> Iterator[None]:
+    def _elastic_run(self) -> Generator[None]:
         """Release the folder at the end of the run, and save its last step."""
         work = self._elastic_work
         with ExitStack() as self._elastic_stack:
@@ -138,7 +89,8 @@ class ElasticTrainer(Trainer):
     def _elastic_prepare(self, max_steps: int) -> Any:
         """The Trainer's own preparation; a model that is sharded already stays as it is."""
         loaded = self.is_distributed_loading_by_transformers
-        is_sharded = any(isinstance(part, FSDPModule) for part in self.model_wrapped.modules())
+        model: Any = self.model_wrapped
+        is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
         self.is_distributed_loading_by_transformers = loaded or is_sharded
         try:
             return super()._prepare_for_training(max_steps, self._elastic_work.numbers, None)
@@ -154,7 +106,7 @@ class ElasticTrainer(Trainer):
         work.counts = TrainerCounts(self)
         work.state = anyrank.TrainState(
             self.model_wrapped,
-            self.optimizer,
+            self.optimizer,  # pyright: ignore[reportArgumentType]
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
             data=run.loader,
@@ -168,7 +120,7 @@ class ElasticTrainer(Trainer):
         if work.which is not None:
             run.report = ckpts.resume(work.which)
             if run.report is None:
-                check_other_checkpoints(self.args.output_dir, run.folder)
+                check_other_checkpoints(str(self.args.output_dir), run.folder)
         elif ckpts.saved():
             raise ValueError(
                 f"{run.folder}: holds a run, and train() without resume_from_checkpoint starts a "
@@ -225,7 +177,7 @@ class ElasticTrainer(Trainer):
         """Samples of a step."""
         return self._elastic_work.global_batch
 
-    def _run_epoch(self, **kwargs: Any) -> None:
+    def _run_epoch(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         run, work = self.elastic, self._elastic_work
         assert run.loader is not None
         if self.state.global_step >= self.state.max_steps:  # resumed at its end
@@ -252,8 +204,10 @@ class ElasticTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
         """The next step, as the only batch."""
+        steps = self._elastic_work.steps
+        assert steps is not None  # _run_epoch has begun them
         next(epoch_iterator)
-        return [next(self._elastic_work.steps)], None
+        return [next(steps)], None
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -317,83 +271,3 @@ class ElasticTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._elastic_count()  # after the log, so that a save has it
-
-
-class TrainerCounts:
-    """The Trainer's counts, logs and callbacks' states as a part of the run.
-
-    As in the Trainer's own checkpoints they are the first rank's: times in the logs differ.
-    """
-
-    of_first_rank = True
-
-    def __init__(self, trainer: ElasticTrainer) -> None:
-        self._trainer = trainer
-        self._loaded: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, str]:
-        trainer: Any = self._trainer
-        state = {k: v for k, v in asdict(trainer.state).items() if k not in PER_RANK}
-        callbacks = {name: [one.state() for one in some] for name, some in self._named().items()}
-        loss = list[float]()
-        if hasattr(trainer, "_tr_loss"):
-            loss = [trainer._tr_loss.item(), trainer._globalstep_last_logged]
-        content = {"state": state, "callbacks": callbacks, "loss": loss}
-        return {"json": json.dumps(content, default=float)}
-
-    def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        self._loaded = json.loads(state_dict["json"])
-
-    def write(self, path: str) -> None:
-        """Write the state that was loaded where the Trainer reads it."""
-        names = self._loaded["callbacks"].items()
-        callbacks = {name: some[0] if len(some) == 1 else some for name, some in names}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self._loaded["state"] | {"stateful_callbacks": callbacks}, file)
-
-    def restore_callbacks(self) -> None:
-        """Give callbacks what they had, in place: others may hold them."""
-        for name, some in self._named().items():
-            for callback, saved in zip(some, self._loaded.get("callbacks", {}).get(name, [])):
-                vars(callback).update(saved.get("attributes", {}))
-
-    def restore_loss(self) -> None:
-        """Go on with the mean loss since the last log line."""
-        trainer: Any = self._trainer
-        if self._loaded.get("loss"):
-            loss, trainer._globalstep_last_logged = self._loaded["loss"]
-            trainer._tr_loss += loss
-            trainer._total_loss_scalar -= loss  # train_loss is of this call's steps
-            self._loaded["loss"] = []
-
-    def _named(self) -> dict[str, list[Any]]:
-        """The callbacks that have a state, by the names of their classes."""
-        handler, found = self._trainer.callback_handler, dict[str, list[Any]]()
-        for callback in (*handler.callbacks, self._trainer.control):
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback)
-        return found
-
-
-def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
-    """What `Checkpoints.resume` is to resume; None to start anew.
-
-    Raises:
-        ValueError: a path that is no step of the run.
-    """
-    if asked is None or asked is False:
-        return None
-    if asked is True:
-        return "auto"
-    path = os.path.normpath(os.fspath(asked))
-    if path == os.path.normpath(folder):
-        return "must"
-    saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
-    for one in saved:
-        if os.path.normpath(one.path) == path:
-            return one.step
-    raise ValueError(
-        f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
-        f"the newest, or one of {[one.path for one in saved]}; the weights of another checkpoint "
-        "come in with anyrank.load(model, path), the run then starts with train()"
-    )

@@ -14,7 +14,8 @@ from transformers import Trainer
 
 import anyrank
 from anyrank.integrations.trainer_checks import check_trainer
-from anyrank.integrations.trainer_loop import ElasticRun, ElasticTrainer, Work
+from anyrank.integrations.trainer_loop import ElasticTrainer
+from anyrank.integrations.trainer_run import ElasticRun, Work
 from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps, tiled_loss
 from anyrank.integrations.versions import warn_if_untested
 
@@ -101,7 +102,7 @@ def elastic(
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
     anyrank.Checkpoints(folder, anyrank.TrainState(), **options)  # pyright: ignore[reportArgumentType]
     run, work = ElasticRun(os.fspath(folder)), Work(global_batch, key, options, parts)
-    trainer.__class__ = _elastic_class(type(trainer))
+    trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
     vars(trainer).update(elastic=run, _elastic_work=work)
     return trainer
 
