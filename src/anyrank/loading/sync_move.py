@@ -59,7 +59,8 @@ class Places:
     def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.target)
-        return self.targets[flow.index][inside.slices()]
+        into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
+        return into[inside.slices()]
 
 
 def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
