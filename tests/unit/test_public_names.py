@@ -77,7 +77,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
         "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
         " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
-        " is_planned verified seconds to_json",
+        " is_planned verified version last seconds to_json",
     ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
