@@ -32,7 +32,7 @@ class Saved:
             rank's are saved.
         strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
-        of_first_rank: whether the first rank's record and tensors are everyone's.
+        first_rank: whether the first rank's record is kept alone, though others may differ.
     """
 
     record: Any
@@ -43,7 +43,7 @@ class Saved:
     unsynced: set[str] = field(default_factory=set[str])
     strict: bool = True
     by_rank: bool = False
-    of_first_rank: bool = False
+    first_rank: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
         CheckpointError: a value that is neither tensor nor plain; names its key.
     """
     saved = Saved({}, strict=False, by_rank=True)
-    saved.of_first_rank = bool(getattr(thing, "of_first_rank", False))
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold_to_save(where, tensor.detach())
