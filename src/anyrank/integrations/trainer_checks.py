@@ -141,7 +141,7 @@ def without_sharding(loader: Any) -> Any:
 
     A DataLoader that a subclass did not prepare is returned as it is.
     """
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
