@@ -125,7 +125,7 @@ class Collector:
 
     def named(self, *names: str) -> str:
         """The path of something in the folder."""
-        return join_path(self.folder, *names) if names else self.folder
+        return join_path(self.folder, "/".join(names))
 
     def value(self, stored: StoredTensor) -> float | None:
         """The value of a stored tensor of one element."""
