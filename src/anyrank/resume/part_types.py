@@ -33,6 +33,7 @@ class Saved:
             rank's are saved.
         strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
+        first_rank: whether the first rank's record is kept alone, though others may differ.
     """
 
     record: Any
@@ -43,6 +44,7 @@ class Saved:
     unsynced: set[str] = field(default_factory=set[str])
     strict: bool = True
     by_rank: bool = False
+    first_rank: bool = False
 
 
 @dataclass(frozen=True)
