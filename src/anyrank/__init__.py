@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank.conversion.convert import convert
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     )
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
+    from anyrank.inspection.diff import diff
     from anyrank.inspection.inspect import inspect
+    from anyrank.inspection.verify import verify
     from anyrank.loading.load import load
     from anyrank.loading.materialize import materialize
     from anyrank.loading.meta import meta
@@ -60,7 +63,9 @@ __all__ = [
     "TrainState",
     "UnsafeFile",
     "__version__",
+    "convert",
     "cpu_only",
+    "diff",
     "freeze",
     "inspect",
     "load",
@@ -72,6 +77,7 @@ __all__ = [
     "tile",
     "tile_",
     "tiled_loss",
+    "verify",
 ]
 
 # Public name -> the module that defines it. No module beside this one may bear a public name:
@@ -94,6 +100,8 @@ HOMES = {
     "ResumeReport": "anyrank.resume.report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
+    "convert": "anyrank.conversion.convert",
+    "diff": "anyrank.inspection.diff",
     "freeze": "anyrank.frozen.freeze",
     "inspect": "anyrank.inspection.inspect",
     "load": "anyrank.loading.load",
@@ -106,6 +114,7 @@ HOMES = {
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
+    "verify": "anyrank.inspection.verify",
 }
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.

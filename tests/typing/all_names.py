@@ -36,6 +36,8 @@ def load(path: str) -> nn.Module:
     model.append(frozen)
     anyrank.load(model, path, process_group=anyrank.ALONE)
     print(anyrank.inspect(path).to_json())
+    print(anyrank.convert(path, "weights", dtype=torch.bfloat16, shard_bytes=1 << 30).files)
+    print(anyrank.verify("weights", finite=True).findings, anyrank.diff(path, "weights").values)
     return model
 
 
