@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON ?= $(VENV)/bin/python
-EXTRAS := dev,demo,transformers,peft,s3
+EXTRAS := dev,demo,accelerate,lightning,transformers,peft,s3
 
 ifeq ($(VENV_PYTHON),$(VENV)/bin/python)
 READY := $(VENV)/.installed

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank import integrations as integrations
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
+    from anyrank.loading.sync import sync
+    from anyrank.loading.sync_report import SyncReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -57,6 +60,7 @@ __all__ = [
     "RankError",
     "RecomputeError",
     "ResumeReport",
+    "SyncReport",
     "TrainState",
     "UnsafeFile",
     "__version__",
@@ -69,6 +73,7 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
+    "sync",
     "tile",
     "tile_",
     "tiled_loss",
@@ -92,6 +97,7 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.resume.report",
+    "SyncReport": "anyrank.loading.sync_report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
     "freeze": "anyrank.frozen.freeze",
@@ -103,6 +109,7 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
+    "sync": "anyrank.loading.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
@@ -113,6 +120,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import the module that defines a public name, and keep the name here."""
+        if name == "integrations":  # a package, which sets itself as an attribute here
+            return import_module("anyrank.integrations")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOMES[name]), name)

@@ -73,6 +73,12 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
         " to_json",
     ),
+    "SyncReport": (
+        lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
+        "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
+        " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
+        " is_planned verified seconds to_json",
+    ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",

@@ -85,14 +85,14 @@ def list_source(source: Source) -> Listing:
     if isinstance(source, Mapping):
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
-        return _with_ends(_list_path(os.fspath(source)))
+        return with_ends(_list_path(os.fspath(source)))
     listings = [_list_path(os.fspath(path)) for path in source]
     if not listings:
         raise LoadError("the list of source files is empty")
-    return _with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
+    return with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
 
 
-def _with_ends(listing: Listing) -> Listing:
+def with_ends(listing: Listing) -> Listing:
     """The listing, by which other machines know their own copies of its local files."""
     return replace(listing, files=tuple(map(_file_with_ends, listing.files)))
 

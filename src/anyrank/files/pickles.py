@@ -110,6 +110,7 @@ INERT_MODULES = (
     "typing.Any",
     "uuid.UUID",
     "_codecs.encode",
+    "_io.BytesIO",
     "builtins.set",
     "builtins.frozenset",
     "builtins.complex",
