@@ -40,6 +40,9 @@ class TrainState:
         seed: of the run; other streams are derived from it when a run goes on on other ranks.
         generators: the run's own torch.Generators, by name; they are restored like the ambient
             random streams.
+        first_rank: names of stateful parts whose state may differ between ranks, and of which the
+            first rank's is saved for all. Without it, a part that differs is saved for each rank,
+            and resumed on the same number of ranks only.
         others: further modules, optimizers, or anything with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
 
@@ -76,6 +79,7 @@ class TrainState:
         data: Any = None,
         seed: int = 0,
         generators: Mapping[str, torch.Generator] | None = None,
+        first_rank: Sequence[str] = (),
         **others: Any,
     ) -> None:
         given = {
@@ -86,7 +90,7 @@ class TrainState:
             "data": data,
         }
         parts = {name: part for name, part in (given | others).items() if part is not None}
-        self._parts = RunParts(parts, seed, generators or {})
+        self._parts = RunParts(parts, seed, generators or {}, first_rank)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -111,12 +115,17 @@ class RunParts:
         parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
         seed: of the run.
         generators: the run's own, by name.
+        first_rank: names of the parts of which the first rank's state is saved for all.
         unusable: why the values are those of no step, or None.
         compared: which replicas earlier saves compared.
     """
 
     def __init__(
-        self, parts: Mapping[str, Any], seed: int, generators: Mapping[str, torch.Generator]
+        self,
+        parts: Mapping[str, Any],
+        seed: int,
+        generators: Mapping[str, torch.Generator],
+        first_rank: Sequence[str],
     ) -> None:
         self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
         for name, part in self.parts.items():
@@ -128,6 +137,14 @@ class RunParts:
                     f"{name} is a {type(part).__name__}: a part is a module, an optimizer, or has "
                     f"state_dict() and load_state_dict(){hint}"
                 )
+        for name in first_rank:
+            part = self.parts.get(name)
+            if part is None or isinstance(part, (nn.Module, Optimizer)):
+                raise ValueError(
+                    f"first_rank names {name!r}, which is no stateful part: the parts are "
+                    f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
+                )
+        self.first_rank = frozenset(first_rank)
         self.seed = seed
         self.generators = dict(generators)
         self.unusable: str | None = None
@@ -146,7 +163,7 @@ class RunParts:
         if self.unusable is not None:
             raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
 
-    def _targets(self) -> dict[str, list[ModelTensor]]:
+    def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module, by part."""
         modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
         return {part: targets_of(module) for part, module in modules.items()}
@@ -154,7 +171,7 @@ class RunParts:
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
         try:
-            targets = self._targets()
+            targets = self.targets()
         except LoadError as error:  # what it says of reading holds for writing
             raise CheckpointError(str(error)) from error
         names = names_of(targets)
@@ -173,11 +190,12 @@ class RunParts:
                 saved[part] = save_optimizer(part, one, names, rank)
             else:
                 saved[part] = save_stateful(part, cast("Stateful", one), rank)
+                saved[part].first_rank = part in self.first_rank
         return saved
 
     def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
         """What fills every part that `records` has; nothing is changed."""
-        targets = self._targets()
+        targets = self.targets()
         names = names_of(targets)
         matched: dict[str, Matched] = {}
         for part, record in records.items():
