@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Regression, Any]:
     fsdp2 = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
     strategy = {"ddp": "ddp" if count > 1 else "auto", "fsdp2": fsdp2}[args.strategy]
     elastic = anyrank.integrations.lightning.Elastic(args.folder, global_batch=12, every=5)
+    average = EMAWeightAveraging(decay=0.9)  # which does not know of sharded models
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=count,
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Regression, Any]:
         gradient_clip_val=1.0,
         check_val_every_n_epoch=2,
         logger=False,
-        callbacks=[elastic, EMAWeightAveraging(decay=0.9)],
+        callbacks=[elastic, average] if args.strategy == "ddp" else [elastic],
     )
     module = Regression()
     trainer.fit(module, datamodule=Data())

@@ -287,11 +287,11 @@ class Accelerator(_Accelerator):
 
         Args:
             input_dir: None for the newest step, or for a new run where the folder is empty;
-                "must", where an empty folder is an error; a step; or the path of a step.
+                "must", where an empty folder is an error; a step, or its path; or the path of
+                what Accelerate or another tool saved, with which this run begins.
             args: not used, as are `kwargs`.
 
         Raises:
-            ValueError: a path outside of the run's folder.
             CheckpointError: as `Checkpoints.resume`.
         """
         self._elastic.load(input_dir)

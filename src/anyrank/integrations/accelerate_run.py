@@ -90,11 +90,7 @@ class ElasticRun:
         self._is_resumed = True
 
     def _which(self, given: Any) -> str | int:
-        """`load_state`'s argument, as `Checkpoints.resume` takes it.
-
-        Raises:
-            ValueError: a path that is not of this run.
-        """
+        """`load_state`'s argument, as `Checkpoints.resume` takes it."""
         if given is None or given == "must" or isinstance(given, int):
             return "auto" if given is None else given
         path, folder = os.path.normpath(os.fspath(given)), os.path.normpath(self._folder)
@@ -103,11 +99,7 @@ class ElasticRun:
             return "must"
         if above == folder and name.removeprefix("step-").isdigit():
             return int(name.removeprefix("step-"))
-        raise ValueError(
-            f"load_state({path!r}) is no step of the run in {self._folder}: give load_state() for "
-            "the newest one; the weights of another tool's folder come with "
-            "anyrank.load(model, path)"
-        )
+        return os.fspath(given)  # from elsewhere
 
     def close(self) -> None:
         """Save the last step that was trained, if one was, and release the folder. All ranks."""
