@@ -179,8 +179,8 @@ def test_a_loop_goes_on_where_it_was_left(
     second = setup(tmp_path / "run")
     second.accelerator.load_state(path if end == "save_state" else None)
     assert second.accelerator.run.step == stop
-    assert losses + [*steps(second)] == whole
-    assert second.data.loader.receipts == [(epoch, 28, "exactly once") for epoch in (0, 1)][:1]
+    assert [*losses, *steps(second)] == whole
+    assert second.data.loader.receipts == [(epoch, 28, "exactly once") for epoch in (0, 1)]
     second.accelerator.save_state()
     assert second.scheduler.get_last_lr() == [0.02 * (1 - 10 / 20)]
 
@@ -192,6 +192,7 @@ def test_saves_are_made_when_due_and_the_path_that_is_given_is_not_used(
     for number, _ in enumerate(steps(on), 1):
         if number == 7:
             on.accelerator.save_state(tmp_path / "checkpoint-7")
+            on.accelerator.save_state()  # is there already
     on.accelerator.save_state()
     assert "the run is saved in" in caplog.text
     with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState()) as ckpts:
@@ -225,7 +226,7 @@ def test_another_schedule_than_that_of_the_run_is_warned_of(
     setup(tmp_path / "run").accelerator.load_state()
     assert not [record for record in caplog.records if "learning rate was" in record.message]
     setup(tmp_path / "run", schedule=40).accelerator.load_state()
-    assert "the schedule that was prepared gives [0.018]" in caplog.text
+    assert "the schedule that was prepared gives [0.018" in caplog.text
     assert len(losses) == 4
 
 
@@ -295,13 +296,15 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
 
 def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None:
     on = setup(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"a step without accelerator.backward\(loss\)"):
-        for batch in on.data:
-            on.model(batch).mean().backward()
-            on.optimizer.step()
+    for batch in on.data:
+        on.model(batch).mean().backward()
+        if on.accelerator.sync_gradients:
+            with pytest.raises(ValueError, match=r"a step without accelerator.backward\(loss\)"):
+                on.optimizer.step()
+            break
     on = setup(tmp_path / "other")  # as where the DataLoader of a test is prepared first
     with pytest.raises(ValueError, match="the DataLoader that is prepared first"):
-        [*on.data]
+        list(on.data)
     assert on.data.loader.step == 0
 
 

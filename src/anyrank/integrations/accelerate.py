@@ -272,7 +272,7 @@ class Accelerator(_Accelerator):
             ValueError: within a step.
             CheckpointError: as `Checkpoints.save`.
         """
-        if self._training().is_running and not self._elastic.has_stepped:
+        if self._training().is_within_step:
             raise ValueError(
                 "save_state() within a step: call it after optimizer.step(), where "
                 "accelerator.sync_gradients is true"
