@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -110,6 +111,27 @@ class ElasticRun:
             self._checkpoints.close()
         self._checkpoints = self.state = None
         self._is_resumed = False
+
+
+def add_modules(known: list[nn.Module], things: Iterable[Any]) -> None:
+    """Add the modules among things to a list, each once."""
+    for one in things:
+        if isinstance(one, nn.Module) and all(one is not module for module in known):
+            known.append(one)
+
+
+def check_unsharded(model: Any) -> None:
+    """Refuse a model that is sharded already, which `prepare` would wrap again.
+
+    Raises:
+        ValueError: it is an FSDP2 module.
+    """
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            "prepare() got a model that fully_shard has sharded, and would wrap it again: leave "
+            "the sharding to FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+            "anyrank.Checkpoints in a loop of your own"
+        )
 
 
 def make_state(
