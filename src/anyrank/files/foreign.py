@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files import pickles, torch_file
+from anyrank.files import pickles, shards, torch_file
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range
 from anyrank.tensors.spec import StoredTensor
@@ -209,6 +209,8 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
     def walk(value: Any, where: str) -> Any:
         if isinstance(value, pickles.TensorRef):
             return bind(where or "tensor", value)
+        if isinstance(value, pickles.DTensorRef):
+            return shards.shard_of(bind(where or "tensor", value.local), value.spec, path)
         if not isinstance(value, (dict, list, tuple)):
             return value if isinstance(value, PLAIN) else Unread(_class_of(value))
         known: Any = cast("Any", value)

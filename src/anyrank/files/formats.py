@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files import dcp, deepspeed, huggingface, run_folder, safetensors, torch_file
+from anyrank.files import dcp, deepspeed, huggingface, per_rank, run_folder, safetensors, torch_file
 from anyrank.files.listing import (
     EXTRA_STATE,
     FileInfo,
@@ -31,6 +31,8 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listi
     (run_folder.recognises, run_folder.list_folder),
     (lambda names: dcp.METADATA in names, dcp.list_folder),
     (deepspeed.recognises, deepspeed.list_folder),
+    (per_rank.is_verl, per_rank.list_folder),
+    (per_rank.is_torch_checkpointing, per_rank.list_folder),
     (lambda names: True, huggingface.list_folder),
 )
 
