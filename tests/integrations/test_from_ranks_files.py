@@ -1,7 +1,7 @@
 """Runs whose ranks saved a file each go on: torch_checkpointing's (torchtitan) and verl's.
 
-torch_checkpointing writes its folders itself; its exchange of metadata asks for CUDA, and is done on
-the CPU here. verl's are written in the layout of its `fsdp_checkpoint_manager.py`.
+torch_checkpointing writes its folders itself; its exchange of metadata asks for CUDA, and is done
+on the CPU here. verl's are written in the layout of its `fsdp_checkpoint_manager.py`.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
             ]
             items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in pairs]
             made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
-            if isinstance(known, OrderedDict) and hasattr(known, "_metadata"):
-                made._metadata = known._metadata
+            if (versions := getattr(known, "_metadata", None)) is not None:
+                made._metadata = versions  # as `nn.Module.state_dict` has it
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts

@@ -53,7 +53,7 @@ def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
     if not sound:
         raise UnsafeFile(
             f"{path}: {local.name}: holds a share of shape {list(local.shape)}, which is not "
-            f"that of rank {list(coordinate)} of a mesh of {list(mesh_shape)} of shape {list(shape)}"
+            f"that of rank {list(coordinate)} of a mesh {list(mesh_shape)} of a {list(shape)}"
         )
     return StoredShard(local, shape, layout, coordinate)
 
@@ -67,7 +67,7 @@ def _mesh(fields: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
             return tuple(math.prod(axis.fields["shape"]) for axis in axes), coordinate
         shape = fields["_layout"].fields["shape"]  # torch 2.9 to 2.12
         return (tuple(shape) if isinstance(shape, tuple) else (int(shape),)), coordinate
-    mesh = fields.get("mesh", fields.get("_mesh"))
+    mesh: Any = fields.get("mesh", fields.get("_mesh"))
     return tuple(mesh.shape), coordinate
 
 
