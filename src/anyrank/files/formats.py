@@ -187,8 +187,8 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         if value.layout != torch.strided or wraps or value.is_meta:
             raise LoadError(
                 f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
-                "no bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
-                "save it with torch.distributed.checkpoint and load the folder)"
+                "no bytes that anyrank can read here: give plain tensors; a dict of DTensors goes "
+                "into a model by anyrank.load or anyrank.sync"
             )
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
