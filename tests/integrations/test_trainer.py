@@ -257,7 +257,7 @@ def test_data_that_is_sharded_already_is_refused(tmp_path: Path) -> None:
     made = elastic(trainer(tmp_path, Sharded), tmp_path / "run", global_batch=12)
     assert type(made).__name__ == "Sharded"
     assert isinstance(made, Sharded)
-    with pytest.raises(ValueError, match="is divided among the ranks already"):
+    with pytest.raises(ValueError, match="a second sharding would lose samples"):
         made.train()
 
 

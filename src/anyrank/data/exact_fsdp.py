@@ -53,6 +53,8 @@ class OrderedReduceScatter:
         self.own = TreeSum(shards.count)
         self.num_added = 0
         self.is_complete = True  # nothing is kept that was not exchanged
+        self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
+        self.without: set[int] = set()  # those that had no gradient before the pass
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -168,3 +170,32 @@ def installed(
         unit.set_gradient_divide_factor(before[1])
         unit.set_force_sum_reduction_for_comms(before[2])
         unit.set_reduce_scatter_unused_params(before[3], recurse=False)
+
+
+@contextmanager
+def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator[None, None, None]:
+    """Record which of a unit's parameters get gradients. All ranks of the unit.
+
+    Args:
+        unit: an FSDP2 module.
+        group: its group of parameters, which has the tensors that autograd sees.
+        reduction: where it is recorded.
+    """
+    if not all(hasattr(parameter, "unsharded_param") for parameter in group.fsdp_params):
+        unit.unshard()  # once: these tensors live as long as the module
+        unit.reshard()
+    hooks: list[Any] = []
+    for number, parameter in enumerate(group.fsdp_params):
+        if parameter.sharded_param.grad is None:
+            reduction.without.add(number)
+        if parameter.sharded_param.requires_grad:
+            hooks.append(
+                parameter.unsharded_param.register_post_accumulate_grad_hook(
+                    lambda _, number=number: reduction.used.add(number)
+                )
+            )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.exact_checks import ExactRun
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
 from anyrank.data.gradient_sync import GradientSync
@@ -36,7 +37,8 @@ class LoaderPass:
         batches: the batches still to be fetched.
         dataset: fetches a batch again.
         checked: models whose gradient exchange was verified, by id.
-        is_exact: sum gradients in an order that does not depend on the number of ranks.
+        exact: sum gradients in an order that does not depend on the number of ranks.
+        notes: of the loader.
         exponent: of the power of two near an ordinary `weight`, once a weight is known.
     """
 
@@ -47,7 +49,8 @@ class LoaderPass:
     batches: Iterator[FetchedBatch]
     dataset: MicrobatchDataset
     checked: WeakValueDictionary[int, nn.Module]
-    is_exact: bool = False
+    exact: ExactRun | None = None
+    notes: list[str] = field(default_factory=list[str])
     exponent: int | None = None
 
     def close(self) -> None:
@@ -358,7 +361,7 @@ class Step:
 
     def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
-        if not self._is_exact:
+        if self._pass.exact is None:
             return GradientSync(model, self._ranks)
         if own_backward:
             raise ValueError(
@@ -366,7 +369,10 @@ class Step:
                 "depends on the number of ranks: call step.backward(loss), or run backward of "
                 "step.scale(loss)"
             )
-        return ExactSync(model, self._ranks, self._pass.group, self._plan)
+        is_first = id(model) not in self._pass.checked
+        if is_first:
+            self._pass.notes += self._pass.exact.begin(model, self._ranks)
+        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
@@ -392,7 +398,7 @@ class Step:
 
     @property
     def _is_exact(self) -> bool:
-        return self._pass.is_exact
+        return self._pass.exact is not None
 
     @property
     def _ranks(self) -> Ranks:

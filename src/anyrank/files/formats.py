@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files import dcp, huggingface, run_folder, safetensors, torch_file
+from anyrank.files import dcp, deepspeed, huggingface, run_folder, safetensors, torch_file
 from anyrank.files.listing import (
     EXTRA_STATE,
     FileInfo,
@@ -30,6 +30,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listing]], ...] = (
     (run_folder.recognises, run_folder.list_folder),
     (lambda names: dcp.METADATA in names, dcp.list_folder),
+    (deepspeed.recognises, deepspeed.list_folder),
     (lambda names: True, huggingface.list_folder),
 )
 

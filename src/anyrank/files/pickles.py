@@ -101,6 +101,8 @@ INERT_MODULES = (
     "pytorch_lightning.",
     "transformers.",
     "accelerate.",
+    "deepspeed.",
+    "megatron.",
     "torch.optim.",
     "torch.device",
     "torch.distributed.checkpoint.",
