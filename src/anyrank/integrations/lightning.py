@@ -182,6 +182,8 @@ class Elastic(_Callback):
         )
         self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)
         self.report = self._checkpoints.resume(self._which)
+        if self.report and self.report.components.get("lightning") != "exact":
+            self._loops.begin_at(self.loader.epoch, self.state.step)
         # Until the first step is done, so that Lightning does not take over the signals' handlers.
         self._checkpoints.close()
         self._replaced.take_over(trainer, self._train)
