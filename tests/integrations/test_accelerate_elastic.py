@@ -115,6 +115,25 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
         assert loss == pytest.approx(reference["losses"][step], rel=1e-9)
 
 
+def exact(folder: str, stop: int) -> tuple[list[float], bytes]:
+    """Losses of steps, and the bytes of the weights that they led to."""
+    on = setup(Path(folder), exact=True)
+    on.accelerator.load_state()
+    losses = [*steps(on, stop)]
+    on.accelerator.end_training()
+    weights = torch.cat([parameter.flatten() for parameter in on.model.parameters()])
+    return losses, weights.detach().numpy().tobytes()
+
+
+@pytest.mark.slow
+def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (alone, weights), *_ = run_ranks(1, exact, str(tmp_path / "one"), 8)
+    first = run_ranks(3, exact, str(tmp_path / "run"), 3)
+    second = run_ranks(2, exact, str(tmp_path / "run"), 8)
+    assert [first[0][0] + second[0][0]] == [alone]
+    assert {result[1] for result in second} == {weights}
+
+
 # -- one process ----------------------------------------------------------------------------------
 
 

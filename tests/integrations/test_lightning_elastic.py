@@ -131,6 +131,41 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
     equal(results, reference)
 
 
+def tensor_parallel(folder: str) -> tuple[list[float], int]:
+    """Both ranks share a model by tensor parallelism, and have the same data."""
+    import lightning
+    from examples.lightning_resume import Points, Regression
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor import parallel
+
+    class Parallel(Regression):
+        def configure_model(self) -> None:
+            mesh = self.trainer.strategy.device_mesh["tensor_parallel"]
+            plan = {"0": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
+            self.net[2].p = 0.0
+            parallel.parallelize_module(self.net, mesh, plan)
+
+    torch.manual_seed(0)
+    elastic = anyrank.integrations.lightning.Elastic(folder, global_batch=12)
+    options: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False}
+    strategy = ModelParallelStrategy()  # its default: all ranks of a node
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=4, callbacks=[elastic], **options
+    )
+    module = Parallel()
+    points = torch.utils.data.DataLoader(Points(46, noise=0.1), batch_size=2, shuffle=True)
+    trainer.fit(module, points)
+    return [*module.losses.values()], elastic.loader.samples
+
+
+@pytest.mark.slow
+def test_ranks_of_tensor_parallelism_have_the_same_data(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tensor_parallel, str(tmp_path / "run"), env=TORCHRUN)
+    assert first == second
+    assert (len(first[0]), first[1]) == (4, 46)
+    assert run_ranks(2, tensor_parallel, str(tmp_path / "run"), env=TORCHRUN)[0][0] == []
+
+
 # -- one process ----------------------------------------------------------------------------------
 
 NO_WORKERS = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
@@ -351,3 +386,22 @@ def test_an_error_in_a_step_leaves_the_newest_checkpoint(tmp_path: Path) -> None
     with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState()) as ckpts:
         assert [saved.step for saved in ckpts.saved()] == [2, 1]
     assert not vars(trainer.strategy).keys() & {"training_step"}
+
+
+def test_what_lightning_saved_begins_a_run(tmp_path: Path) -> None:
+    import lightning
+
+    off = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    own = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **off)
+    _, module, *_ = small(folder=tmp_path / "unused")
+    own.fit(module, data(), held_out())
+    own.save_checkpoint(tmp_path / "own.ckpt")
+    trainer, taken, elastic, _ = small(folder=tmp_path / "run", max_epochs=2)
+    elastic._which = tmp_path / "own.ckpt"
+    trainer.fit(taken, data(), held_out())
+    assert elastic.report is not None
+    assert str(elastic.report.components["model"]) == "exact"
+    begin = own.global_step  # of one process: an optimizer step for each batch
+    assert [seen[0] for seen in taken.seen] == [*range(begin + 1, begin + 6)]
+    assert trainer.current_epoch == 2
+    assert taken.seen[0][2] < module.seen[0][2]

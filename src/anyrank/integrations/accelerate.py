@@ -58,11 +58,9 @@ class Accelerator(_Accelerator):
             gradient_accumulation_steps.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order of the data and of all random numbers.
-        every: as in `anyrank.Checkpoints`, like the arguments that follow.
-        keep: how many of the newest steps stay.
-        keep_every: steps that are multiples of it stay for good.
-        background: hold the training only for a copy.
-        verify: what a resume compares.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
+            are its arguments, too.
 
     Raises:
         ValueError: gradient_accumulation_steps, split_batches, a limit of checkpoints, DeepSpeed,
@@ -96,6 +94,7 @@ class Accelerator(_Accelerator):
         global_batch: int,
         microbatch: int | None = None,
         seed: int = 0,
+        exact: bool = False,
         every: int | str | None = None,
         keep: int = 3,
         keep_every: int | None = None,
@@ -111,7 +110,7 @@ class Accelerator(_Accelerator):
         for problem in problems_of(self):
             raise ValueError(f"anyrank's Accelerator: {problem}")
         self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
-        self._data["seed"] = seed
+        self._data |= {"seed": seed, "exact": exact}
         options = {"every": every, "keep": keep, "keep_every": keep_every}
         options |= {"background": background, "verify": verify}
         self._elastic = ElasticRun(os.fspath(folder), self._make_state, options)
