@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
+    from anyrank.conversion.convert import convert
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     )
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
+    from anyrank.inspection.diff import diff
     from anyrank.inspection.inspect import inspect
+    from anyrank.inspection.verify import verify
     from anyrank.loading.load import load
     from anyrank.loading.materialize import materialize
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
+    from anyrank.loading.sync import sync
+    from anyrank.loading.sync_report import SyncReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -58,10 +63,13 @@ __all__ = [
     "RankError",
     "RecomputeError",
     "ResumeReport",
+    "SyncReport",
     "TrainState",
     "UnsafeFile",
     "__version__",
+    "convert",
     "cpu_only",
+    "diff",
     "freeze",
     "inspect",
     "load",
@@ -70,9 +78,11 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
+    "sync",
     "tile",
     "tile_",
     "tiled_loss",
+    "verify",
 ]
 
 # Public name -> the module that defines it. No module beside this one may bear a public name:
@@ -93,8 +103,11 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.resume.report",
+    "SyncReport": "anyrank.loading.sync_report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
+    "convert": "anyrank.conversion.convert",
+    "diff": "anyrank.inspection.diff",
     "freeze": "anyrank.frozen.freeze",
     "inspect": "anyrank.inspection.inspect",
     "load": "anyrank.loading.load",
@@ -104,9 +117,11 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
+    "sync": "anyrank.loading.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
+    "verify": "anyrank.inspection.verify",
 }
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.

@@ -73,9 +73,28 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
         " to_json",
     ),
+    "SyncReport": (
+        lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
+        "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
+        " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
+        " is_planned verified version last seconds to_json",
+    ),
+    "the result of convert": (
+        lambda: anyrank.convert(WEIGHTS, "out"),
+        "source path format files tensors nbytes tied cast renamed copied skipped verified"
+        " seconds to_json",
+    ),
+    "the result of diff": (
+        lambda: anyrank.diff(WEIGHTS, WEIGHTS),
+        "a b equal only_a only_b renamed shapes dtypes values step steps_equal steps_only to_json",
+    ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
+    ),
+    "the result of verify": (
+        lambda: anyrank.verify(WEIGHTS),
+        "path format findings tensors nbytes checked steps to_json",
     ),
     "ElasticLoader": (loader, f"{POSITION} from_shards"),
     "ElasticSampler": (

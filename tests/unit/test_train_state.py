@@ -381,7 +381,8 @@ STATE = anyrank.TrainState()
         (lambda: anyrank.Checkpoints("x", STATE, verify="most"), "size, full, off"),  # type: ignore[arg-type]
         (lambda: anyrank.Checkpoints("x", STATE, keep_every=0), "positive number"),
         (lambda: anyrank.TrainState(nn.Linear(1, 1), streams=Tracker()), "cannot be the name"),
-        (lambda: anyrank.Checkpoints("x", STATE).resume("last"), "'must' or a step"),
+        (lambda: anyrank.Checkpoints("x", STATE).resume(-1), "'must', a step or a path"),
+        (lambda: anyrank.Checkpoints("x", STATE).resume("must", rename={}), "give its path"),
     ],
 )
 def test_wrong_arguments_are_told(call: Any, match: str) -> None:

@@ -28,13 +28,13 @@ from anyrank.resume.loop import (
 )
 from anyrank.resume.options import RunOptions
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.restore import log_report, resume_newest
+from anyrank.resume.resume import Arguments, resume_run
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
-from anyrank.resume.select_step import StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState, run_parts
+from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.lines import decline
 from anyrank.world.ranks import Ranks, open_ranks
@@ -118,16 +118,32 @@ class Checkpoints:
 
     # -- resume -----------------------------------------------------------------------------------
 
-    def resume(self, which: str | int = "auto", *, skip: Sequence[str] = ()) -> ResumeReport | None:
+    def resume(
+        self,
+        which: str | int | os.PathLike[str] = "auto",
+        *,
+        skip: Sequence[str] = (),
+        fresh: Sequence[str] = (),
+        rename: Rename = None,
+    ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
 
         The newest step that verifies is restored; damaged ones are renamed `.bad-...` and reported.
         Everything is compared before anything is changed. Random streams are restored last.
 
+        A path begins this run with a checkpoint from elsewhere: a step of another run, or what
+        another tool saved. Of that, what is there comes over, and the report has the rest. Once the
+        run has steps of its own these are resumed, so that a job that restarts goes on.
+
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
-                error; a number: that step. Newer ones are set aside at the next save.
+                error; a number: that step. Newer ones are set aside at the next save. Anything
+                else is a path or URL.
             skip: parts of the state that stay as they are.
+            fresh: names of parameters, or patterns with *, that the checkpoint need not have: they
+                keep their values, and their state in the optimizer starts anew.
+            rename: for another tool's checkpoint: from its names of tensors to the model's, as for
+                `load`.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -137,6 +153,7 @@ class Checkpoints:
                 other arguments, or their data differs; or reading failed in the middle, and the
                 state may not be used before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
+            UnsafeFile: another tool's pickle that would run code; nothing was run.
             RankError: a rank died or failed in an unforeseen way.
 
         Example::
@@ -147,29 +164,20 @@ class Checkpoints:
                 ckpts.save()
                 report = ckpts.resume("must")
             assert report.components == {"model": "exact", "streams": "exact"}
+            with anyrank.Checkpoints("runs/b", state) as ckpts:
+                report = ckpts.resume("runs/a")  # another run's newest step begins this one
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = {"which": which, "skip": sorted(skip)}
-        ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
-        which = narrow(which)
+        arguments = Arguments(which, skip, fresh, rename)
+        arguments.agree(ranks)
         self.wait()
-        search = StepSearch(self._folder, which, self._options.verify, ranks)
-        resuming = resume_newest(self._state, search, ranks, skip)
-        if resuming is None:
-            if which == "must":
-                raise CheckpointError(
-                    f"{self.path}: holds no checkpoint, and resume('must') never starts anew: "
-                    "check the path, or use 'auto'"
-                )
+        resumed = resume_run(self._state, self._folder, arguments, self._options.verify, ranks)
+        if resumed is None:
             return None
-        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
-        report = resuming.report(self._folder, self._options.verify)
-        self._writer.branch = report.step if leaves_newer else None
-        self._writer.on_disk = (self._state.step, self._state.run)
-        if ranks.index == 0:
-            log_report(report, resuming.found.manifest.differed)
-        return report
+        self._writer.branch = resumed.branch
+        self._writer.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
+        return resumed.report
 
     # -- the loop ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -83,11 +84,21 @@ class Stored:
         listing: its tensors.
         ranks: how many saved it.
         same_ranks: whether as many resume it.
+        fresh: patterns of names of parameters that the step need not have.
+        casts: whether floating state becomes of its parameter's dtype, as torch does it.
     """
 
     listing: Listing
     ranks: int
     same_ranks: bool
+    fresh: tuple[str, ...] = ()
+    casts: bool = False
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether a parameter that the step does not have starts anew, by its name or its end."""
+        parts = name.split(".")
+        ends = [".".join(parts[n:]) for n in range(len(parts))]
+        return any(fnmatchcase(end, pattern) for end in ends for pattern in self.fresh)
 
     def moved(self, saved_layout: str, layout: str) -> Outcome:
         """Exact when ranks and layout are those of the save, else resharded."""

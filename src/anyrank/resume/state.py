@@ -176,7 +176,7 @@ class RunParts:
         if self.unusable is not None:
             raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
 
-    def _targets(self) -> dict[str, list[ModelTensor]]:
+    def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module that a run writes, by part."""
         modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
         found = {part: targets_of(module) for part, module in modules.items()}
@@ -201,7 +201,7 @@ class RunParts:
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
         try:
-            targets = self._targets()
+            targets = self.targets()
         except LoadError as error:  # what it says of reading holds for writing
             raise CheckpointError(str(error)) from error
         names = names_of(targets)
@@ -221,7 +221,7 @@ class RunParts:
 
     def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
         """What fills every part that `records` has; nothing is changed."""
-        targets = self._targets()
+        targets = self.targets()
         names = names_of(targets)
         matched: dict[str, Matched] = {}
         for part, record in records.items():
