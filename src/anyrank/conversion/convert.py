@@ -5,29 +5,32 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from anyrank.conversion.content import StoredContent
+from anyrank.conversion.content import Content, StoredContent
 from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import Destination, destination
+from anyrank.conversion.file_names import as_files, configuration
 from anyrank.conversion.live import convert_live
+from anyrank.conversion.merge import LowRank, MergedContent, merged
 from anyrank.conversion.options import Options, options_of
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
-from anyrank.conversion.selection import outputs_of, select
+from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import Sealed, Writer, compare
+from anyrank.errors import LoadError
 from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.output import Output
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
-from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.names import Rename, of_adapter, renamer
 from anyrank.world.group import Group
 
-STEMS = ("adapter_model", "diffusion_pytorch_model")
+STEMS = ("diffusion_pytorch_model",)
 
 
 def convert(
@@ -38,6 +41,8 @@ def convert(
     dtype: torch.dtype | str | None = None,
     rename: Rename = None,
     shard_bytes: int | None = None,
+    model: nn.Module | None = None,
+    merge: bool = False,
     overwrite: bool = False,
     process_group: Group = None,
 ) -> ConvertReport:
@@ -69,6 +74,10 @@ def convert(
             replacement), or a callable. Names that wrappers put in (`module.`, `_orig_mod.`) are
             left out in any case.
         shard_bytes: most bytes of tensors in one file of safetensors. Default: 5 GB.
+        model: of a source with a model's own names (a run, DCP, `.pt`): that model, real or on
+            meta. Its tensors have to be there, ties are those of the model, and what transformers
+            renames, fuses or stacks while it loads is undone.
+        merge: of [base, adapter], a LoRA adapter that PEFT saved is added to the base's weights.
         overwrite: replace a file, or a folder that holds weights and nothing else.
         process_group: the ranks that hold the model. Default: all, or this process alone where no
             group is initialised.
@@ -85,35 +94,54 @@ def convert(
         ValueError, TypeError: an argument that is wrong in itself, a destination that is there
             already, or the source itself.
     """
-    options = options_of(to, dtype, rename, shard_bytes, overwrite)
+    options = options_of(to, dtype, rename, shard_bytes, merge, overwrite)
+    given: Any = model  # whatever was given
+    if not isinstance(given, nn.Module | None):
+        raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
     if isinstance(src, nn.Module):
+        if model is not None or merge:
+            raise ValueError("model= and merge= are for sources on disk: src is a model already")
         return convert_live(src, dst, options, process_group)
     if process_group is not None:
         raise ValueError("process_group= is for a model: a source on disk is read by one process")
     check_source(src)
-    return _convert(src, dst, options)
+    return _convert(src, dst, options, model)
 
 
-def _convert(src: Source, dst: str | os.PathLike[str], options: Options) -> ConvertReport:
+def _convert(
+    src: Source, dst: str | os.PathLike[str], options: Options, model: nn.Module | None
+) -> ConvertReport:
     """Of a source that is at rest."""
     start = time.perf_counter()
     is_file = options.is_file(dst)
     place = destination(dst, _paths(src), is_file, options.overwrite)
     listing = list_source(src)
     selection = select(listing, renamer(options.rename))
+    added: dict[str, LowRank] = {}
+    if options.merge:
+        selection, added = merged(selection, _paths(src))
+    elif len({of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
+    if model is not None:
+        selection = as_files(selection, listing, model)
     tensors = outputs_of(selection, options.dtype)
-    small = (
-        companions(src, listing, options.dtype)
-        if not is_file and options.to == "safetensors"
-        else {}
-    )
+    small: dict[str, bytes] = {}
+    if not is_file and options.to == "safetensors":
+        small = {} if model is None else configuration(model, options.dtype)
+        small |= companions(_base_of(src), listing, options.dtype)
     output = plan_output(
-        place, tensors, selection.tied, options, metadata=listing.metadata, stem=_stem(listing)
+        place,
+        tensors,
+        selection.tied,
+        options,
+        metadata=listing.metadata,
+        stem=_stem(listing, selection),
     )
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
-        _write(place, Output(output.files, {**small, **output.small}), content)
+        merging = MergedContent(content, added) if added else content
+        _write(place, Output(output.files, {**small, **output.small}), merging)
     finally:
         content.close()
     return ConvertReport(
@@ -130,6 +158,7 @@ def _convert(src: Source, dst: str | os.PathLike[str], options: Options) -> Conv
             if tensor.dtype != selection.tensors[tensor.name].dtype
         },
         renamed=selection.renamed,
+        merged=list(added),
         copied=list(small),
         skipped=list(selection.skipped),
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
@@ -143,8 +172,15 @@ def _paths(src: Source) -> list[str]:
     return [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
 
 
-def _stem(listing: Listing) -> str:
+def _base_of(src: Source) -> Source:
+    """The folder that configuration and tokenizer are copied from: the only one, or the first."""
+    return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
+
+
+def _stem(listing: Listing, selection: Selection) -> str:
     """What the files' names begin with, by which other tools find them."""
+    if all(map(of_adapter, selection.tensors)):
+        return "adapter_model"
     names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
     return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
 
@@ -152,7 +188,7 @@ def _stem(listing: Listing) -> str:
 def _write(
     place: Destination,
     output: Output,
-    content: StoredContent,
+    content: Content,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write, verify and commit; nothing is left where that fails.

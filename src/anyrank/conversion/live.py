@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from anyrank.conversion.content import cast_into
 from anyrank.conversion.destination import Destination, destination
+from anyrank.conversion.file_names import configuration, file_named
 from anyrank.conversion.options import Options
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
@@ -30,6 +32,7 @@ from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_lazy_view, lazy_view
+from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.writes import Write, plan_writes
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -87,7 +90,11 @@ def convert_live(
             OutputTensor(held.name, held.shape, _cast(held.dtype, options)) for held in targets
         ]
         tied = summaries[0].tied
+        small: dict[str, bytes] = {}
+        if not is_file and options.to == "safetensors":
+            small = configuration(model, options.dtype)
         output = plan_output(place, tensors, tied, options, metadata={})
+        output = replace(output, small={**small, **output.small})
         places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
         unsynced = {held.name for held in targets} - {held.name for held in alike}
         writes = plan_writes(targets, places_of, by_first=unsynced)
@@ -107,6 +114,7 @@ def convert_live(
             if held.dtype != tensor.dtype
         },
         renamed={},
+        merged=[],
         copied=[],
         skipped=[f"{n}: differs between ranks; the first rank's was written" for n in differ],
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
@@ -131,20 +139,18 @@ def _look(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[ModelTen
         raise LoadError(lazy_view(views[0]))
     if not found:
         raise LoadError("the model has no parameters and no buffers")
-    targets = [replace(held, name=rename(held.name)) for held in found]
+    files = _file_names(model, found)
+    targets = [replace(held, name=rename(files[held.name])) for held in found]
     tied = {
         rename(place.name): target.name
         for held, target in zip(found, targets, strict=True)
-        for place in held.registrations[1:]
+        for place in held.registrations
+        if place.name != held.name
     }
     names = [*(held.name for held in targets), *tied]
-    twice = (
-        next((name for name in names if names.count(name) > 1), None)
-        if (len(set(names)) < len(names))
-        else None
-    )
-    if twice is not None or "" in names:
-        raise LoadError(f"two tensors of the model get the name {twice!r}: rename one")
+    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
+    if twice:
+        raise LoadError(f"{twice[0]!r} is the name of two tensors of the model, or empty: rename")
     buffers = {
         held.name: content_hash(held.local())
         for held in targets
@@ -152,6 +158,26 @@ def _look(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[ModelTen
     }
     described = [held.describe() for held in targets]
     return targets, _Summary(described, tied, coordinates_of(targets), buffers)
+
+
+def _file_names(model: nn.Module, found: Sequence[ModelTensor]) -> dict[str, str]:
+    """Name -> the name that transformers saves a tensor under.
+
+    Raises:
+        LoadError: it does not save it as it is.
+    """
+    stored = {
+        held.name: StoredTensor.contiguous(held.name, held.shape, held.dtype, number, 0)
+        for number, held in enumerate(found)
+    }
+    named = {t.chunks: name for name, t in file_named(model, stored).items()}
+    changed = [name for name, t in stored.items() if t.nbytes and t.chunks not in named]
+    if changed:
+        raise LoadError(
+            f"{changed[0]}: transformers saves it in parts or transposed, as it does "
+            f"{len(changed)} tensors of this model: save a run, and convert that with model="
+        )
+    return {name: named.get(t.chunks, name) for name, t in stored.items()}
 
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
