@@ -22,7 +22,7 @@ def job(sources: list[str], folder: str) -> tuple[str, str, bool, int]:
     before = [p.detach().clone() for p in net.parameters()]
     source = sources[dist.get_rank() % len(sources)]
     if source.startswith("@"):  # a place that the first rank alone sees
-        os.chdir(source[1:] if dist.get_rank() == 0 else folder + "/..")
+        os.chdir(source[1:] if dist.get_rank() == 0 else os.path.dirname(folder))
         source = "a"
     try:
         with anyrank.Checkpoints(folder, state) as ckpts:

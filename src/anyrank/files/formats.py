@@ -40,7 +40,7 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listi
     (run_folder.recognises, run_folder.list_folder),
     (megatron.recognises, megatron.list_folder),
     (lambda names: dcp.METADATA in names, dcp.list_folder),
-    (deepspeed.recognises, deepspeed.list_folder),
+    (deepspeed.has_only_its_own, deepspeed.list_folder),
     (per_rank.is_verl, per_rank.list_folder),
     (per_rank.is_torch_checkpointing, per_rank.list_folder),
     (lambda names: True, huggingface.list_folder),
