@@ -61,6 +61,12 @@ def train(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> None:
+    """Four ranks that have imported the framework, all at a time."""
+    run_ranks(4, fresh)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run on one rank, never stopped."""

@@ -53,6 +53,16 @@ def train(arguments: list[str]) -> dict[str, Any]:
     }
 
 
+def import_framework() -> None:
+    import lightning  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> None:
+    """Four ranks that have imported the framework, all at a time."""
+    run_ranks(4, import_framework)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run on one rank, never stopped."""
