@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,11 @@ class Options:
     rename: Rename = None
     shard_bytes: int = SHARD_BYTES
     overwrite: bool = False
+
+    def is_file(self, dst: str | os.PathLike[str]) -> bool:
+        """Whether the destination is one file, and not a folder."""
+        one = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
+        return self.to == "torch" or one
 
 
 def options_of(
