@@ -199,6 +199,39 @@ def test_a_folder_of_no_known_tool_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "run", tmp_path, state_of())
 
 
+def test_a_training_scripts_file_with_an_ema(tmp_path: Path) -> None:
+    """With the keys that Sana's trainer writes."""
+    net, ema = net_of(), net_of(7)
+    optimizer = stepped(net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    numpy = pytest.importorskip("numpy")
+    streams = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
+    table = {
+        "state_dict": net.state_dict(),
+        "state_dict_ema": ema.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "epoch": 3,
+        "step": 12,
+        "generator": torch.Generator().get_state(),
+        "rng_state": streams,
+    }
+    torch.save(table, tmp_path / "sana.pth")
+    mine, my_ema = net_of(1), net_of(2)
+    opt = torch.optim.AdamW(mine.parameters())
+    curve = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0)
+    data = anyrank.ElasticLoader(torch.randn(8, 3), global_batch=4, microbatch=2)
+    state = anyrank.TrainState(mine, opt, scheduler=curve, data=data, ema=my_ema)
+    report = begin(tmp_path / "run", str(tmp_path / "sana.pth"), state)
+    for part in ("model", "optimizer", "ema", "scheduler"):
+        assert report.components[part] == "exact", report
+    assert report.components["data"].reason == "3 whole epochs: the next one begins"
+    assert (state.step, state.epoch, state.samples) == (12, 3, 24)
+    assert torch.equal(my_ema[0].weight, ema[0].weight)
+    assert opt.param_groups[0]["lr"] == 1e-2
+    assert any("rng_state" in note for note in report.notes)
+
+
 # -- another run, a step's place, and parameters that came later ----------------------------------
 
 

@@ -28,6 +28,7 @@ SRC = ROOT / "src"
 BASE = {"errors", "settings", "faults"}
 CORE = BASE | {"tensors", "files", "world"}
 AREAS = {"frozen", "loading", "memory", "random_state", "data", "resume", "inspection"}
+AREAS |= {"conversion"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -44,6 +45,7 @@ MAY_IMPORT = {
     "resume": CORE | {"frozen", "loading", "random_state", "data"},
     "inspection": CORE - {"world"},
     "integrations": {"anyrank"},
+    "conversion": CORE | {"frozen", "loading"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
 }

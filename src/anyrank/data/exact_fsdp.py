@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term, reduce_scatter
@@ -53,6 +54,8 @@ class OrderedReduceScatter:
         self.own = TreeSum(shards.count)
         self.num_added = 0
         self.is_complete = True  # nothing is kept that was not exchanged
+        self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
+        self.without: set[int] = set()  # those that had no gradient before the pass
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -83,13 +86,25 @@ class OrderedReduceScatter:
         if self.replicas is None:
             total = found.total()
         else:
-            like = torch.empty_like(output_tensor, dtype=term.dtype)
-            total = all_reduce(found, like, self.replicas)
+            total = self.across_replicas(found, output_tensor, term.dtype)
             # FSDP2 adds up the replicas' outputs afterwards: total + 0 + ... is the total.
             if dist.get_rank(self.replicas.group):
                 total = total.zero_()
         assert total is not None
         output_tensor.copy_(total)
+
+    def across_replicas(
+        self, found: TreeSum, output: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The sum of a shard over the ranks that hold the same one. All of them."""
+        assert self.replicas is not None
+        extra = -output.numel() % self.replicas.size
+        padded = TreeSum(found.count)
+        for span, value in found.nodes:
+            assert value is not None
+            padded.add(span, nn.functional.pad(value, (0, extra)))
+        like = output.new_empty(output.numel() + extra, dtype=dtype)
+        return all_reduce(padded, like, self.replicas)[: output.numel()]
 
     def add_up_to(self, leaf: int, term: torch.Tensor | None) -> None:
         """Add a microbatch's term; those before it in which the unit did not run have none."""
@@ -168,3 +183,32 @@ def installed(
         unit.set_gradient_divide_factor(before[1])
         unit.set_force_sum_reduction_for_comms(before[2])
         unit.set_reduce_scatter_unused_params(before[3], recurse=False)
+
+
+@contextmanager
+def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator[None, None, None]:
+    """Record which of a unit's parameters get gradients. All ranks of the unit.
+
+    Args:
+        unit: an FSDP2 module.
+        group: its group of parameters, which has the tensors that autograd sees.
+        reduction: where it is recorded.
+    """
+    if not all(hasattr(parameter, "unsharded_param") for parameter in group.fsdp_params):
+        unit.unshard()  # once: these tensors live as long as the module
+        unit.reshard()
+    hooks: list[Any] = []
+    for number, parameter in enumerate(group.fsdp_params):
+        if parameter.sharded_param.grad is None:
+            reduction.without.add(number)
+        if parameter.sharded_param.requires_grad:
+            hooks.append(
+                parameter.unsharded_param.register_post_accumulate_grad_hook(
+                    lambda _, number=number: reduction.used.add(number)
+                )
+            )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

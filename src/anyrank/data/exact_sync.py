@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups
+from anyrank.data.exact_checks import BufferWatch
+from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups, watched
 from anyrank.data.gradient_sync import (
     FROZEN,
     GRADIENT,
@@ -43,15 +44,21 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         plan: the step.
+        is_first: check that the gradients are not exchanged already, and that the forward pass
+            changes no buffer.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, group: Any, plan: StepPlan) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, group: Any, plan: StepPlan, is_first: bool
+    ) -> None:
         super().__init__(model, ranks)
         check_wrappers(self, ranks)
-        self.ranks, self.group = ranks, group
+        self.model, self.ranks, self.group = model, ranks, group
+        self.watch = BufferWatch(model) if is_first else None
+        self.changed_buffers: list[str] = []
         self.count = plan.num_microbatches
         leaves = [
             [slot.k for slot in plan.slots(index, ranks.size) if not slot.is_copy]
@@ -101,6 +108,7 @@ class ExactSync(GradientSync):
                 stack.enter_context(module.no_sync())
             for unit, group, reduction in self.reductions:
                 stack.enter_context(installed(unit, group, reduction))
+                stack.enter_context(watched(unit, group, reduction))
             for name, parameter in self.summed.items():
                 if parameter.grad is not None:
                     self.earlier[name] = local(parameter.grad)
@@ -112,6 +120,8 @@ class ExactSync(GradientSync):
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
         self.now.leaf, self.now.is_last = None if slot.is_copy else slot.k, is_last
         yield
+        if self.watch is not None:
+            self.changed_buffers += self.watch.changed(self.model)
         for name, parameter in self.summed.items():
             gradient, parameter.grad = parameter.grad, None
             if slot.is_copy:
@@ -149,10 +159,18 @@ class ExactSync(GradientSync):
     def exchange_sums(self, is_first: bool) -> None:
         """Deliver the sum of each parameter's terms. All ranks."""
         states = bytes(self.state(name) for name in self.summed)
-        unfinished = [not reduction.is_complete for _, _, reduction in self.reductions]
-        rows = self.ranks.gather((states, self.norm() if is_first else 0.0, unfinished))
+        complete = [reduction.is_complete for _, _, reduction in self.reductions]
+        used = [reduction.used for _, _, reduction in self.reductions]
+        norm = self.norm() if is_first else 0.0
+        rows = self.ranks.gather((states, norm, complete, used, self.changed_buffers))
+        if changed := {name for row in rows for name in row[4]}:
+            raise ValueError(
+                f"exact=True: the forward pass changes the buffers {sorted(changed)[:8]}, so each "
+                "rank has those of its own microbatches: use a module without such state, as "
+                "LayerNorm for BatchNorm, or update it outside of the loop over microbatches"
+            )
         check_trainable(list(self.summed), [row[0] for row in rows], self.ranks)
-        if any(True in row[2] for row in rows):
+        if any(False in row[2] for row in rows):
             raise ValueError(
                 "exact=True: an FSDP2 module has gradients in some microbatches, and was not part "
                 "of the last one: run the same modules in every microbatch"
@@ -172,6 +190,13 @@ class ExactSync(GradientSync):
                 self.exchange(bucket)
         for name in self.summed:
             self.restore(name)
+        for (_, group, reduction), *there in zip(
+            self.reductions, *(row[3] for row in rows), strict=True
+        ):
+            # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
+            for number, param in enumerate(group.fsdp_params):
+                if number in reduction.without and not any(number in used for used in there):
+                    param.sharded_param.grad = None
 
     def state(self, name: str) -> int:
         """Whether a parameter is frozen, or has a gradient in one of this rank's microbatches."""
@@ -211,20 +236,24 @@ class ExactSync(GradientSync):
         """Add up some parameters' sums over the ranks, and deliver them. All ranks."""
         parts = [local(self.summed[name]) for name in names]
         sizes = [part.numel() for part in parts]
-        like = parts[0].new_empty(sum(sizes), dtype=sum_dtype(parts[0].dtype))
+        extra = -sum(sizes) % self.ranks.size  # a shard for each rank
+        like = parts[0].new_empty(sum(sizes) + extra, dtype=sum_dtype(parts[0].dtype))
         own = TreeSum(self.count)
         trees = [self.sums.pop(name) for name in names]
         for number, span in enumerate(self.spans[self.ranks.index]):
             values = [tree.nodes[number][1] for tree in trees]
             flat = torch.empty_like(like)
-            for place, value in zip(flat.split(sizes), values, strict=True):
+            *places, padding = flat.split([*sizes, extra])
+            padding.zero_()
+            for place, value in zip(places, values, strict=True):
                 if value is None:
                     place.zero_()
                 else:
                     place.view(value.shape).copy_(value)
             own.add(span, flat)
         total = all_reduce(own, like, OrderedGroup(self.group, self.count, self.spans))
-        for name, part, place in zip(names, parts, total.split(sizes), strict=True):
+        *places, _ = total.split([*sizes, extra])
+        for name, part, place in zip(names, parts, places, strict=True):
             self.deliver(name, place.view(part.shape))
 
     def deliver(self, name: str, total: torch.Tensor | None) -> None:
@@ -235,8 +264,10 @@ class ExactSync(GradientSync):
         total = total.to(self.rounded.get(id(parameter), total.dtype))
         earlier = self.earlier.pop(name, None)
         if earlier is None:
+            like = local(parameter.detach())
             # With the strides of the parameter, as autograd would give it.
-            earlier = torch.empty_like(local(parameter.detach())).copy_(total)
+            fits = total.dtype == like.dtype and total.stride() == like.stride()
+            earlier = total if fits else torch.empty_like(like).copy_(total)
         else:
             earlier.add_(total)
         put(parameter, earlier)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from anyrank.data.exact_checks import ExactRun
 from anyrank.data.fetch import (
     MicrobatchDataset,
     MicrobatchRequest,
@@ -19,9 +20,11 @@ from anyrank.data.fetch import (
 )
 from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
+from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
-from anyrank.data.step import LoaderPass, Step, StepProgress
+from anyrank.data.step import Step
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
@@ -200,7 +203,7 @@ class ElasticLoader(Position):
         """Set up the fetching of batches; `options` are those of a DataLoader."""
         if type(exact) is not bool:
             raise TypeError(f"exact is {exact!r}: give True or False")
-        self._exact = exact
+        self._exact = ExactRun() if exact else None
         self._current: StepProgress | None = None
         self._num_passes = 0
         self._checked_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -228,8 +231,17 @@ class ElasticLoader(Position):
         with open_ranks(self._process_group) as ranks:
             check_same_on_ranks(self, ranks)
             batches = self._workers.watch(lambda: iter(self._fetcher))
-            group, models, exact = self._process_group, self._checked_models, self._exact
-            this_pass = LoaderPass(ranks, group, index, size, batches, self._dataset, models, exact)
+            this_pass = LoaderPass(
+                ranks,
+                self._process_group,
+                index,
+                size,
+                batches,
+                self._dataset,
+                self._checked_models,
+                self._exact,
+                self.notes,
+            )
             try:
                 while self.epoch == epoch:
                     self._current = StepProgress(self._next_step())
@@ -286,8 +298,29 @@ class ElasticLoader(Position):
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
         super().load_state_dict(state_dict)
+        saved = state_dict.get("exact")
+        if self._exact is not None:
+            self.notes += self._exact.load(saved, self.step)
+            self._checked_models.clear()
+        elif saved is not None:
+            self.notes.append(
+                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+            )
         self._current = None
         self._num_passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        exact = {} if self._exact is None else {"exact": dict(self._exact.record)}
+        return super().state_dict() | exact
+
+    def _check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        found = super()._check_state_dict(state_dict)
+        if self._exact is not None:
+            self._exact.check_saved(state_dict.get("exact"))
+        return found
 
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""

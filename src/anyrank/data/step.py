@@ -4,72 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
 from anyrank.data.exact_sync import ExactSync
-from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
+from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync
 from anyrank.data.norm import clip_gradients
-from anyrank.data.receipts import Receipt, receipt_of
-from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.data.receipts import receipt_of
+from anyrank.data.schedule import MicrobatchSlot, Schedule
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
 from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import accelerators_of, seeded
 from anyrank.world.ranks import Ranks
-
-
-@dataclass
-class LoaderPass:
-    """What the steps of one iteration of the loader share.
-
-    Attributes:
-        ranks: the data-parallel ranks; None after the iteration.
-        group: the user's process group of these ranks.
-        index: this rank's index among them.
-        size: their number.
-        batches: the batches still to be fetched.
-        dataset: fetches a batch again.
-        checked: models whose gradient exchange was verified, by id.
-        is_exact: sum gradients in an order that does not depend on the number of ranks.
-        exponent: of the power of two near an ordinary `weight`, once a weight is known.
-    """
-
-    ranks: Ranks | None
-    group: Any
-    index: int
-    size: int
-    batches: Iterator[FetchedBatch]
-    dataset: MicrobatchDataset
-    checked: WeakValueDictionary[int, nn.Module]
-    is_exact: bool = False
-    exponent: int | None = None
-
-    def close(self) -> None:
-        """Release workers and ranks: a user may keep a step after its loop."""
-        self.ranks, self.batches = None, iter(())
-
-
-@dataclass
-class StepProgress:
-    """How much of a step was run, shared by the step and its loader.
-
-    Attributes:
-        plan: the step.
-        is_started: whether `microbatches` was called.
-        is_complete: whether the last call of `microbatches` ran to its end.
-        seen: the samples that this rank fetched.
-    """
-
-    plan: StepPlan
-    is_started: bool = False
-    is_complete: bool = False
-    seen: Receipt = field(default_factory=Receipt)
 
 
 class Step:
@@ -358,7 +309,7 @@ class Step:
 
     def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
-        if not self._is_exact:
+        if self._pass.exact is None:
             return GradientSync(model, self._ranks)
         if own_backward:
             raise ValueError(
@@ -366,7 +317,10 @@ class Step:
                 "depends on the number of ranks: call step.backward(loss), or run backward of "
                 "step.scale(loss)"
             )
-        return ExactSync(model, self._ranks, self._pass.group, self._plan)
+        is_first = id(model) not in self._pass.checked
+        if is_first:
+            self._pass.notes += self._pass.exact.begin(model, self._ranks)
+        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
@@ -392,7 +346,7 @@ class Step:
 
     @property
     def _is_exact(self) -> bool:
-        return self._pass.is_exact
+        return self._pass.exact is not None
 
     @property
     def _ranks(self) -> Ranks:

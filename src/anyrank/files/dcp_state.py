@@ -13,7 +13,14 @@ from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.files import dcp
-from anyrank.files.foreign import Collector, ForeignGroup, ForeignOptimizer, optimizer_of
+from anyrank.files.foreign import (
+    Collector,
+    ForeignGroup,
+    ForeignOptimizer,
+    Unread,
+    bound,
+    optimizer_of,
+)
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -32,7 +39,8 @@ def optimizer(files: Collector, folder: str) -> ForeignOptimizer:
 def rebased(files: Collector, held: dcp.DcpFolder) -> dcp.DcpFolder:
     """The folder, whose files became files of the checkpoint."""
     tensors = files.add(held.listing)
-    return dcp.DcpFolder(held.listing.with_tensors(tensors), held.paths, held.objects, held.others)
+    objects = bound(held.objects, files.folder, lambda key, ref: Unread("Tensor"))
+    return dcp.DcpFolder(held.listing.with_tensors(tensors), held.paths, objects, held.others)
 
 
 def of_tree(tree: Any, path: str) -> ForeignOptimizer:

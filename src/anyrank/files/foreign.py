@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files import pickles, torch_file
+from anyrank.files import pickles, shards, torch_file
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range
 from anyrank.tensors.spec import StoredTensor
@@ -125,7 +125,7 @@ class Collector:
 
     def named(self, *names: str) -> str:
         """The path of something in the folder."""
-        return join_path(self.folder, *names) if names else self.folder
+        return join_path(self.folder, "/".join(names))
 
     def value(self, stored: StoredTensor) -> float | None:
         """The value of a stored tensor of one element."""
@@ -178,8 +178,28 @@ def read_small(storage: Storage, path: str) -> bytes:
         file.close()
 
 
-def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], StoredTensor]) -> Any:
+@dataclass(frozen=True)
+class Unread:
+    """Stands for an object of a class that is not read.
+
+    Attributes:
+        name: of the class.
+    """
+
+    name: str
+
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+
+
+def _class_of(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -> Any:
     """A tree whose tensor references are bound to bytes. Shared containers stay shared.
+
+    What is neither a container nor a plain value is `Unread`.
 
     Raises:
         UnsafeFile: it holds itself.
@@ -189,17 +209,22 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], StoredT
     def walk(value: Any, where: str) -> Any:
         if isinstance(value, pickles.TensorRef):
             return bind(where or "tensor", value)
+        if isinstance(value, pickles.DTensorRef):
+            return shards.shard_of(bind(where or "tensor", value.local), value.spec, path)
         if not isinstance(value, (dict, list, tuple)):
-            return value
+            return value if isinstance(value, PLAIN) else Unread(_class_of(value))
         known: Any = cast("Any", value)
         if id(known) in done:
             return done[id(known)]
         if isinstance(known, dict):
             table = cast("dict[Any, Any]", known)
-            items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in table.items()]
+            pairs = [
+                (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
+            ]
+            items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in pairs]
             made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
-            if isinstance(known, OrderedDict) and hasattr(known, "_metadata"):
-                made._metadata = known._metadata
+            if (versions := getattr(known, "_metadata", None)) is not None:
+                made._metadata = versions  # as `nn.Module.state_dict` has it
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts

@@ -157,6 +157,10 @@ def read_zip(
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    # None was kept (torch.serialization.set_crc32_options), or the record is empty.
+    unknown = {name for name, entry in records.items() if not entry.CRC}
+    for name in unknown:
+        records[name].CRC = None  # pyright: ignore[reportAttributeAccessIssue] - not compared then
     pickled = records.get("data.pkl")
     if pickled is None or pickled.file_size > MAX_PICKLE_BYTES:
         raise UnsafeFile(f"{path}: a zip without a data.pkl of sane size: not a torch.save file")
@@ -170,9 +174,9 @@ def read_zip(
             header = read_range(file, path, offset, 30)
             offset += 30 + sum(struct.unpack("<HH", header[26:30]))
             places[name[5:]] = (offset, entry.file_size)
-            checksums.append(
-                Checksum(0, offset, offset + entry.file_size, f"{entry.CRC:08x}", f"record {name}")
-            )
+            if name not in unknown:
+                stop, digest = offset + entry.file_size, f"{entry.CRC:08x}"
+                checksums.append(Checksum(0, offset, stop, digest, f"record {name}"))
     try:
         order = archive.read("".join((pickled.filename[: -len("data.pkl")], "byteorder")))
     except KeyError:

@@ -74,7 +74,7 @@ class Elastic(_Callback):
         keep_every: steps that are multiples of it stay for good.
         background: hold the training only for a copy.
         verify: what a resume compares.
-        resume: "auto", "must" or a step, as `Checkpoints.resume` takes it.
+        resume: "auto", "must", a step or a path, as `Checkpoints.resume` takes it.
 
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
@@ -118,7 +118,7 @@ class Elastic(_Callback):
         keep_every: int | None = None,
         background: bool = False,
         verify: Literal["size", "full", "off"] = "full",
-        resume: str | int = "auto",
+        resume: str | int | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__()
         self.report: anyrank.ResumeReport | None = None
@@ -292,6 +292,6 @@ class Elastic(_Callback):
         if path:
             raise ValueError(
                 f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from {self._path}: "
-                "leave one of them out. The weights of a Lightning checkpoint can be loaded before "
-                "fit: anyrank.load(module, path)"
+                "leave it out. A run begins with what Lightning saved by Elastic(resume=path), or "
+                "with its weights alone by anyrank.load(module, path) before fit"
             )

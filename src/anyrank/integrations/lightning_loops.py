@@ -70,6 +70,8 @@ class LoopState:
             "callbacks": {key: state for key, state in callbacks.items() if state},
             "datamodule": datamodule.state_dict() if datamodule is not None else {},
             "module": self._from_hooks(),
+            # The end of an epoch may need what was measured before the run was stopped.
+            "metrics": dict(trainer.callback_metrics),
         }
 
     def _from_hooks(self) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class LoopState:
                 callback.load_state_dict(deepcopy(state_dict["callbacks"][callback.state_key]))
         if trainer.datamodule is not None and state_dict["datamodule"]:
             trainer.datamodule.load_state_dict(state_dict["datamodule"])
+        trainer.callback_metrics.update(state_dict["metrics"])
         module = trainer.lightning_module
         module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
 
@@ -179,7 +182,8 @@ def problems_of(trainer: Any, module: Any) -> Iterator[str]:
             f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: global_batch decides "
             "how much is accumulated, on any number of ranks: leave it out"
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all of them
+    if isinstance(limit, int) or limit != 1.0 or trainer.overfit_batches:
         yield (
             "limit_train_batches, overfit_batches and fast_dev_run leave out samples of an epoch, "
             "each of which is seen once: leave them out, or give a Subset as the dataset"

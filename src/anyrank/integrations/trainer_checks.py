@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -136,30 +136,30 @@ def check_other_checkpoints(output_dir: str, folder: str) -> None:
         )
 
 
-def order_of(loader: Any) -> dict[str, Any]:
-    """`shuffle` and `tail` of an ElasticLoader that stands for a training DataLoader.
+def without_sharding(loader: Any) -> Any:
+    """The DataLoader that the Trainer made, before Accelerate divided its batches among the ranks.
 
-    Raises:
-        ValueError: a sampler whose order the loader cannot reproduce on any number of ranks.
+    A DataLoader that a subclass did not prepare is returned as it is.
     """
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # what Accelerate wraps around it
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
-    name = type(batches if sampler is None else sampler).__name__
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            f"{name}: the data is divided among the ranks already, and would be a second time: "
-            "remove it"
-        )
-    shuffle = isinstance(sampler, RandomSampler) and not sampler.replacement
-    if not shuffle and not isinstance(sampler, SequentialSampler):
-        raise ValueError(
-            f"{name}: its order is not known on another number of ranks: use "
-            "train_sampling_strategy 'random' or 'sequential'"
-        )
-    drop = bool(getattr(batches, "drop_last", False))
-    return {"shuffle": shuffle, "tail": "drop" if drop else "short"}
+    if sampler is None:
+        return loader
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        sampler = RandomSampler(loader.dataset)  # Accelerate has a subclass with seeds of its own
+    return DataLoader(
+        loader.dataset,
+        batch_size=batches.batch_size,
+        sampler=sampler,
+        drop_last=batches.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
 
 
 def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:

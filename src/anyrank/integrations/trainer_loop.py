@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import anyrank
+from anyrank.integrations.dataloaders import elastic_loader
 from anyrank.integrations.trainer_checks import (
     check_other_checkpoints,
     check_recompute,
-    order_of,
     step_to_resume,
+    without_sharding,
 )
 from anyrank.integrations.trainer_run import ElasticRun, TrainerCounts, Work
 
@@ -150,18 +151,11 @@ class ElasticTrainer(Trainer):
         if not self.is_in_train:
             return plain
         if work.numbers is None:
-            run.loader = anyrank.ElasticLoader(
-                plain.dataset,
+            run.loader = elastic_loader(
+                without_sharding(plain),
                 global_batch=work.global_batch,
                 microbatch=self.args.per_device_train_batch_size,
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-                collate_fn=plain.collate_fn,
-                num_workers=plain.num_workers,
-                prefetch_factor=plain.prefetch_factor,
-                persistent_workers=plain.persistent_workers,
-                pin_memory=plain.pin_memory,
-                key=work.key,
-                **order_of(plain),
             )
             numbers: Any = range(len(run.loader))
             # With a generator of its own it draws nothing from the ambient stream.

@@ -39,7 +39,6 @@ class Work:
 
     Attributes:
         global_batch: samples of a step.
-        key: name of the dataset.
         options: of `Checkpoints`.
         parts: the user's own, of the run.
         which: what to resume; None starts anew.
@@ -54,7 +53,6 @@ class Work:
     """
 
     global_batch: int
-    key: str | None
     options: Mapping[str, Any]
     parts: Mapping[str, Any]
     which: str | int | None = None

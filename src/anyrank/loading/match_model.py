@@ -103,7 +103,7 @@ def match_model(
     listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     missing = [loadable[i] for i in found.missing]
     missing = [i for i in missing if i not in stored and i not in compared]
-    missing = [i for i in missing if not (is_live and _is_pinned(tensors[i]))]
+    missing = [i for i in missing if not (is_live and is_pinned(tensors[i]))]
     retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
@@ -192,12 +192,12 @@ def _frozen_sources(
                     compared[index] = stored[index]
                 stored[index] = listing.tensors[prefix + key]
         frozen[name] = str(source)
-    for index in [index for index in stored if _is_pinned(targets[index])]:
+    for index in [index for index in stored if is_pinned(targets[index])]:
         compared[index] = stored.pop(index)
     return listing, frozen, compared
 
 
-def _is_pinned(target: ModelTensor) -> bool:
+def is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
     info: Any = getattr(target.frozen, "anyrank_frozen", None)
     return info is not None and info.tensors is not None and not target.is_meta

@@ -18,9 +18,11 @@ from anyrank.loading.options import Options
 from anyrank.loading.replace import Replacement
 from anyrank.loading.share import Share
 from anyrank.loading.sync_ends import End, look
-from anyrank.loading.sync_move import Mover, Places
-from anyrank.loading.sync_planning import SyncPlan, agree_plan
-from anyrank.loading.sync_report import SyncReport
+from anyrank.loading.sync_move import WHAT, Mover, Places
+from anyrank.loading.sync_planning import Agreement, agree_plan
+from anyrank.loading.sync_report import SyncReport, forget, remember
+from anyrank.loading.sync_verify import check_before, check_equal
+from anyrank.loading.verify import compare_replicas
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -37,6 +39,9 @@ def sync(
     cast: Literal["float", "any"] = "float",
     missing: Literal["error", "init", "keep"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
+    verify: bool = False,
+    atomic: bool = False,
+    version: int | None = None,
     process_group: Group = None,
 ) -> SyncReport:
     """Give `dst` the weights that `src` has now: from trainer to generator, from model to teacher.
@@ -64,6 +69,11 @@ def sync(
         missing: what to do with tensors of `dst` that `src` does not hold: "error"; "keep" leaves
             them; "init" gives them the model's own initial values.
         unexpected: what to do with tensors of `src` that fill nothing: "error" or "ignore".
+        verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
+        atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
+            a second share.
+        version: a number for these weights, as the trainer's step. Ranks that give one have to give
+            the same; `SyncReport.last(dst)` tells it later. Default: one more than `dst` has.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
             Default: all, or this process alone where no group is initialised.
 
@@ -73,31 +83,35 @@ def sync(
     Raises:
         LoadError: the two do not fit each other, cannot be read or written, or ranks were called
             with different arguments; on all ranks. Nothing has changed, or the message says that
-            `dst` is partly overwritten.
+            `dst` is partly overwritten. With `verify`: both ends are not equal.
         RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
             on all ranks.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(missing, unexpected, cast, rename)
+    options = Options(missing, unexpected, cast, rename, verify=verify)
     # Under inference mode new parameters would never get gradients.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         open_ranks(process_group, "sync()") as ranks,
     ):
-        _agree_arguments(ranks, dst, src, options)
-        plan, (to, of), is_planned, seed = agree_plan(
-            lambda: (look(dst), look(src)), options, ranks
+        _agree_arguments(ranks, dst, src, options, atomic, version)
+        last = SyncReport.last(dst) if isinstance(dst, nn.Module) else None
+        agreed = agree_plan(
+            lambda: (look(dst), look(src)), options, ranks, version, last.version if last else 0
         )
-        report = _Sync(plan, to, of, ranks, meter, seed).run(is_planned)
-        _take_back_renewed(dst, to)
+        report = _Sync(agreed, dst, ranks, meter, verify, atomic).run()
+        _take_back_renewed(dst, agreed.dst)
+        remember(dst, report)
     if ranks.index == 0:
         _log(report)
     return report
 
 
-def _agree_arguments(ranks: Ranks, dst: Any, src: Any, options: Options) -> None:
+def _agree_arguments(
+    ranks: Ranks, dst: Any, src: Any, options: Options, atomic: Any, version: Any
+) -> None:
     """Check the arguments, and compare them over the ranks. All ranks.
 
     Raises:
@@ -106,101 +120,126 @@ def _agree_arguments(ranks: Ranks, dst: Any, src: Any, options: Options) -> None
 
     def check() -> None:
         for name, given in (("dst", dst), ("src", src)):
-            if given is None or isinstance(given, nn.Module):
-                continue
-            if not isinstance(given, Mapping):
-                raise TypeError(
-                    f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
-                    f"{type(given).__name__}"
-                )
-            wrong = [k for k, v in given.items() if not isinstance(v, torch.Tensor)]
-            if wrong:
-                raise TypeError(
-                    f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict "
-                    "of tensors"
-                )
+            _check_end(name, given)
+        if not isinstance(atomic, bool):
+            raise TypeError(f"atomic={atomic!r}: give True or False")
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+            raise TypeError(f"version={version!r}: give a whole number, or None")
         options.check()
 
-    names = ("missing", "unexpected", "cast", "rename")
+    names = ("missing", "unexpected", "cast", "rename", "verify")
     given = {name: getattr(options, name) for name in names}
-    ranks.same_arguments("sync", given, LoadError, check)
+    ranks.same_arguments("sync", {**given, "atomic": atomic}, LoadError, check)
+
+
+def _check_end(name: str, given: Any) -> None:
+    """Refuse what is neither a model nor a dict of tensors nor None.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if given is None or isinstance(given, nn.Module):
+        return
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
+            f"{type(given).__name__}"
+        )
+    wrong = [key for key, value in given.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise TypeError(
+            f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict of "
+            "tensors"
+        )
 
 
 @dataclass
 class _Sync:
     """One sync on one rank, as planned."""
 
-    plan: SyncPlan
-    dst: End
-    src: End
+    agreed: Agreement
+    given: object
     ranks: Ranks
     meter: Meter
-    seed: int
+    verify: bool
+    atomic: bool
 
-    def run(self, is_planned: bool) -> SyncReport:
+    def run(self) -> SyncReport:
         """Carry it out. All ranks.
 
         Raises:
             AnyrankError: of any rank, on all ranks.
         """
-        match: ModelMatch = self.plan.match.of(self.dst.tensors)
-        share = Share(self.dst.module, match, self.seed, self.meter)
+        agreed, plan = self.agreed, self.agreed.plan
+        match: ModelMatch = plan.match.of(agreed.dst.tensors)
+        share = Share(agreed.dst.module, match, agreed.seed, self.meter)
 
-        def prepare() -> tuple[Mover, None]:
-            share.allocate()
-            return self._mover(share, match), None
+        def prepare() -> tuple[tuple[Places, Mover], None]:
+            share.allocate(real_too=self.atomic)
+            places = self._places(share, match)
+            return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
 
-        mover, _ = self.ranks.own_and_all("allocating memory", prepare)
-        try:
-            self.ranks.together("passing on the weights", mover.run)
-        except AnyrankError as error:
-            text = f"{error}\n  tensors of dst that were real are partly overwritten: sync again"
-            raise type(error)(f"{text} before use", causes=error.causes) from error
+        (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
+        check_before(plan.flows, places, self.ranks)
+        verified = self._move(mover, places, share)
         rebuilt: dict[str, str] = {}
         replacements: list[Replacement] = []
-        if self.plan.rebuild:
+        if plan.rebuild:
             rebuilt, replacements = rebuilt_values(
-                [*self.dst.tensors], self.ranks, share.initialiser, share.device, self.src.tensors
+                agreed.dst.tensors, self.ranks, share.initialiser, share.device, agreed.src.tensors
             )
 
         def commit() -> tuple[tuple[int, ...], float, dict[str, str], list[str]]:
-            share.initialise()
             renewed = share.commit(replacements)
             share.move_buffers()
             moved = (mover.sent, mover.received, mover.copied, *self.meter.peaks())
             return moved, self.meter.seconds(), share.rules, renewed
 
         answers = self.ranks.together("putting the weights in place", commit)
-        facts = self.plan.facts
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
         return SyncReport(
-            tensors=facts.tensors,
-            missing=facts.missing,
-            unexpected=facts.unexpected,
-            kept=facts.kept,
+            **vars(plan.facts),
             initialised={n: rule for _, _, rules, _ in answers for n, rule in rules.items()},
             rebuilt=rebuilt,
-            renamed=facts.renamed,
-            tied=facts.tied,
-            duplicates=facts.duplicates,
-            cast=facts.cast,
-            frozen=facts.frozen,
             renewed=sorted({name for *_, names in answers for name in names}),
             bytes_sent=list(sent),
             bytes_received=list(received),
             bytes_copied=list(copied),
             peak_host_bytes=list(host),
             peak_device_bytes=list(device),
-            is_planned=is_planned,
+            is_planned=agreed.is_planned,
+            verified=verified,
+            version=agreed.version,
             seconds=max(seconds for _, seconds, *_ in answers),
         )
 
-    def _mover(self, share: Share, match: ModelMatch) -> Mover:
+    def _move(self, mover: Mover, places: Places, share: Share) -> str:
+        """Move the bytes, and compare both ends; what was compared, in words. All ranks."""
+        replicas = 0
+        if self.verify:
+            sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
+            replicas = compare_replicas(sent, self.ranks)
+        if not self.atomic:
+            forget(self.given)
+        try:
+            self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
+            if not self.verify:
+                return ""
+            moved = [flow for flow in self.agreed.plan.flows if not flow.is_compared]
+            check_equal(moved, places, self.ranks)
+        except AnyrankError as error:
+            left = "tensors of dst that were real are partly overwritten: sync again before use"
+            left = "dst keeps its values" if self.atomic else left
+            raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
+        return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
+
+    def _places(self, share: Share, match: ModelMatch) -> Places:
         sources = {
-            number: self.src.tensors[index].local() for number, index in self.plan.locals.items()
+            number: self.agreed.src.tensors[index].local()
+            for number, index in self.agreed.plan.locals.items()
         }
-        targets = {index: share.local(index) for index in match.stored}
-        return Mover(self.plan, Places(sources, targets), self.ranks, self.meter.sample)
+        filled = (*match.stored, *match.compared)
+        return Places(sources, {index: share.local(index) for index in filled})
 
 
 def _take_back_renewed(given: object, end: End) -> None:

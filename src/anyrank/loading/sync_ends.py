@@ -16,7 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import LoadError
-from anyrank.loading.model_tensors import ModelTensor, Registration, find_tensors
+from anyrank.loading.match_model import is_pinned
+from anyrank.loading.model_tensors import (
+    ModelTensor,
+    Registration,
+    find_tensors,
+    plain_class,
+)
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
@@ -37,6 +43,8 @@ class Row:
         kind: "parameter", "buffer" or "derived".
         is_meta: whether it has no values yet.
         is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
+        is_merged: whether the values of an adapter that is still there are part of it.
+        is_pinned: whether it belongs to a frozen part, and is never written to.
     """
 
     keys: tuple[str, ...]
@@ -47,6 +55,8 @@ class Row:
     kind: str
     is_meta: bool
     is_adapter: bool
+    is_merged: bool
+    is_pinned: bool
 
 
 @dataclass(frozen=True)
@@ -96,9 +106,19 @@ def look(given: Module) -> End:
                 tensor.kind,
                 tensor.is_meta,
                 tensor.adapter or any(".modules_to_save." in key for key in keys),
+                _is_merged(tensor),
+                is_pinned(tensor),
             )
         )
-    return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows))
+    kind = plain_class(module)
+    title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
+    return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows, title))
+
+
+def _is_merged(tensor: ModelTensor) -> bool:
+    """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
+    places = (place for place in tensor.registrations if "base_layer" in place.names[0])
+    return any(getattr(module, "merged", False) for place in places for module in place.path)
 
 
 def check_values(end: End) -> None:
@@ -119,16 +139,16 @@ def check_values(end: End) -> None:
             raise LoadError(lazy_view(tensor.name))
 
 
-def _digest(rows: list[Row]) -> str:
+def _digest(rows: list[Row], title: str) -> str:
     if not rows:
         return ""
     layouts: dict[Layout | None, str] = {}
-    text: list[str] = []
+    text = [title]
     for row in rows:
         layout = layouts.get(row.layout) or layouts.setdefault(row.layout, repr(row.layout))
         text.append(
             f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
-            f"{row.is_adapter}"
+            f"{row.is_adapter}{row.is_merged}{row.is_pinned}"
         )
     return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
 

@@ -171,6 +171,16 @@ def match_ends(
     if left or not dst.tensors:  # the first is refused below for all dst, with words of its own
         options = replace(options, unexpected="ignore")
     match = match_model(dst.module, listing, options, dst.tensors)
+    for index, stored in match.stored.items():
+        rows = [sources[chunk.file].row for chunk in stored.chunks]
+        at_base = any(".base_layer." in f".{key}" for key in dst.rows[index].keys)
+        if at_base and any(row.is_merged != dst.rows[index].is_merged for row in rows):
+            both = ("src", "dst") if rows[0].is_merged else ("dst", "src")
+            raise LoadError(
+                f"{dst.tensors[index].name}: the adapter is merged into the base weights of "
+                f"{both[0]}, and not of {both[1]}: call merge_adapter() or unmerge_adapter() on "
+                "one of them"
+            )
     shapes = [source.shape for source in sources]
     fillings = tuple(
         Filling(index, strips_of(stored, shapes), stored.dtype, index in match.compared)

@@ -1,9 +1,10 @@
 """The bytes of a sync: each rank's sends, receives and copies, side by side in a bounded window.
 
-Every rank works through its own part of one order. It starts the next transfer as soon as the
-window has room, and finishes the oldest first, so that reading, sending and placing overlap. The
-ranks agree at the end of each round that none has failed; until then a rank that has keeps to the
-order, with memory of no meaning.
+Every rank works through its own part of one order. It starts the next message as soon as the
+window has room, and finishes the oldest first, so that reading, sending and placing overlap. What
+follows one another between two ranks shares a message, whose place in the order is that of its
+first block. The ranks agree at the end of each round that none has failed; until then a rank that
+has keeps to the order, with memory of no meaning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,10 +25,13 @@ from anyrank.tensors.sync_plan import Strip, Transfer
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 
-BLOCK_BYTES = 1 << 20  # of one message; the same on all ranks
+MESSAGE_BYTES = 1 << 20  # at most; the same on all ranks
 ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
-ALIGN = 64
+ALIGN = 16  # of messages in the window, and of blocks in a message
 WHAT = "passing on the weights"
+
+T = TypeVar("T")
+Side = Callable[[Flow, Transfer, Box], torch.Tensor]
 
 
 class Places:
@@ -59,7 +63,8 @@ class Places:
     def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.target)
-        return self.targets[flow.index][inside.slices()]
+        into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
+        return into[inside.slices()]
 
 
 def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
@@ -70,22 +75,64 @@ def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Ten
     return view.permute(order + rest).reshape(tuple(sizes))
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A box of one transfer, and where it lies in its message, in bytes."""
+
+    flow: Flow
+    transfer: Transfer
+    box: Box
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.flow.wire.itemsize
+
+
 @dataclass(slots=True)
-class _Pending:
-    """A transfer that is under way.
+class _Message:
+    """Blocks that follow one another between two ranks; or one that a rank copies for itself.
 
     Attributes:
-        work: gloo's.
-        nbytes: of the message.
-        finish: what is to be done when the message is there.
+        sender, receiver: global ranks.
+        blocks: in their order.
+        nbytes: of all of them, with the gaps that align them.
+        work: gloo's, once the message is under way.
         start, stop: its part of the window's memory, if it is staged.
     """
 
-    work: Any
-    nbytes: int
-    finish: Callable[[], None] | None
+    sender: int
+    receiver: int
+    blocks: list[_Block]
+    nbytes: int = 0
+    work: Any = None
     start: int = -1
     stop: int = -1
+
+
+def _messages(flows: Sequence[Flow]) -> list[_Message]:
+    """A rank's messages in their order; the same at both ends."""
+    found: list[_Message] = []
+    opened: dict[tuple[int, int], _Message] = {}
+    for flow in flows:
+        most = MESSAGE_BYTES // flow.wire.itemsize
+        for transfer in flow.transfers:
+            pair = (transfer.sender, transfer.receiver)
+            for box in transfer.box.cut(most):
+                nbytes = box.numel * flow.wire.itemsize
+                message = opened.get(pair)
+                offset = 0 if message is None else _aligned(message.nbytes)
+                if message is None or offset + nbytes > MESSAGE_BYTES:
+                    message, offset = _Message(*pair, []), 0
+                    found.append(message)
+                    opened[pair] = message
+                message.blocks.append(_Block(flow, transfer, box, offset))
+                message.nbytes = offset + nbytes
+    return found
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGN) * ALIGN
 
 
 class Mover:
@@ -102,10 +149,10 @@ class Mover:
         self.places = places
         self.ranks = ranks
         self.sample = sample
-        self.window = max(4 * BLOCK_BYTES, BUFFER_BYTES.get())
+        self.window = max(4 * MESSAGE_BYTES, BUFFER_BYTES.get())
         self.devices = places.devices()
         self.memory = self._allocate()
-        self.pending: deque[_Pending] = deque()
+        self.pending: deque[_Message] = deque()
         self.under_way = 0
         self.problem: Exception | None = None
         self.sent = self.received = self.copied = 0
@@ -144,25 +191,19 @@ class Mover:
             yield run
 
     def _round(self, flows: Sequence[Flow]) -> None:
+        rank = self.ranks.rank
         with self.ranks.streaming(WHAT):
-            for flow in flows:
-                for transfer in flow.transfers:
-                    most = BLOCK_BYTES // flow.wire.itemsize
-                    for box in transfer.box.cut(most):
-                        self._start(flow, transfer, box)
+            for message in _messages(flows):
+                if message.sender == message.receiver:
+                    self._try(lambda m=message: self._copy(m))
+                elif message.sender == rank:
+                    self._send(message)
+                else:
+                    self._receive(message)
             while self.pending:
                 self._finish_oldest()
 
-    def _start(self, flow: Flow, transfer: Transfer, box: Box) -> None:
-        rank = self.ranks.rank
-        if transfer.sender == transfer.receiver:
-            self._try(lambda: self._copy(flow, transfer, box))
-        elif transfer.sender == rank:
-            self._send(flow, transfer, box)
-        else:
-            self._receive(flow, transfer, box)
-
-    def _try(self, work: Callable[[], Any]) -> Any:
+    def _try(self, work: Callable[[], T]) -> T | None:
         """The result of work that may fail; nothing once something has failed on this rank."""
         if self.problem is None:
             try:
@@ -171,71 +212,62 @@ class Mover:
                 self.problem = error
         return None
 
-    def _copy(self, flow: Flow, transfer: Transfer, box: Box) -> None:
-        target = self.places.taken(flow, transfer, box)
-        copy_into(target, self.places.given(flow, transfer, box))
-        self._settle(target)
-        self.copied += box.numel * flow.held.itemsize
+    def _copy(self, message: _Message) -> None:
+        for block in message.blocks:
+            target = self.places.taken(block.flow, block.transfer, block.box)
+            copy_into(target, self.places.given(block.flow, block.transfer, block.box))
+            _settle(target)
+            self.copied += block.box.numel * block.flow.held.itemsize
 
-    def _settle(self, tensor: torch.Tensor) -> None:
-        """Wait for the copies to or from a device, whose other end is used again at once."""
-        if not tensor.is_cpu:
-            torch.accelerator.current_stream(tensor.device).synchronize()
+    def _send(self, message: _Message) -> None:
+        self._try(lambda: faults.point("sync.send"))
+        memory = self._try(lambda: self._direct(message, self.places.given))
+        if memory is None:
+            memory = self._stage(message)
+            self._try(lambda: self._fill(message, memory))
+        message.work = self.ranks.start_send(memory, message.receiver)
+        self._add(message)
+        self.sent += sum(block.nbytes for block in message.blocks)
 
-    def _send(self, flow: Flow, transfer: Transfer, box: Box) -> None:
-        nbytes = box.numel * flow.wire.itemsize
+    def _receive(self, message: _Message) -> None:
+        self._try(lambda: faults.point("sync.receive"))
+        memory = self._try(lambda: self._direct(message, self.places.taken))
+        if memory is None:
+            memory = self._stage(message)
+        message.work = self.ranks.start_receive(memory, message.sender)
+        self._add(message)
+        self.received += sum(block.nbytes for block in message.blocks)
 
-        def ready() -> torch.Tensor | None:
-            faults.point("sync.send")
-            view = self.places.given(flow, transfer, box)
-            return view if _is_plain(view, flow.wire) else None
+    def _direct(self, message: _Message, side: Side) -> torch.Tensor | None:
+        """The very memory of the tensor that a message goes from or to, where it can."""
+        first, *others = message.blocks
+        if others:
+            return None
+        view = side(first.flow, first.transfer, first.box)
+        if not view.is_cpu or view.dtype != first.flow.wire or not view.is_contiguous():
+            return None
+        self._make_room(message.nbytes)
+        return view.view(-1).view(torch.uint8)
 
-        def stage() -> None:
-            view = self.places.given(flow, transfer, box)
-            copy_into(memory.view(flow.wire).view(box.sizes), view.to(flow.wire))
-            self._settle(view)
+    def _fill(self, message: _Message, memory: torch.Tensor) -> None:
+        """Read what is sent into the window."""
+        for block, staged in _staged(message, memory):
+            view = self.places.given(block.flow, block.transfer, block.box)
+            copy_into(staged, view.to(block.flow.wire))
+            _settle(view)
 
-        direct: torch.Tensor | None = self._try(ready)
-        if direct is not None:
-            self._make_room(nbytes)
-            work = self.ranks.start_send(_as_bytes(direct), transfer.receiver)
-            self._add(_Pending(work, nbytes, None))
-        else:
-            memory, start, stop = self._stage(nbytes)
-            self._try(stage)
-            work = self.ranks.start_send(memory, transfer.receiver)
-            self._add(_Pending(work, nbytes, None, start, stop))
-        self.sent += nbytes
-
-    def _receive(self, flow: Flow, transfer: Transfer, box: Box) -> None:
-        nbytes = box.numel * flow.wire.itemsize
-
-        def ready() -> torch.Tensor | None:
-            faults.point("sync.receive")
-            target = self.places.taken(flow, transfer, box)
-            return target if _is_plain(target, flow.wire) else None
-
-        def place() -> None:
-            target = self.places.taken(flow, transfer, box)
-            copy_into(target, memory.view(flow.wire).view(box.sizes))
-            self._settle(target)
-
-        direct: torch.Tensor | None = self._try(ready)
-        if direct is not None:
-            self._make_room(nbytes)
-            work = self.ranks.start_receive(_as_bytes(direct), transfer.sender)
-            self._add(_Pending(work, nbytes, None))
-        else:
-            memory, start, stop = self._stage(nbytes)
-            work = self.ranks.start_receive(memory, transfer.sender)
-            self._add(_Pending(work, nbytes, place, start, stop))
-        self.received += nbytes
+    def _empty(self, message: _Message, memory: torch.Tensor) -> None:
+        """Put what was received in place."""
+        for block, staged in _staged(message, memory):
+            target = self.places.taken(block.flow, block.transfer, block.box)
+            copy_into(target, staged)
+            _settle(target)
 
     # -- the window ---------------------------------------------------------------------------
 
-    def _add(self, pending: _Pending) -> None:
-        self.pending.append(pending)
-        self.under_way += pending.nbytes
+    def _add(self, message: _Message) -> None:
+        self.pending.append(message)
+        self.under_way += message.nbytes
 
     def _make_room(self, nbytes: int) -> None:
         while self.pending and self.under_way + nbytes > self.window:
@@ -245,21 +277,22 @@ class Mover:
         oldest = self.pending.popleft()
         oldest.work.wait()
         self.under_way -= oldest.nbytes
-        if oldest.finish is not None:
-            self._try(oldest.finish)
+        if oldest.receiver == self.ranks.rank and oldest.start >= 0:
+            memory = self.memory[oldest.start : oldest.start + oldest.nbytes]
+            self._try(lambda: self._empty(oldest, memory))
 
-    def _stage(self, nbytes: int) -> tuple[torch.Tensor, int, int]:
-        """Memory of the window, and its bounds: a ring, as the oldest transfer ends first."""
-        self._make_room(nbytes)
-        while (start := self._free_at(nbytes)) < 0:
+    def _stage(self, message: _Message) -> torch.Tensor:
+        """Memory of the window: a ring, as the oldest message ends first."""
+        self._make_room(message.nbytes)
+        need = _aligned(message.nbytes)
+        while (start := self._free_at(need)) < 0:
             self._finish_oldest()
-        stop = start + -(-nbytes // ALIGN) * ALIGN
-        return self.memory[start : start + nbytes], start, stop
+        message.start, message.stop = start, start + need
+        return self.memory[start : start + message.nbytes]
 
-    def _free_at(self, nbytes: int) -> int:
+    def _free_at(self, need: int) -> int:
         """Where the ring has room behind its newest part; -1 if nowhere."""
         staged = [each for each in self.pending if each.start >= 0]
-        need = -(-nbytes // ALIGN) * ALIGN
         if not staged:
             return 0
         oldest, newest = staged[0], staged[-1]
@@ -278,10 +311,14 @@ class Mover:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _is_plain(tensor: torch.Tensor, wire: torch.dtype) -> bool:
-    """Whether a message can go from or to the very memory of a tensor."""
-    return tensor.is_cpu and tensor.dtype == wire and tensor.is_contiguous()
+def _staged(message: _Message, memory: torch.Tensor) -> Iterator[tuple[_Block, torch.Tensor]]:
+    """The blocks of a message, each with its part of the window's memory."""
+    for block in message.blocks:
+        part = memory[block.offset : block.offset + block.nbytes]
+        yield block, part.view(block.flow.wire).view(block.box.sizes)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _settle(tensor: torch.Tensor) -> None:
+    """Wait for the copies to or from a device, whose other end is used again at once."""
+    if not tensor.is_cpu:
+        torch.accelerator.current_stream(tensor.device).synchronize()

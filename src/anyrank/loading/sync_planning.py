@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from anyrank.loading.sync_match import (
     match_ends,
     sources_of,
 )
+from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.sync_plan import (
     Coordinate,
@@ -37,6 +38,7 @@ from anyrank.tensors.sync_plan import (
     places_of,
     transfers_of,
 )
+from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
 
 KEPT_PLANS = 8  # of the latest calls of this process; they hold no tensors
@@ -54,6 +56,8 @@ class Flow:
         stored, wire, held: dtypes in `src`, between the ranks, and in `dst`.
         nbytes: that all ranks receive of it, at most.
         is_compared: whether it is to be equal already, and not written.
+        twin: number of the source tensor that takes the place of `dst` where two of src are
+            compared, as dst ties them; else -1.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Flow:
     held: torch.dtype
     nbytes: int
     is_compared: bool
+    twin: int = -1
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ class _Card:
         src_at, dst_at: this rank's coordinates in the meshes of each.
         known: key of the plan that this rank has kept for its ends; empty if there is none.
         seed: this rank's torch seed.
+        version: that this rank gives the weights, if it does.
+        held: version that this rank's dst has now.
     """
 
     src: str
@@ -105,23 +112,48 @@ class _Card:
     dst_at: tuple[Coordinate, ...]
     known: str
     seed: int
+    version: int | None
+    held: int
 
 
 _kept: OrderedDict[Any, tuple[str, SyncPlan]] = OrderedDict()
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks agreed on before the first byte.
+
+    Attributes:
+        plan: this rank's part of it.
+        dst, src: as they are on this rank.
+        is_planned: whether the plan was made now.
+        seed: the first rank's torch seed.
+        version: of the weights that are sent.
+    """
+
+    plan: SyncPlan
+    dst: End
+    src: End
+    is_planned: bool
+    seed: int
+    version: int
+
+
 def agree_plan(
-    look: Callable[[], tuple[End, End]], options: Options, ranks: Ranks
-) -> tuple[SyncPlan, tuple[End, End], bool, int]:
+    look: Callable[[], tuple[End, End]],
+    options: Options,
+    ranks: Ranks,
+    version: int | None,
+    held: int,
+) -> Agreement:
     """The plan that all ranks follow. All ranks; nothing is changed.
 
     Args:
         look: gives dst and src as they are on this rank.
         options: what the caller allows, the same on all ranks.
         ranks: of the call.
-
-    Returns:
-        The plan; dst and src; whether the plan was made now; the first rank's torch seed.
+        version: that this rank gives the weights, if it does.
+        held: version that this rank's dst has now.
 
     Raises:
         LoadError: the ends do not fit each other, on any rank; on all ranks.
@@ -136,10 +168,11 @@ def agree_plan(
         where = (dst.digest, dst.coordinates, src.digest, src.coordinates, ranks.ranks, choice)
         known, plan = _kept.get(where, ("", None))
         seed = torch.initial_seed()
-        card = _Card(src.digest, src.coordinates, dst.digest, dst.coordinates, known, seed)
-        return (dst, src, where, plan), card
+        at = (src.digest, src.coordinates, dst.digest, dst.coordinates)
+        return (dst, src, where, plan), _Card(*at, known, seed, version, held)
 
     (dst, src, where, plan), cards = ranks.own_and_all("looking at both ends", introduce)
+    agreed = _agreed_version(dict(zip(ranks.ranks, cards, strict=True)), ranks)
     key = _key(cards, choices)
     made = plan is None or any(card.known != key for card in cards)
     if made:
@@ -149,7 +182,21 @@ def agree_plan(
             _kept.popitem(last=False)
     _kept.move_to_end(where)
     assert plan is not None
-    return plan, (dst, src), made, cards[0].seed
+    return Agreement(plan, dst, src, made, cards[0].seed, agreed)
+
+
+def _agreed_version(cards: Mapping[int, _Card], ranks: Ranks) -> int:
+    """The version that ranks gave, else the next one.
+
+    Raises:
+        LoadError: ranks gave different ones.
+    """
+    given = {rank: card.version for rank, card in cards.items() if card.version is not None}
+    if len(set(given.values())) > 1:
+        words = {rank: str(version) for rank, version in given.items()}
+        text = different("sync(): version= differs between ranks", words, ranks.named)
+        raise LoadError(f"{text}: they mean the weights of different steps")
+    return next(iter(given.values()), 1 + max(card.held for card in cards.values()))
 
 
 def _key(cards: Sequence[_Card], choices: tuple[str, ...]) -> str:
@@ -218,6 +265,8 @@ class _Planner:
         flows, _ = self.ranks.own_and_all(
             "planning the sync", lambda: (self._flows(ends, to_ranks, sources), None)
         )
+        facts = joined(ends, self.options.unexpected)
+        flows += tuple(self._twins(facts.duplicates, sources))
         numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
         return SyncPlan(
             match=match,
@@ -227,7 +276,7 @@ class _Planner:
                 for number, source in enumerate(sources)
                 if source.row.keys in numbers
             },
-            facts=joined(ends, self.options.unexpected),
+            facts=facts,
             rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
             receivers=sum(map(len, to_ranks)),
         )
@@ -294,6 +343,34 @@ class _Planner:
             nbytes=numel * wire.itemsize,
             is_compared=filling.is_compared,
         )
+
+    def _twins(
+        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
+    ) -> Iterator[Flow]:
+        """Source tensors that dst ties, to be compared with one another.
+
+        Raises:
+            LoadError: two that cannot be equal.
+        """
+        numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
+        for key, loaded in duplicates.items():
+            one, other = sources[numbers[key]], sources[numbers[loaded]]
+            if (one.shape, one.row.dtype) != (other.shape, other.row.dtype):
+                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
+            strip = Strip(
+                Box.whole(one.shape),
+                numbers[key],
+                (0,) * len(one.shape),
+                tuple(range(len(one.shape))),
+            )
+            wanted = {
+                rank: local_pieces(other.shape, other.layout, coordinate)
+                for rank, coordinate in other.coordinates.items()
+            }
+            transfers = transfers_of(self.ranks.rank, [strip], [self._places(one)[1]], wanted)
+            dtype = one.row.dtype
+            name, twin = f"{key} and {loaded}", numbers[loaded]
+            yield Flow(name, -1, (strip,), tuple(transfers), dtype, dtype, dtype, 0, True, twin)
 
     def _wanted(self, row: Row, to_ranks: Sequence[int]) -> dict[int, tuple[Piece, ...]]:
         at = {rank: self.cards[rank].dst_at[row.mesh] for rank in to_ranks}

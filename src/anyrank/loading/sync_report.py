@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from anyrank.loading.report import group_line, mib_by_rank
+
+HELD = "anyrank_synced"  # attribute of a model: the report of what it holds
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class SyncReport:
             allocated for tensors on meta is part of it.
         is_planned: whether the plan was made in this call, and not kept from an earlier one.
         verified: what `verify=True` compared, in words; "" without it.
+        version: of the weights; see `sync`.
         seconds: of the slowest rank.
     """
 
@@ -61,7 +68,16 @@ class SyncReport:
     peak_device_bytes: list[int] = field(default_factory=list[int])
     is_planned: bool = True
     verified: str = ""
+    version: int = 0
     seconds: float = 0.0
+
+    @staticmethod
+    def last(model: nn.Module) -> SyncReport | None:
+        """The report of the last sync into a model, whose weights it has; this rank alone.
+
+        None if there was none, or the last one failed in the middle.
+        """
+        return model.__dict__.get(HELD)
 
     def to_json(self) -> str:
         """All fields, as a JSON object."""
@@ -69,7 +85,10 @@ class SyncReport:
 
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
-        lines = [f"synced {self.tensors} tensors in {self.seconds:.2f} s, by {plan}"]
+        lines = [
+            f"synced {self.tensors} tensors of version {self.version} in {self.seconds:.2f} s, by "
+            f"{plan}"
+        ]
         for title, values in (
             ("sent", self.bytes_sent),
             ("received", self.bytes_received),
@@ -95,3 +114,24 @@ class SyncReport:
         if self.verified:
             lines.append(f"  verified     {self.verified}")
         return "\n".join(lines)
+
+
+def remember(model: object, report: SyncReport) -> None:
+    """Let a model know what it holds now; also the one inside of a wrapper."""
+    for module in _wrapped(model):
+        module.__dict__[HELD] = report
+
+
+def forget(model: object) -> None:
+    """What a model holds is no longer known."""
+    for module in _wrapped(model):
+        module.__dict__.pop(HELD, None)
+
+
+def _wrapped(model: object) -> Iterator[nn.Module]:
+    """A model, and the one inside of DDP's or the compiler's wrapper."""
+    while isinstance(model, nn.Module):
+        yield model
+        modules = model.__dict__["_modules"]
+        is_wrapper = "_orig_mod" in modules or isinstance(model, DistributedDataParallel)
+        model = modules.get("_orig_mod") or modules.get("module") if is_wrapper else None

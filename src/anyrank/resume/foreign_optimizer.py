@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.foreign import ForeignGroup, ForeignOptimizer, is_plain_number
+from anyrank.files.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
 from anyrank.resume.json_codec import to_json
 from anyrank.resume.opaque import is_opaque, unwrapped
 from anyrank.resume.optimizer import IMPLEMENTATION, UNKNOWN, Names
@@ -96,7 +96,7 @@ def _json(value: Mapping[str, Any], where: str, put: Callable[[str, Any], Any]) 
 def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
     """The hyperparameters of a saved group; what it does not say is as it is made now."""
     now = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    known = {key: value for key, value in group.options.items() if not _is_inert(value)}
+    known = {key: value for key, value in group.options.items() if not isinstance(value, Unread)}
     late = {key: now[key] for key in LATER & now.keys() - known.keys()}
     return late | known
 
@@ -114,10 +114,6 @@ def _groups_now(mine: Sequence[Sequence[str]], optimizer: Optimizer) -> list[For
         )
         for names, group in zip(mine, optimizer.param_groups, strict=True)
     ]
-
-
-def _is_inert(value: Any) -> bool:
-    return type(value).__module__.startswith("anyrank.files.pickles")
 
 
 def count_in_tensors(optimizer: Optimizer) -> None:
