@@ -1,8 +1,9 @@
-"""A LightningModule whose run goes on, on any number of processes: the callback is all there is.
+"""A LightningModule whose run continues on any number of processes: the callback is all there is.
 
-torchrun --nproc-per-node 3 examples/lightning_resume.py --folder runs/a --stop 7
-torchrun --nproc-per-node 2 examples/lightning_resume.py --folder runs/a
-torchrun --nproc-per-node 2 examples/lightning_resume.py --folder runs/b --strategy fsdp2
+    torchrun --nproc-per-node 3 examples/lightning_resume.py --folder runs/a --stop 7
+    torchrun --nproc-per-node 2 examples/lightning_resume.py --folder runs/a
+
+With --strategy fsdp2 the parameters are sharded.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import anyrank
 
-STEPS = 16
-
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Points of a sine, with noise."""
@@ -39,14 +38,6 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return x + self.noise * torch.randn_like(x), x.sin()
 
 
-class Data(lightning.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Points(46, noise=0.1), batch_size=2, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Points(8, noise=0), batch_size=4)
-
-
 class Regression(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -56,16 +47,13 @@ class Regression(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.trainer.strategy.device_mesh["data_parallel"]
             for layer in (self.net[0], self.net[3], self.net):
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=self.trainer.strategy.device_mesh["data_parallel"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         self.losses[self.global_step] = float(outputs["loss"])  # over the global batch
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -73,7 +61,7 @@ class Regression(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
         return [optimizer], [{"scheduler": cosine, "interval": "step"}]
 
 
@@ -81,28 +69,28 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Regression, Any]:
     """Train as far as --stop; the module with its losses, and the callback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", default="runs/lightning")
-    parser.add_argument("--stop", type=int, default=STEPS)
+    parser.add_argument("--stop", type=int, default=16)
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    fsdp2 = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
-    strategy = {"ddp": "ddp" if count > 1 else "auto", "fsdp2": fsdp2}[args.strategy]
+    sharded = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
     elastic = anyrank.integrations.lightning.Elastic(args.folder, global_batch=12, every=5)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=count,
-        strategy=strategy,
+        strategy=sharded if args.strategy == "fsdp2" else "ddp" if count > 1 else "auto",
         max_steps=args.stop,
         gradient_clip_val=1.0,
         check_val_every_n_epoch=2,
         logger=False,
-        callbacks=[elastic, EMAWeightAveraging(decay=0.9)],
+        callbacks=[elastic, *([EMAWeightAveraging(decay=0.9)] if args.strategy == "ddp" else [])],
     )
     module = Regression()
-    trainer.fit(module, datamodule=Data())
+    train = DataLoader(Points(46, noise=0.1), batch_size=2, shuffle=True)
+    trainer.fit(module, train, DataLoader(Points(8, noise=0), batch_size=4))
     return module, elastic
 
 
 if __name__ == "__main__":
-    main()
+    print("loss", *(f"{loss:.3f}" for loss in main()[0].losses.values()))

@@ -81,7 +81,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),
-        "source path format files tensors nbytes tied cast renamed copied skipped verified"
+        "source path format files tensors nbytes tied cast renamed merged copied skipped verified"
         " seconds to_json",
     ),
     "the result of diff": (

@@ -15,12 +15,13 @@ import accelerate
 import torch
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 import anyrank
 from anyrank.integrations.accelerate_run import (
     ElasticRun,
+    add_modules,
+    check_unsharded,
     make_state,
     problems_of,
     step_as_trained,
@@ -57,11 +58,9 @@ class Accelerator(_Accelerator):
             gradient_accumulation_steps.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order of the data and of all random numbers.
-        every: as in `anyrank.Checkpoints`, like the arguments that follow.
-        keep: how many of the newest steps stay.
-        keep_every: steps that are multiples of it stay for good.
-        background: hold the training only for a copy.
-        verify: what a resume compares.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
+            are its arguments, too.
 
     Raises:
         ValueError: gradient_accumulation_steps, split_batches, a limit of checkpoints, DeepSpeed,
@@ -95,6 +94,7 @@ class Accelerator(_Accelerator):
         global_batch: int,
         microbatch: int | None = None,
         seed: int = 0,
+        exact: bool = False,
         every: int | str | None = None,
         keep: int = 3,
         keep_every: int | None = None,
@@ -110,12 +110,12 @@ class Accelerator(_Accelerator):
         for problem in problems_of(self):
             raise ValueError(f"anyrank's Accelerator: {problem}")
         self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
-        self._data["seed"] = seed
+        self._data |= {"seed": seed, "exact": exact}
         options = {"every": every, "keep": keep, "keep_every": keep_every}
         options |= {"background": background, "verify": verify}
         self._elastic = ElasticRun(os.fspath(folder), self._make_state, options)
         self._batches: ElasticBatches | None = None
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: list[nn.Module] = []  # accelerate's own list has them without DDP
 
     @property
     def run(self) -> anyrank.TrainState | None:
@@ -132,7 +132,7 @@ class Accelerator(_Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As usual."""
         prepared = super().prepare(*args, **kwargs)
-        self._note_models(prepared if isinstance(prepared, tuple) else (prepared,))
+        add_modules(self._wrapped, prepared if isinstance(prepared, tuple) else [prepared])
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,21 +144,11 @@ class Accelerator(_Accelerator):
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As usual; a model that is sharded already is refused with a ValueError."""
-        if isinstance(model, FSDPModule) and not self.is_fsdp2:
-            raise ValueError(
-                "prepare() got a model that fully_shard has sharded, and would wrap it again: "
-                "leave the sharding to FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-                "anyrank.Checkpoints in a loop of your own"
-            )
+        if not self.is_fsdp2:
+            check_unsharded(model)
         prepared = super().prepare_model(model, *args, **kwargs)
-        self._note_models([prepared])
+        add_modules(self._wrapped, [prepared])
         return prepared
-
-    def _note_models(self, things: Iterable[Any]) -> None:
-        """Keep the wrapped models; accelerate's own list has them without DDP."""
-        for one in things:
-            if isinstance(one, nn.Module) and all(one is not known for known in self._wrapped):
-                self._wrapped.append(one)
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As usual; its step completes the gradients, and counts."""
@@ -218,9 +208,7 @@ class Accelerator(_Accelerator):
         super().backward(self._training().scale(loss, weight), **kwargs)
 
     def step_loss(self) -> float:
-        """The mean loss over the microbatches of all ranks in this step so far: the same number on
-        any rank count once `sync_gradients`. All ranks call, in the same microbatch.
-        """
+        """The mean loss of the step so far, over the microbatches of all ranks. All ranks call."""
         return self._training().step.loss()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -272,7 +260,7 @@ class Accelerator(_Accelerator):
             ValueError: within a step.
             CheckpointError: as `Checkpoints.save`.
         """
-        if self._training().is_running and not self._elastic.has_stepped:
+        if self._training().is_within_step:
             raise ValueError(
                 "save_state() within a step: call it after optimizer.step(), where "
                 "accelerator.sync_gradients is true"
@@ -287,11 +275,11 @@ class Accelerator(_Accelerator):
 
         Args:
             input_dir: None for the newest step, or for a new run where the folder is empty;
-                "must", where an empty folder is an error; a step; or the path of a step.
+                "must", where an empty folder is an error; a step, or its path; or the path of
+                what Accelerate or another tool saved, with which this run begins.
             args: not used, as are `kwargs`.
 
         Raises:
-            ValueError: a path outside of the run's folder.
             CheckpointError: as `Checkpoints.resume`.
         """
         self._elastic.load(input_dir)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -90,11 +91,7 @@ class ElasticRun:
         self._is_resumed = True
 
     def _which(self, given: Any) -> str | int:
-        """`load_state`'s argument, as `Checkpoints.resume` takes it.
-
-        Raises:
-            ValueError: a path that is not of this run.
-        """
+        """`load_state`'s argument, as `Checkpoints.resume` takes it."""
         if given is None or given == "must" or isinstance(given, int):
             return "auto" if given is None else given
         path, folder = os.path.normpath(os.fspath(given)), os.path.normpath(self._folder)
@@ -103,11 +100,7 @@ class ElasticRun:
             return "must"
         if above == folder and name.removeprefix("step-").isdigit():
             return int(name.removeprefix("step-"))
-        raise ValueError(
-            f"load_state({path!r}) is no step of the run in {self._folder}: give load_state() for "
-            "the newest one; the weights of another tool's folder come with "
-            "anyrank.load(model, path)"
-        )
+        return os.fspath(given)  # from elsewhere
 
     def close(self) -> None:
         """Save the last step that was trained, if one was, and release the folder. All ranks."""
@@ -118,6 +111,27 @@ class ElasticRun:
             self._checkpoints.close()
         self._checkpoints = self.state = None
         self._is_resumed = False
+
+
+def add_modules(known: list[nn.Module], things: Iterable[Any]) -> None:
+    """Add the modules among things to a list, each once."""
+    for one in things:
+        if isinstance(one, nn.Module) and all(one is not module for module in known):
+            known.append(one)
+
+
+def check_unsharded(model: Any) -> None:
+    """Refuse a model that is sharded already, which `prepare` would wrap again.
+
+    Raises:
+        ValueError: it is an FSDP2 module.
+    """
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            "prepare() got a model that fully_shard has sharded, and would wrap it again: leave "
+            "the sharding to FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+            "anyrank.Checkpoints in a loop of your own"
+        )
 
 
 def make_state(

@@ -71,8 +71,9 @@ class ElasticBatches:
             for step in self.loader:
                 yield from self._bodies(step, models)
                 self.complete()
-                self._run.has_stepped = True  # also where a GradScaler has left a step out
-                self._run.count_step()
+                if self.loader.step == step.number:  # not counted yet, as by a save in the body
+                    self._run.has_stepped = True  # also where a GradScaler has left a step out
+                    self._run.count_step()
         finally:
             self._leave()
 
@@ -88,6 +89,12 @@ class ElasticBatches:
             self.is_running = True
             yield self._to_device(batch)
             self.is_running = False
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether microbatches were run that no optimizer's step has followed yet."""
+        is_counted = self.step is not None and self.loader.step > self.step.number
+        return self.is_running and not (self._run.has_stepped or is_counted)
 
     def _to_device(self, batch: Any) -> Any:
         """A batch where the model is."""

@@ -21,6 +21,7 @@ def elastic_loader(
     global_batch: int,
     microbatch: int | None = None,
     seed: int = 0,
+    exact: bool = False,
     process_group: Any = None,
 ) -> anyrank.ElasticLoader:
     """The loader of steps over what a DataLoader reads.
@@ -32,6 +33,7 @@ def elastic_loader(
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order and of all random numbers.
+        exact: whether to sum gradients with the same bits on any number of ranks.
         process_group: the data-parallel ranks; default: all.
 
     Raises:
@@ -58,6 +60,7 @@ def elastic_loader(
         global_batch=global_batch,
         microbatch=microbatch or dataloader.batch_size,
         seed=seed,
+        exact=exact,
         num_workers=dataloader.num_workers,
         collate_fn=dataloader.collate_fn,
         tail="drop" if dataloader.drop_last else "short",

@@ -69,12 +69,10 @@ class Elastic(_Callback):
         global_batch: samples of an optimizer step, on all ranks together.
         microbatch: samples of a call of `training_step`; default: the DataLoader's batch_size.
         seed: of the order of the data and of all random numbers.
-        every: as in `anyrank.Checkpoints`, like the arguments that follow.
-        keep: how many of the newest steps stay.
-        keep_every: steps that are multiples of it stay for good.
-        background: hold the training only for a copy.
-        verify: what a resume compares.
-        resume: "auto", "must" or a step, as `Checkpoints.resume` takes it.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
+            are its arguments, too.
+        resume: "auto", "must", a step or a path, as `Checkpoints.resume` takes it.
 
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
@@ -113,12 +111,13 @@ class Elastic(_Callback):
         global_batch: int,
         microbatch: int | None = None,
         seed: int = 0,
+        exact: bool = False,
         every: int | str | None = None,
         keep: int = 3,
         keep_every: int | None = None,
         background: bool = False,
         verify: Literal["size", "full", "off"] = "full",
-        resume: str | int = "auto",
+        resume: str | int | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__()
         self.report: anyrank.ResumeReport | None = None
@@ -127,6 +126,7 @@ class Elastic(_Callback):
         self._path = os.fspath(path)
         self._seed = seed
         self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
+        self._data["exact"] = exact
         self._options: dict[str, Any] = {"every": every, "keep": keep, "keep_every": keep_every}
         self._options |= {"background": background, "verify": verify}
         self._which = resume
@@ -182,6 +182,8 @@ class Elastic(_Callback):
         )
         self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)
         self.report = self._checkpoints.resume(self._which)
+        if self.report and self.report.components.get("lightning") != "exact":
+            self._loops.begin_at(self.loader.epoch, self.state.step)
         # Until the first step is done, so that Lightning does not take over the signals' handlers.
         self._checkpoints.close()
         self._replaced.take_over(trainer, self._train)
@@ -292,6 +294,6 @@ class Elastic(_Callback):
         if path:
             raise ValueError(
                 f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from {self._path}: "
-                "leave one of them out. The weights of a Lightning checkpoint can be loaded before "
-                "fit: anyrank.load(module, path)"
+                "leave it out. A run begins with what Lightning saved by Elastic(resume=path), or "
+                "with its weights alone by anyrank.load(module, path) before fit"
             )

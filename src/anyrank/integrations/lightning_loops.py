@@ -70,6 +70,8 @@ class LoopState:
             "callbacks": {key: state for key, state in callbacks.items() if state},
             "datamodule": datamodule.state_dict() if datamodule is not None else {},
             "module": self._from_hooks(),
+            # The end of an epoch may need what was measured before the run was stopped.
+            "metrics": dict(trainer.callback_metrics),
         }
 
     def _from_hooks(self) -> dict[str, Any]:
@@ -92,8 +94,19 @@ class LoopState:
                 callback.load_state_dict(deepcopy(state_dict["callbacks"][callback.state_key]))
         if trainer.datamodule is not None and state_dict["datamodule"]:
             trainer.datamodule.load_state_dict(state_dict["datamodule"])
+        trainer.callback_metrics.update(state_dict["metrics"])
         module = trainer.lightning_module
         module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
+
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Count from here on: for a run that begins with what another tool saved."""
+        loop = self._fit_trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
+        loop.epoch_progress.increment_by(epoch)
+        for progress in (epoch_loop.batch_progress.total, optimizer.step.total):
+            progress.increment_by(step)
+        epoch_loop._batches_that_stepped = step
 
     def restore_within_epoch(self) -> None:
         """Set what Lightning has reset when it began with the epoch that is resumed."""
@@ -179,7 +192,8 @@ def problems_of(trainer: Any, module: Any) -> Iterator[str]:
             f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: global_batch decides "
             "how much is accumulated, on any number of ranks: leave it out"
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all of them
+    if isinstance(limit, int) or limit != 1.0 or trainer.overfit_batches:
         yield (
             "limit_train_batches, overfit_batches and fast_dev_run leave out samples of an epoch, "
             "each of which is seen once: leave them out, or give a Subset as the dataset"
