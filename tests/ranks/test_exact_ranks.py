@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.data import exact_sync
 from anyrank.data.tree_sum import Span, TreeSum
+from anyrank.files.receipts import first_parting
 from anyrank.testing import run_ranks
 
 ROWS, BATCH, MICRO = 25, 12, 2  # K = 6, and a last step of one sample
@@ -257,3 +259,15 @@ def test_a_run_moved_between_rank_counts_and_wrappers_has_the_same_bits(tmp_path
     for size, kind, until, leave_at in ((4, "fsdp", 2, 1), (3, "ddp", 4, 3), (2, "fsdp", 6, None)):
         run_ranks(size, job_resumed, moved, kind, until, leave_at, timeout=60)
     assert run_ranks(4, job_resumed, moved, "hsdp", 7, timeout=60) == [whole] * 4
+    one, other = receipts(tmp_path / "whole"), receipts(Path(moved))
+    assert len(set(one) & set(other)) >= 2
+    assert first_parting(one, other) is None
+    step = max(one)
+    assert one[step] == other[step]
+    assert {"model.embed.weight", "model.frozen.weight"} <= set(one[step]["tensors"])
+
+
+def receipts(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its receipt, of a run's folder."""
+    tables = [json.loads(path.read_text()) for path in folder.glob("*/anyrank.json")]
+    return {table["step"]: table["receipt"] for table in tables}

@@ -335,6 +335,11 @@ def abandon_step(loader: ElasticLoader) -> None:
     loader._current = None  # pyright: ignore[reportPrivateUsage]
 
 
+def is_exact(loader: ElasticLoader) -> bool:
+    """Whether its gradients are summed in an order that does not depend on the ranks."""
+    return loader._exact is not None  # pyright: ignore[reportPrivateUsage]
+
+
 def length_of(dataset: Any) -> int:
     """The number of samples; TypeError for a dataset that cannot be asked for sample i."""
     if isinstance(dataset, IterableDataset) or not (

@@ -51,6 +51,7 @@ FIELDS = {
     "parts": Table(ANY),
     "differed": [str],
     "streams": STREAMS,
+    "receipt": Optional({"digest": str, "tensors": Table(DIGEST)}),
 }
 
 
@@ -70,6 +71,8 @@ class Manifest:
         differed: tensors that were not alike on all ranks; the first rank's were saved.
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
+        receipt: of a run with exact=True: `tensors`, name -> digest of its values in any layout,
+            and `digest`, of these and of the data up to the step; empty for other runs.
     """
 
     run: str
@@ -84,6 +87,7 @@ class Manifest:
     parts: dict[str, Any]
     differed: list[str] = field(default_factory=list[str])
     streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
+    receipt: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
@@ -93,6 +97,8 @@ class Manifest:
             name: {key: value for key, value in asdict(one).items() if value != ""}
             for name, one in self.files.items()
         }
+        if not self.receipt:
+            del table["receipt"]
         table["self"] = _digest(table)
         return _text(table)
 
@@ -140,7 +146,8 @@ def parse(data: bytes, path: str) -> Manifest:
         check(table, FIELDS, "the manifest")
         if not table["saved_on"]["ranks"]:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
-        values = {field.name: table[field.name] for field in fields(Manifest)}
+        names = [field.name for field in fields(Manifest)]
+        values = {name: table[name] for name in names if name in table}
         values["files"] = {name: FileRecord(**one) for name, one in values["files"].items()}
         if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
             raise ValueError(f"the manifest.run: {table['run'][:40]!r} is no id of a run")

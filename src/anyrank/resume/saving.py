@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from anyrank import faults
+from anyrank.data.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.dcp import METADATA
@@ -31,6 +33,7 @@ from anyrank.random_state.saved_streams import (
 from anyrank.resume.digests import check_memory
 from anyrank.resume.part_types import Saved
 from anyrank.resume.rank_file import Item, items_of, write_share
+from anyrank.resume.receipt import digests_of_items, receipt_of_step
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState, run_parts
@@ -58,12 +61,27 @@ class Snapshot:
         manifest: of the step, without the files, which are not written yet.
         aliases: of tied tensors.
         replicas: compared before anything is written.
+        receipt: what the step's receipt is of; None for a run that keeps none.
     """
 
     items: list[Item]
     manifest: Manifest
     aliases: dict[str, str]
     replicas: Replicas
+    receipt: ReceiptOf | None = None
+
+
+@dataclass(frozen=True)
+class ReceiptOf:
+    """What the receipt of a step is of, beside the items.
+
+    Attributes:
+        left_out: names of tensors that belong to one rank.
+        data: the state of the loader.
+    """
+
+    left_out: set[str]
+    data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,10 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     }
     items = _items(parts, own, coordinates, ranks.rank)
     replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
-    return Snapshot(items, manifest, aliases, replicas)
+    receipt = None
+    if isinstance(state.data, ElasticLoader) and is_exact(state.data):
+        receipt = ReceiptOf({held.name for held in own}, state.data.state_dict())
+    return Snapshot(items, manifest, aliases, replicas, receipt)
 
 
 def _replicas(
@@ -225,10 +246,15 @@ def write(
     )
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
+    def share() -> tuple[list[SavedBox], dict[str, FileRecord], dict[str, int]]:
         faults.point("save.write")
+        digests: dict[str, int] = {}
+        if snapshot.receipt is not None:
+            left_out = snapshot.receipt.left_out
+            digests = digests_of_items(snapshot.items, left_out, ranks.check)
         try:
-            return write_share(folder.store, temporary, name, snapshot.items, ranks.check)
+            written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
+            return *written, digests
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise _not_shared(temporary, ranks) from error
@@ -247,7 +273,12 @@ def write(
         for file, data in small.items():
             files[file] = record(write_file(folder.store, join_path(temporary, file), data))
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = replace(snapshot.manifest, files=files, differed=differed, written=now)
+        receipt: dict[str, Any] = {}
+        if snapshot.receipt is not None:
+            receipt = receipt_of_step([share[2] for share in shares], snapshot.receipt.data)
+        manifest = replace(
+            snapshot.manifest, files=files, differed=differed, written=now, receipt=receipt
+        )
         final = folder.commit(temporary, step, manifest)
         removed = folder.tidy(final, keep, keep_every)
         nbytes = sum(one.size for one in files.values())

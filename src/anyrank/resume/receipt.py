@@ -1,0 +1,99 @@
+"""The receipt of a step: digests of its tensors that no layout changes, chained with the data's.
+
+A tensor's digest is a sum over its elements of a hash of position and bits. So each rank adds up
+those that it writes, and the sum is the same however the tensor is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anyrank.random_state.hashing import derive, mix64, signed
+from anyrank.resume.rank_file import Item
+from anyrank.tensors.box import Box
+
+PART_ELEMENTS = 1 << 18  # hashed at a time: a few times 2 MiB of memory
+SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MODULUS = 1 << 64
+
+
+def digests_of_items(
+    items: Iterable[Item], left_out: Collection[str], check: Callable[[], None]
+) -> dict[str, int]:
+    """What this rank's boxes add to the digests of their tensors.
+
+    Args:
+        items: that it writes.
+        left_out: names of tensors that belong to one rank.
+        check: called between boxes; raises to stop early.
+    """
+    found: dict[str, int] = {}
+    for item in items:
+        check()
+        if item.name not in left_out:
+            seed = derive(item.name, repr(item.shape), str(item.dtype))
+            total = digest_of_box(item.source, item.box, item.shape, seed)
+            found[item.name] = (found.get(item.name, 0) + total) % MODULUS
+    return found
+
+
+def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: int) -> int:
+    """The sum of the hashes of a box's elements, modulo 2**64.
+
+    Args:
+        source: the elements, of the box's sizes.
+        box: where they are in the tensor.
+        shape: of the whole tensor.
+        seed: 64 bits.
+    """
+    if not box.numel:
+        return 0
+    total = torch.zeros((), dtype=torch.int64, device=source.device)
+    for part in Box.whole(box.sizes).cut(PART_ELEMENTS):
+        at = [start + more for start, more in zip(box.offsets, part.offsets, strict=True)]
+        places = positions(at, part.sizes, shape, source.device)
+        for number, words in enumerate(words_of(source.detach()[part.slices()])):
+            key = signed((seed + number) % MODULUS)
+            total += mix64(words ^ (places * SPREAD + key)).sum()
+    return int(total.item()) % MODULUS
+
+
+def positions(
+    at: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """The index in row-major order of each element of a box, flat."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for start, size, whole in zip(at, sizes, shape, strict=True):
+        along = torch.arange(start, start + size, dtype=torch.int64, device=device)
+        found = (found * whole).unsqueeze(-1) + along
+    return found.reshape(-1)
+
+
+def words_of(part: torch.Tensor) -> list[torch.Tensor]:
+    """The bits of each element as int64, flat; two tensors for complex128."""
+    flat = part.contiguous().reshape(-1)
+    if flat.itemsize == 16:
+        pairs = flat.view(torch.int64).view(-1, 2)
+        return [pairs[:, 0], pairs[:, 1]]
+    return [flat.view(WORDS[flat.itemsize]).long()]
+
+
+def receipt_of_step(parts: Iterable[Mapping[str, int]], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The receipt of a step.
+
+    Args:
+        parts: of all ranks, from `digests_of_items`.
+        data: the state of the loader, whose position and receipt are chained.
+    """
+    tensors: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            tensors[name] = (tensors.get(name, 0) + value) % MODULUS
+    table = {name: f"{value:016x}" for name, value in sorted(tensors.items())}
+    position = {name: data[name] for name in ("seed", "epoch", "step", "samples", "receipt")}
+    digest = derive(repr(position), *(f"{name} {value}" for name, value in table.items()), size=16)
+    return {"digest": f"{digest:032x}", "tensors": table}
