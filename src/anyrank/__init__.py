@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank import integrations as integrations
+    from anyrank.conversion.convert import convert
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
     from anyrank.errors import (
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     )
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
+    from anyrank.inspection.diff import diff
     from anyrank.inspection.inspect import inspect
+    from anyrank.inspection.verify import verify
     from anyrank.loading.load import load
     from anyrank.loading.materialize import materialize
     from anyrank.loading.meta import meta
@@ -63,7 +67,9 @@ __all__ = [
     "TrainState",
     "UnsafeFile",
     "__version__",
+    "convert",
     "cpu_only",
+    "diff",
     "freeze",
     "inspect",
     "load",
@@ -76,6 +82,7 @@ __all__ = [
     "tile",
     "tile_",
     "tiled_loss",
+    "verify",
 ]
 
 # Public name -> the module that defines it. No module beside this one may bear a public name:
@@ -99,6 +106,8 @@ HOMES = {
     "SyncReport": "anyrank.loading.sync_report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
+    "convert": "anyrank.conversion.convert",
+    "diff": "anyrank.inspection.diff",
     "freeze": "anyrank.frozen.freeze",
     "inspect": "anyrank.inspection.inspect",
     "load": "anyrank.loading.load",
@@ -112,6 +121,7 @@ HOMES = {
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
+    "verify": "anyrank.inspection.verify",
 }
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
@@ -119,6 +129,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import the module that defines a public name, and keep the name here."""
+        if name == "integrations":  # a package, which sets itself as an attribute here
+            return import_module("anyrank.integrations")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOMES[name]), name)

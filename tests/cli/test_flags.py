@@ -18,6 +18,10 @@ from anyrank.cli import main
 INTERFACE = {
     "": {"--version", "-h", "--help"},
     "inspect": {"PATH", "--all", "--quiet", "--json", "-h", "--help"},
+    "verify": {"PATH", "--finite", "--json", "-h", "--help"},
+    "diff": {"A", "B", "--json", "-h", "--help"},
+    "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}
+    | {"--merge", "--overwrite", "--json", "-h", "--help"},
     "plan": {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),

@@ -38,6 +38,8 @@ def load(path: str) -> nn.Module:
     print(synced.bytes_sent, synced.to_json())
     anyrank.load(model, path, process_group=anyrank.ALONE)
     print(anyrank.inspect(path).to_json())
+    print(anyrank.convert(path, "weights", dtype=torch.bfloat16, shard_bytes=1 << 30).files)
+    print(anyrank.verify("weights", finite=True).findings, anyrank.diff(path, "weights").values)
     return model
 
 

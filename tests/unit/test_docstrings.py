@@ -18,6 +18,7 @@ import anyrank
 BLOCK = re.compile(r"^Example::\n\n((?: {4}.*\n?|\n)+)", re.MULTILINE)
 # Rooms whose public names all have an example.
 ROOMS = (
+    "anyrank.conversion",
     "anyrank.data",
     "anyrank.frozen",
     "anyrank.inspection",

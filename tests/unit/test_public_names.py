@@ -79,9 +79,22 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
         " is_planned verified version last seconds to_json",
     ),
+    "the result of convert": (
+        lambda: anyrank.convert(WEIGHTS, "out"),
+        "source path format files tensors nbytes tied cast renamed merged copied skipped verified"
+        " seconds to_json",
+    ),
+    "the result of diff": (
+        lambda: anyrank.diff(WEIGHTS, WEIGHTS),
+        "a b equal only_a only_b renamed shapes dtypes values step steps_equal steps_only to_json",
+    ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
+    ),
+    "the result of verify": (
+        lambda: anyrank.verify(WEIGHTS),
+        "path format findings tensors nbytes checked steps to_json",
     ),
     "ElasticLoader": (loader, f"{POSITION} from_shards"),
     "ElasticSampler": (
@@ -91,7 +104,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Share": (share, "weight is_last step k seed scale seeded"),
     "Step": (
         lambda: next(iter(loader())),
-        "number epoch samples k microbatches backward scale loss",
+        "number epoch samples k microbatches backward scale loss clip_grad_norm_",
     ),
     "Offload": (lambda: anyrank.Offload(1), "stats close"),
     "OffloadStats": (

@@ -13,7 +13,7 @@ import click
 from anyrank import __version__
 from anyrank.errors import AnyrankError
 
-COMMANDS = ("inspect", "plan", "run", "demo")
+COMMANDS = ("inspect", "verify", "diff", "convert", "plan", "run", "demo")
 
 
 class Commands(click.Group):

@@ -21,8 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 from anyrank.files.run_folder import SavedBox
 
 
-def metadata_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
-    """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to."""
+def metadata_of(
+    places: Iterable[SavedBox], aliases: Mapping[str, str], by_part: bool = True
+) -> bytes:
+    """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
+
+    Args:
+        places: of every piece.
+        aliases: name -> the name of the tensor that it is.
+        by_part: whether what precedes a name's first dot is a table of the state, as in runs.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     names: dict[str, list[str]] = {}
@@ -39,5 +47,5 @@ def metadata_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes
             entry = tensors.setdefault(name, described)
             entry.chunks.append(chunk)
             storage[MetadataIndex(name, box.offsets)] = info
-    planner = {name: tuple(name.split(".", 1)) for name in tensors}
+    planner = {name: tuple(name.split(".", 1)) if by_part else (name,) for name in tensors}
     return pickle.dumps(Metadata(dict(tensors), planner, storage, StorageMeta()))

@@ -89,24 +89,31 @@ def _record(
 
 
 def _pickled(shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """The pickle of a row-major tensor over storage "0", by opcode: protocol 2, no memo."""
+    """The pickle of a row-major tensor over storage "0"."""
+    return b"\x80\x02" + tensor_opcodes(shape, dtype, "0") + b"."
+
+
+def tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
+    """What pushes a row-major tensor over a storage, by opcode: protocol 2."""
     legacy = LEGACY_STORAGES.get(dtype)
     numel = torch.Size(shape).numel()
     stored = numel if legacy else numel * dtype.itemsize
     storage = _global("torch", legacy) if legacy else _global("torch.storage", "UntypedStorage")
-    key = b"(" + _value("storage") + storage + _value("0") + _value("cpu") + _value(stored) + b"tQ"
+    named = value_opcodes(storage_key) + value_opcodes("cpu") + value_opcodes(stored)
+    key = b"(" + value_opcodes("storage") + storage + named + b"tQ"
     hooks = _global("collections", "OrderedDict") + b")R"
-    arguments = key + _value(0) + _value(tuple(shape)) + _value(row_major(shape)) + b"\x89" + hooks
+    sizes = value_opcodes(tuple(shape)) + value_opcodes(row_major(shape))
+    arguments = key + value_opcodes(0) + sizes + b"\x89" + hooks
     if legacy is None:
         arguments += _global("torch", str(dtype).removeprefix("torch."))
     rebuild = _global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}")
-    return b"\x80\x02" + rebuild + b"(" + arguments + b"tR."
+    return rebuild + b"(" + arguments + b"tR"
 
 
 def _global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-def _value(value: object) -> bytes:
+def value_opcodes(value: object) -> bytes:
     """The opcodes that push a plain value, without the frame around them."""
     return pickle.dumps(value, 2)[2:-1]

@@ -153,7 +153,7 @@ def inspect(source: Source) -> Inspection:
     check_source(source)
     listing = list_source(source)
     return Inspection(
-        path=_path(source),
+        path=name_of(source),
         format=listing.format,
         files=[InspectedFile(file.path, file.size) for file in listing.files if not file.in_memory],
         tensors=_tensors(listing),
@@ -166,7 +166,8 @@ def inspect(source: Source) -> Inspection:
     )
 
 
-def _path(source: Source) -> str:
+def name_of(source: Source) -> str:
+    """A source in reports."""
     if isinstance(source, Mapping):
         return "memory"
     if isinstance(source, (str, os.PathLike)):

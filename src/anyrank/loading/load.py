@@ -111,7 +111,7 @@ def load(
         sources = look_at_sources(source, ranks)
         if any(info.is_live for info in sources):
             return load_live(model, source, options, ranks, meter)
-        plan = plan_load(model, source, ranks, options, sources)
+        plan = plan_load(model, source, ranks, options, sources=sources)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
         result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}

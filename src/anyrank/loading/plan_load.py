@@ -12,6 +12,7 @@ from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.formats import Source, list_memory, list_source
+from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.allocate import default_buffer
@@ -98,16 +99,23 @@ def plan_load(
     source: Source | None,
     ranks: Ranks,
     options: Options,
+    *,
     sources: Sequence[SourceInfo] | None = None,
+    known: Listing | None = None,
 ) -> AgreedPlan:
     """Plan a load and agree on it. All ranks; nothing is changed.
+
+    Args:
+        model, source, ranks, options: of the load.
+        sources: what each rank was given, where that is known already.
+        known: what the source holds, where all ranks know it already.
 
     Raises:
         LoadError: of any rank, on all ranks.
     """
     sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
-    listing = ranks.from_one(
+    listing = known or ranks.from_one(
         "reading the headers", first, lambda: list_source(_given(source)).without_memory()
     )
 

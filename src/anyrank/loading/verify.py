@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Callable, Mapping
 
-from anyrank.errors import CorruptCheckpoint, LoadError
-from anyrank.files.block_sums import check_file, read_sums
+from anyrank.errors import LoadError
+from anyrank.files.checksums import compared, mismatches
 from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.files.storage import OpenFile, read_exactly, storage_for
 from anyrank.loading.model_tensors import ModelTensor
 from anyrank.tensors.layout import Piece
 from anyrank.world.ranks import Ranks
@@ -32,48 +29,9 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
     Raises:
         LoadError: a checksum differs; names the file, and the record where the format knows it.
     """
-    digests = [i for i, info in enumerate(listing.files) if info.sha256]
-    for index in digests[number::count]:
-        info = listing.files[index]
-        digest = hashlib.sha256()
-        _feed(info.path, 0, info.size, digest.update, check)
-        if digest.hexdigest() != info.sha256:
-            raise LoadError(
-                f"{info.path}: SHA-256 is {digest.hexdigest()}, its publisher's is {info.sha256}: "
-                "the file is corrupt; download it again"
-            )
-    for record in listing.checksums[number::count]:
-        path = listing.files[record.file].path
-        digest = _Crc32()
-        _feed(path, record.start, record.stop, digest.update, check)
-        if digest.hexdigest() != record.digest:
-            raise LoadError(
-                f"{path}: {record.what}: CRC-32 is {digest.hexdigest()}, it was "
-                f"{record.digest} when it was written: the file is corrupt; copy it again"
-            )
-    for index, where in listing.sums.items():
-        info = listing.files[index]
-        try:
-            check_file(info.path, read_sums(where, info.size), number, count, check)
-        except CorruptCheckpoint as error:
-            raise LoadError(str(error)) from error
-    compared = [f"SHA-256 of {len(digests)} files"] if digests else []
-    compared += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
-    compared += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
-    return compared
-
-
-class _Crc32:
-    """zlib's CRC-32 with hashlib's methods."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, block: memoryview) -> None:
-        self.value = zlib.crc32(block, self.value)
-
-    def hexdigest(self) -> str:
-        return f"{self.value:08x}"
+    for path, what in mismatches(listing, number, count, check):
+        raise LoadError(f"{path}: {what}")
+    return compared(listing)
 
 
 def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
@@ -92,25 +50,6 @@ def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
                     f"{key} and {loaded} are one tensor in the model, and hold different values in "
                     "the source: untie them in the model, or remove the key that is wrong"
                 )
-
-
-def _feed(
-    path: str,
-    start: int,
-    stop: int,
-    take: Callable[[memoryview], object],
-    check: Callable[[], None],
-) -> None:
-    file: OpenFile = storage_for(path).open(path)
-    block = memoryview(bytearray(BLOCK_BYTES))
-    try:
-        for low in range(start, stop, BLOCK_BYTES):
-            check()
-            part = block[: min(BLOCK_BYTES, stop - low)]
-            read_exactly(file, path, [part], low)
-            take(part)
-    finally:
-        file.close()
 
 
 def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:

@@ -1,0 +1,104 @@
+"""`anyrank convert`: weights of any source into a format that other tools read."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """ "5GB", "512MiB" or a number of bytes.
+
+    Raises:
+        click.BadParameter: it is none of these.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]{1,15})\s*([A-Za-z]*)\s*", text)
+    unit = (
+        UNITS.get(found[2].upper().removesuffix("B") + "B" if found[2] else "") if found else None
+    )
+    if found is None or unit is None or not int(found[1]):
+        raise click.BadParameter(f"{text!r} is no size: give for instance 5GB or 512MiB")
+    return int(found[1]) * unit
+
+
+@click.command("convert")
+@click.argument("sources", nargs=-1, required=True)
+@click.argument("destination")
+@click.option(
+    "--to",
+    type=click.Choice(["safetensors", "dcp", "torch"]),
+    default="safetensors",
+    show_default=True,
+    help="A Hugging Face folder (or one file, if DESTINATION ends with .safetensors), a folder of"
+    " torch.distributed.checkpoint, or one file of torch.save.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+    help="Of floating tensors; others keep theirs.",
+)
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="A name or a prefix of names; may be given several times.",
+)
+@click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
+@click.option("--merge", is_flag=True, help="Add the adapter to the base: BASE ADAPTER.")
+@click.option("--overwrite", is_flag=True, help="Replace a file or folder of weights.")
+@click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
+def command(
+    sources: tuple[str, ...],
+    destination: str,
+    to: str,
+    dtype: str | None,
+    rename: tuple[str, ...],
+    shard_bytes: str | None,
+    merge: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the weights of SOURCES to DESTINATION, and read them again to verify them.
+
+    SOURCES is what `load` reads: a file, a folder, a run, a URL, or several files.
+    """
+    from anyrank.cli.console import out, write
+    from anyrank.conversion.convert import convert
+
+    wrong = [pair for pair in rename if "=" not in pair]
+    if wrong:
+        raise click.BadParameter(f"--rename {wrong[0]!r}: give OLD=NEW")
+    size = parse_bytes(shard_bytes)
+    try:
+        report = convert(
+            sources[0] if len(sources) == 1 else list(sources),
+            destination,
+            to=to,  # type: ignore[arg-type]
+            dtype=dtype,
+            rename=dict(pair.split("=", 1) for pair in rename) or None,
+            shard_bytes=size,
+            merge=merge,
+            overwrite=overwrite,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        write(out(), *str(report).split("\n"))

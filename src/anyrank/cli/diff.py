@@ -1,0 +1,27 @@
+"""`anyrank diff`: what differs between two sources."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
+def command(a: str, b: str, as_json: bool) -> None:
+    """Compare the weights of A and B, of any formats, by names, shapes, dtypes and values.
+
+    Two runs are compared step by step, with all that they hold. Exit status 1 if anything differs.
+    """
+    from anyrank.cli.console import out, write
+    from anyrank.inspection.diff import diff
+
+    report = diff(a, b)
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        write(out(), *str(report).split("\n"))
+    sys.exit(0 if report else 1)

@@ -1,0 +1,110 @@
+"""Where the elements of converted tensors come from: stored bytes, cast where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.output import Span
+from anyrank.files.reader import Reader, copy_into
+from anyrank.files.segments import Job
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.spec import StoredTensor
+
+BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
+
+
+class Content(Protocol):
+    """Fills spans of the output. Called from several threads, each with memory of its own."""
+
+    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+        """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
+
+        Raises:
+            LoadError: the source cannot be read, or a value does not exist in the output's dtype.
+        """
+        ...
+
+
+class StoredContent:
+    """Tensors of files, or of a dict in memory.
+
+    Args:
+        listing: what the sources hold.
+        tensors: name in the output -> stored tensor.
+        check: called between reads; raises to stop early.
+    """
+
+    def __init__(
+        self,
+        listing: Listing,
+        tensors: Mapping[str, StoredTensor],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tensors = tensors
+        # The checksums of runs are compared as their bytes are read.
+        self.reader = Reader(listing, buffer_bytes=BUFFER_BYTES, check=check, verify=True)
+
+    def open(self) -> None:
+        """Open every file, which must be as its header was read.
+
+        Raises:
+            LoadError: one changed, or cannot be read.
+        """
+        self.reader.open(range(len(self.reader.listing.files)))
+
+    def close(self) -> None:
+        """Close the files."""
+        self.reader.__exit__()
+
+    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+        jobs: list[Job] = []
+        casts: list[tuple[Span, torch.Tensor, torch.Tensor]] = []
+        for span, memory in pieces:
+            stored = self.tensors[span.tensor.name]
+            given = memory
+            if stored.dtype != memory.dtype:
+                given = torch.empty(span.box.sizes, dtype=stored.dtype, device="cpu")
+                casts.append((span, given, memory))
+            jobs += jobs_of(stored, span.box, given)
+        self.reader.run(jobs)
+        for span, given, memory in casts:
+            cast_into(memory, given, span.tensor.name)
+
+    def read(self, stored: StoredTensor, box: Box) -> torch.Tensor:
+        """The elements of a box, in the stored dtype."""
+        memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
+        self.reader.run(jobs_of(stored, box, memory))
+        return memory
+
+
+def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
+    """What fills `memory`, of the box's sizes, with a box of a stored tensor."""
+    if not box.numel:
+        return []
+    reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
+    return [Job(read, memory[read.local_slices()]) for read in reads]
+
+
+def cast_into(memory: torch.Tensor, given: torch.Tensor, name: str) -> None:
+    """Copy with a cast between floating dtypes.
+
+    Raises:
+        LoadError: a finite value became infinite.
+    """
+    copy_into(memory, given)
+    if torch.finfo(memory.dtype).max >= torch.finfo(given.dtype).max or memory.isfinite().all():
+        return
+    lost = ~memory.isfinite() & given.isfinite()
+    if lost.any():
+        raise LoadError(
+            f"{name}: {int(lost.sum())} values are beyond {torch.finfo(memory.dtype).max:g}, the "
+            f"largest of {memory.dtype} (one is {given[lost][0].item():g}): give dtype='bfloat16', "
+            "or none"
+        )

@@ -1,0 +1,83 @@
+"""The options of `convert`: checked before anything is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.tensors.names import Rename, renamer
+
+FORMATS = ("safetensors", "dcp", "torch")
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+SHARD_BYTES = 5_000_000_000
+MOST_SHARDS = 99_999
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller of `convert` asked for; see there for each."""
+
+    to: str = "safetensors"
+    dtype: torch.dtype | None = None
+    rename: Rename = None
+    shard_bytes: int = SHARD_BYTES
+    merge: bool = False
+    overwrite: bool = False
+
+    def is_file(self, dst: str | os.PathLike[str]) -> bool:
+        """Whether the destination is one file, and not a folder."""
+        one = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
+        return self.to == "torch" or one
+
+
+def options_of(
+    to: object,
+    dtype: object,
+    rename: Rename,
+    shard_bytes: object,
+    merge: object,
+    overwrite: object,
+) -> Options:
+    """The options, checked.
+
+    Raises:
+        ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
+        TypeError: an option of another type.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"to={to!r} is unknown: give one of {', '.join(FORMATS)}")
+    if shard_bytes is None:
+        shard_bytes = SHARD_BYTES
+    elif to != "safetensors":
+        raise ValueError(f"shard_bytes= is for to='safetensors', not {to!r}")
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool):
+        raise TypeError(f"shard_bytes={shard_bytes!r}: give a whole number of bytes")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes} is not a positive number")
+    if not isinstance(merge, bool) or not isinstance(overwrite, bool):
+        raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
+    renamer(rename)
+    return Options(str(to), _dtype(dtype), rename, shard_bytes, merge, overwrite)
+
+
+def _dtype(given: object) -> torch.dtype | None:
+    if given is None:
+        return None
+    if not isinstance(given, (str, torch.dtype)):
+        raise TypeError(f"dtype={given!r}: give a torch.dtype or its name")
+    found = DTYPES.get(str(given).removeprefix("torch."))
+    if found is None:
+        names = ", ".join(list(DTYPES)[:4])
+        raise ValueError(f"dtype={given!r}: give one of {names}; other tensors keep their dtype")
+    return found

@@ -1,0 +1,69 @@
+"""What a conversion did."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What `convert` wrote. Printable as one screen.
+
+    Attributes:
+        source: as it was given; the class of a live model.
+        path: of what was written.
+        format: of it: "safetensors", "dcp" or "torch".
+        files: names of the files, those of the source that were copied included.
+        tensors: how many were written, ties counted once.
+        nbytes: of the files.
+        tied: name -> the name whose bytes it shares; it is not written a second time.
+        cast: name -> "float32 -> bfloat16".
+        renamed: key of the source -> name, where they differ.
+        merged: names of weights that an adapter was added to.
+        copied: files that were copied from the source's folder.
+        skipped: what of the source was not written, with the reason.
+        verified: what was compared after writing, in words.
+        seconds: in all.
+    """
+
+    source: str
+    path: str
+    format: str
+    files: list[str]
+    tensors: int
+    nbytes: int
+    tied: dict[str, str]
+    cast: dict[str, str]
+    renamed: dict[str, str]
+    merged: list[str]
+    copied: list[str]
+    skipped: list[str]
+    verified: str
+    seconds: float
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes / (1 << 20):,.1f} MiB in {self.seconds:.1f} s"
+        lines = [f"{self.path}: {self.format}, {self.tensors} tensors, {size}, from {self.source}"]
+        for title, items in (
+            ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
+            ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
+            ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),
+            ("merged", self.merged),
+            ("copied", self.copied),
+            ("skipped", self.skipped),
+        ):
+            lines += [f"  {title:<9}{_printable(item)}" for item in items[:SHOWN]]
+            if len(items) > SHOWN:
+                lines.append(f"  {title:<9}and {len(items) - SHOWN} more")
+        return "\n".join([*lines, f"  verified {self.verified}"])
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

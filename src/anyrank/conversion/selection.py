@@ -1,0 +1,136 @@
+"""Which tensors of a source are written, under which names, and which of them are one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.output import OutputTensor
+from anyrank.tensors.names import NESTED, WRAPPERS
+from anyrank.tensors.spec import StoredTensor
+
+# Names under which training tools keep what is not weights, at the top of a checkpoint.
+OTHERS = (
+    *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
+    *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
+)
+
+FP8_SCALES = ("_scale_inv", "_scale", ".scale", ".scales", ".scale_inv")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is written.
+
+    Attributes:
+        tensors: name -> stored tensor, in order.
+        tied: name -> the name of the tensor that it is.
+        renamed: key of the source -> name, where they differ.
+        skipped: what is not written, with the reason.
+    """
+
+    tensors: dict[str, StoredTensor]
+    tied: dict[str, str] = field(default_factory=dict[str, str])
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    skipped: tuple[str, ...] = ()
+
+
+def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
+    """The weights of a source, by the names of the plain module.
+
+    Raises:
+        LoadError: two keys get one name, or there are no weights.
+    """
+    keys, skipped = _weights_of(listing.tensors)
+    names = {key: _plain(rename(name)) for key, name in keys.items()}
+    if names and all(name.startswith("module.") for name in names.values()):
+        names = {key: name.removeprefix("module.") for key, name in names.items()}
+    tensors: dict[str, StoredTensor] = {}
+    owner: dict[str, str] = {}
+    for key, name in names.items():
+        if name in owner:
+            raise LoadError(f"both {owner[name]} and {key} of the source become {name}: rename one")
+        if not name:
+            raise LoadError(f"{key}: rename= gives it an empty name")
+        owner[name] = key
+        tensors[name] = listing.tensors[key]
+    if not tensors:
+        raise LoadError("the source holds no weights")
+    kept, tied = _ties(tensors)
+    extras = [f"{key}: extra state of a module, which is no tensor" for key in listing.extras]
+    renamed = {key: name for key, name in names.items() if key != name}
+    return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras))
+
+
+def _weights_of(tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Keys of weights -> their names in the table of weights, and what else there is."""
+    keys = list(tensors)
+    others = [key for key in keys if key.partition(".")[0] in OTHERS]
+    weights = [key for key in keys if key.partition(".")[0] not in OTHERS]
+    firsts = {key.partition(".")[0] for key in weights}
+    # Beside an optimizer, what is under one name such as "model" is that table of the checkpoint;
+    # by itself it may be a module of this name.
+    table = next((f"{part}." for part in NESTED if others and firsts == {part}), "")
+    named = {key: key.removeprefix(table) for key in weights}
+    return named, [f"{key}: not weights" for key in others]
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors without those that are the bytes of an earlier one, and these."""
+    kept: dict[str, StoredTensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, stored in tensors.items():
+        place = (stored.shape, stored.dtype, stored.chunks)
+        if stored.nbytes and (owner := first.setdefault(place, name)) != name:
+            tied[name] = owner
+        else:
+            kept[name] = stored
+    return kept, tied
+
+
+def cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in the output: floating tensors get `dtype`, others keep theirs."""
+    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+
+
+def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTensor]:
+    """The tensors to write.
+
+    Raises:
+        LoadError: a cast would take 8-bit values for numbers that have a scale beside them.
+    """
+    if dtype is not None:
+        _check_scales(selection.tensors, dtype)
+    return [
+        OutputTensor(name, stored.shape, cast_of(stored, dtype))
+        for name, stored in selection.tensors.items()
+    ]
+
+
+def _check_scales(tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+    small = [n for n, t in tensors.items() if t.dtype.is_floating_point and t.dtype.itemsize == 1]
+    scaled = [
+        name
+        for name in small
+        if any(f"{stem}{end}" in tensors for stem in _stems(name) for end in FP8_SCALES)
+    ]
+    if scaled:
+        raise LoadError(
+            f"{scaled[0]}: is {tensors[scaled[0]].dtype} with a scale beside it, as are "
+            f"{len(scaled)} tensors; to cast them to {dtype} without it would give other weights: "
+            "convert without dtype=, or dequantise first with the library that made them"
+        )
+
+
+def _stems(name: str) -> tuple[str, str]:
+    return name, name.rpartition(".")[0]

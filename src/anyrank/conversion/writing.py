@@ -1,0 +1,220 @@
+"""An output's files, filled, made durable, and read again: every byte is compared by its digest."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.conversion.content import Content
+from anyrank.errors import CheckpointError
+from anyrank.files import placed_file
+from anyrank.files.output import OutputFile, Span
+from anyrank.files.placed_file import PlacedFile
+from anyrank.files.segments import memory_of
+from anyrank.files.storage import join_path, read_exactly
+from anyrank.files.store import Store, storing
+
+WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
+THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A byte range that is written in one call.
+
+    Attributes:
+        start: byte offset in the file.
+        fixed: the bytes, where they are known already.
+        spans: what fills it, without holes.
+    """
+
+    start: int
+    fixed: bytes = b""
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.fixed) or self.spans[-1].stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A window's bytes and their xxh3-64, to compare the file with."""
+
+    start: int
+    nbytes: int
+    digest: bytes
+
+
+def windows_of(file: OutputFile) -> Iterator[Window]:
+    """The file from start to end."""
+    parts = [
+        Window(start + low, fixed[low : low + WINDOW_BYTES])
+        for start, fixed in file.fixed
+        for low in range(0, len(fixed), WINDOW_BYTES)
+    ]
+    parts += [Window(span.start, b"", (span,)) for span in file.spans if span.nbytes]
+    parts.sort(key=lambda window: window.start)
+    waiting: list[Span] = []
+    for part in parts:
+        for span in (small for s in part.spans for small in s.cut(WINDOW_BYTES)):
+            if waiting and not _joins(waiting, span):
+                yield Window(waiting[0].start, b"", tuple(waiting))
+                waiting = []
+            waiting.append(span)
+        if part.fixed:
+            if waiting:
+                yield Window(waiting[0].start, b"", tuple(waiting))
+                waiting = []
+            yield part
+    if waiting:
+        yield Window(waiting[0].start, b"", tuple(waiting))
+
+
+def _joins(waiting: Sequence[Span], span: Span) -> bool:
+    """Whether a span goes into the same window: no hole, not too long, and aligned in it."""
+    first = waiting[0].start
+    short = span.stop - first <= WINDOW_BYTES
+    return short and (span.start - first) % span.tensor.dtype.itemsize == 0
+
+
+class Writer:
+    """Writes files of an output.
+
+    Args:
+        store: where to.
+        folder: a folder that is there.
+        content: what fills the spans.
+        check: called between windows; raises to stop early.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, content: Content, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.store, self.folder, self.content, self.check = store, folder, content, check
+
+    def write(self, file: OutputFile) -> list[Sealed]:
+        """Write one file, durably.
+
+        Returns:
+            The digests of all of its windows.
+
+        Raises:
+            LoadError: the source cannot be read.
+            CheckpointError: the file cannot be written.
+        """
+        file.check_cover()
+        path = join_path(self.folder, file.name)
+        with storing(path):
+            placed = placed_file.create(self.store, path, file.size)
+        try:
+            sealed = self._fill(placed, path, file)
+        except BaseException:
+            placed.abandon()
+            raise
+        with storing(path):
+            placed.finish()
+        return sealed
+
+    def _fill(self, placed: PlacedFile, path: str, file: OutputFile) -> list[Sealed]:
+        sealed: list[Sealed] = []
+        lock = threading.Lock()
+
+        def work(window: Window, memory: torch.Tensor) -> None:
+            data = self._bytes(window, memory)  # of `memory`, which outlives it
+            seal = Sealed(window.start, len(data), _digest(data))
+            with storing(path):
+                placed.write(window.start, data)
+            with lock:
+                sealed.append(seal)
+
+        run_all(windows_of(file), work, 1 if placed.in_order else THREADS, self.check)
+        return sealed
+
+    def _bytes(self, window: Window, memory: torch.Tensor) -> memoryview:
+        if window.fixed:
+            return memoryview(window.fixed)
+        pieces: list[tuple[Span, torch.Tensor]] = []
+        for span in window.spans:
+            low = span.start - window.start
+            part = memory[low : low + span.nbytes].view(span.tensor.dtype)
+            pieces.append((span, part.view(span.box.sizes)))
+        self.content.fill(pieces)
+        return memory_of(memory)[: window.nbytes]
+
+
+def run_all(
+    windows: Iterator[Window],
+    work: Callable[[Window, torch.Tensor], None],
+    threads: int,
+    check: Callable[[], None],
+) -> None:
+    """Run `work` on each window, with memory for it, on so many threads.
+
+    Raises:
+        Exception: the first that `work` or `check` raises; no further window is begun.
+    """
+    waiting: queue.Queue[Window | None] = queue.Queue(2 * threads)
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        memory = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu")
+        while (window := waiting.get()) is not None:
+            try:
+                if not errors:
+                    work(window, memory)
+            except BaseException as error:  # handed to the caller's thread below
+                errors.append(error)
+
+    workers = [threading.Thread(target=loop, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        for window in windows:
+            check()
+            if errors:
+                break
+            waiting.put(window)
+    finally:
+        for _ in workers:
+            waiting.put(None)
+        for worker in workers:
+            worker.join()
+    if errors:
+        raise errors[0]
+
+
+def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[], None]) -> None:
+    """Read a file again, and compare it with what was to be written.
+
+    Raises:
+        CheckpointError: bytes differ.
+        LoadError: it cannot be read.
+    """
+    file = store.open(path)
+    try:
+
+        def work(window: Window, memory: torch.Tensor) -> None:
+            seal = seals[window.start]
+            data = memory_of(memory)[: seal.nbytes]
+            read_exactly(file, path, [data], seal.start)
+            if _digest(data) != seal.digest:
+                raise CheckpointError(
+                    f"{path}: bytes {seal.start} to {seal.start + seal.nbytes} are not those that "
+                    "were written: the disk or the memory of this machine is damaged"
+                )
+
+        seals = {seal.start: seal for seal in sealed}
+        run_all((Window(start) for start in sorted(seals)), work, THREADS, check)
+    finally:
+        file.close()
+
+
+def _digest(data: memoryview) -> bytes:
+    import xxhash  # only files that are written or verified need it
+
+    return xxhash.xxh3_64_digest(data)

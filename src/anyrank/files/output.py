@@ -1,0 +1,114 @@
+"""Files that are to be written, byte by byte, before the first of them is: what is fixed, and which
+box of which tensor lies where. Each format makes one of these; one writer fills them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anyrank.tensors.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor as it is to be written, whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, stop) of a file: the elements of one box of a tensor, row-major.
+
+    Attributes:
+        tensor: whose.
+        box: whole rows of it, so that any part of the span is a box again.
+        start: byte offset in the file, a multiple of the element size.
+    """
+
+    tensor: OutputTensor
+    box: Box
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.tensor.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    def cut(self, most_bytes: int) -> Iterator[Span]:
+        """Consecutive spans of at most so many bytes (or one element)."""
+        position = self.start
+        for box in self.box.cut(most_bytes // self.tensor.dtype.itemsize):
+            part = Span(self.tensor, box, position)
+            yield part
+            position = part.stop
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file.
+
+    Attributes:
+        name: in the output's folder.
+        size: bytes.
+        fixed: offset and bytes of what is known already: headers, directories, padding.
+        spans: the rest, in order. Together they cover every byte of the file once.
+    """
+
+    name: str
+    size: int
+    fixed: tuple[tuple[int, bytes], ...]
+    spans: tuple[Span, ...]
+
+    def check_cover(self) -> None:
+        """What is neither fixed nor a span would be zeros that nobody asked for."""
+        parts = [(start, start + len(data)) for start, data in self.fixed]
+        parts += [(span.start, span.stop) for span in self.spans]
+        position = 0
+        for start, stop in sorted(part for part in parts if part[0] < part[1]):
+            assert start == position, f"{self.name}: byte {position} or {start} is not planned once"
+            position = stop
+        assert position == self.size, f"{self.name}: {position} of {self.size} bytes are planned"
+
+
+@dataclass(frozen=True)
+class Output:
+    """All files of one conversion.
+
+    Attributes:
+        files: with tensors.
+        small: name -> bytes of indexes and configurations, which are written after the files.
+    """
+
+    files: tuple[OutputFile, ...]
+    small: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files) + sum(map(len, self.small.values()))
+
+
+def shards_of(tensors: Sequence[OutputTensor], most_bytes: int | None) -> list[list[OutputTensor]]:
+    """Tensors in order, in groups of at most `most_bytes`; a larger tensor is a group by itself."""
+    groups: list[list[OutputTensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if most_bytes is not None and groups[-1] and held + tensor.nbytes > most_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += tensor.nbytes
+    return groups

@@ -1,0 +1,297 @@
+"""`anyrank.diff`: what differs between two sources, by names, shapes, dtypes and values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+
+from anyrank.files.formats import Source, check_source, list_source
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.run_folder import list_step, recognises, steps_of
+from anyrank.files.storage import join_path, storage_for
+from anyrank.inspection.groups import printable
+from anyrank.inspection.inspect import count, name_of
+from anyrank.inspection.stream import Values, as_numbers
+from anyrank.tensors.spec import StoredTensor
+
+SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a tensor's values differ.
+
+    Attributes:
+        largest: absolute difference; NaN where only one of two values is a number.
+        elements: how many differ.
+        of: how many there are.
+    """
+
+    largest: float
+    elements: int
+    of: int
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What `diff` found. Printable as one screen; true if nothing differs.
+
+    Attributes:
+        a, b: the sources, as they were given; of runs, the folders of the step.
+        equal: how many tensors are the same bits under the same name.
+        only_a, only_b: names that only one of them has.
+        renamed: name in a -> name in b, of tensors with the same bits and different names.
+        shapes: name -> both shapes.
+        dtypes: name -> both dtypes; the values are compared as well.
+        values: name -> how they differ, the largest difference first.
+        step: of two runs: the first step that both have and in which they differ, which the other
+            fields are of; None if there is none.
+        steps_equal: of two runs: the steps that are equal.
+        steps_only: of two runs: the steps that only one of them has.
+    """
+
+    a: str
+    b: str
+    equal: int
+    only_a: list[str]
+    only_b: list[str]
+    renamed: dict[str, str]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    dtypes: dict[str, tuple[str, str]]
+    values: dict[str, Difference]
+    step: int | None = None
+    steps_equal: list[int] = field(default_factory=list[int])
+    steps_only: list[int] = field(default_factory=list[int])
+
+    def __bool__(self) -> bool:
+        names = self.only_a or self.only_b or self.renamed or self.steps_only
+        return not (names or self.shapes or self.dtypes or self.values)
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object; a NaN is null."""
+        table = asdict(self)
+        for each in table["values"].values():
+            each["largest"] = each["largest"] if math.isfinite(each["largest"]) else None
+        return json.dumps(table, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"{self.a} and {self.b}: {self._verdict()}"]
+        if self.step is not None:
+            lines.append(f"  step {self.step} is the first that differs")
+        for title, items in (
+            ("only in a", self.only_a),
+            ("only in b", self.only_b),
+            ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
+            ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
+            ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
+            ("values", [_in_words(name, each) for name, each in self.values.items()]),
+            ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
+        ):
+            lines += [f"  {title:<10}{printable(item)}" for item in items[:SHOWN]]
+            if len(items) > SHOWN:
+                lines.append(f"  {title:<10}and {len(items) - SHOWN} more")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        steps = f" in {count(len(self.steps_equal), 'step')}" if self.steps_equal else ""
+        if self:
+            return f"equal, {count(self.equal, 'tensor')}{steps}"
+        before = f" after {count(len(self.steps_equal), 'equal step')}" if steps else ""
+        return f"different{before}, but for {count(self.equal, 'equal tensor')}"
+
+
+def _in_words(name: str, each: Difference) -> str:
+    return f"{name}: {each.elements:,} of {each.of:,} values, by {each.largest:.3g} at most"
+
+
+def diff(a: Source, b: Source) -> DiffReport:
+    """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
+
+    Two runs are compared step by step, weights, optimizer and all other tensors; the report is of
+    the first step that differs. Of other pairs the weights are compared.
+
+    Called by one process.
+
+    Example::
+
+        torch.save({"weight": torch.zeros(3), "bias": torch.ones(2)}, "a.pt")
+        torch.save({"weight": torch.zeros(3), "b": torch.ones(2)}, "b.pt")
+        found = anyrank.diff("a.pt", "b.pt")
+        assert not found
+        assert found.renamed == {"bias": "b"}
+
+    Args:
+        a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
+
+    Returns:
+        The report, which is true if nothing differs.
+
+    Raises:
+        LoadError, UnsafeFile: a source that cannot be read.
+        TypeError: neither path, list of paths nor dict of tensors.
+    """
+    check_source(a)
+    check_source(b)
+    steps_a, steps_b = _steps(a), _steps(b)
+    if steps_a is not None and steps_b is not None:
+        return _diff_runs(name_of(a), name_of(b), steps_a, steps_b)
+    return _diff(name_of(a), name_of(b), list_source(a), list_source(b))
+
+
+def _steps(source: Source) -> dict[int, str] | None:
+    """Of a run or a step: step -> folder; None for other sources."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    path = os.fspath(source)
+    storage = storage_for(path)
+    if not storage.is_dir(path) or not recognises(names := storage.names(path)):
+        return None
+    if MANIFEST in names:
+        return {read_manifest(storage, path).step: path}
+    folders = {step: join_path(path, name) for step, name in steps_of(names)}
+    return {s: f for s, f in folders.items() if MANIFEST in storage.names(f)}
+
+
+def _diff_runs(
+    a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str]
+) -> DiffReport:
+    if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
+        ((_, folder_a),), ((_, folder_b),) = steps_a.items(), steps_b.items()
+        return _diff(a, b, _list_step(folder_a), _list_step(folder_b))  # of whatever step
+    equal: list[int] = []
+    only = sorted(steps_a.keys() ^ steps_b.keys())
+    tensors = 0
+    for step in sorted(steps_a.keys() & steps_b.keys()):
+        listings = _list_step(steps_a[step]), _list_step(steps_b[step])
+        found = _diff(steps_a[step], steps_b[step], *listings)
+        if not found:
+            return replace(found, step=step, steps_equal=equal, steps_only=only)
+        equal.append(step)
+        tensors += found.equal
+    found = DiffReport(a, b, tensors, [], [], {}, {}, {}, {})
+    return replace(found, steps_equal=equal, steps_only=only)
+
+
+def _list_step(folder: str) -> Listing:
+    storage = storage_for(folder)
+    return list_step(storage, folder, read_manifest(storage, folder))
+
+
+def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    dtypes: dict[str, tuple[str, str]] = {}
+    values: dict[str, Difference] = {}
+    only_a = [name for name in a.tensors if name not in b.tensors]
+    only_b = [name for name in b.tensors if name not in a.tensors]
+    equal = 0
+    with Values(a) as in_a, Values(b) as in_b:
+        for name, ours in a.tensors.items():
+            theirs = b.tensors.get(name)
+            if theirs is None:
+                continue
+            if ours.shape != theirs.shape:
+                shapes[name] = (ours.shape, theirs.shape)
+                continue
+            if ours.dtype != theirs.dtype:
+                dtypes[name] = (_short(ours.dtype), _short(theirs.dtype))
+            found = _compare(ours, theirs, in_a, in_b)
+            if found is not None:
+                values[name] = found
+            elif ours.dtype == theirs.dtype:
+                equal += 1
+        renamed = _renames(
+            {name: a.tensors[name] for name in only_a},
+            {name: b.tensors[name] for name in only_b},
+            in_a,
+            in_b,
+        )
+    return DiffReport(
+        name_a,
+        name_b,
+        equal,
+        [name for name in only_a if name not in renamed],
+        [name for name in only_b if name not in renamed.values()],
+        renamed,
+        shapes,
+        dtypes,
+        dict(sorted(values.items(), key=lambda item: -_size(item[1].largest))),
+    )
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _size(largest: float) -> float:
+    return math.inf if math.isnan(largest) else largest
+
+
+def _compare(
+    ours: StoredTensor, theirs: StoredTensor, in_a: Values, in_b: Values
+) -> Difference | None:
+    """How two tensors of one shape differ; None where no value does."""
+    largest, elements = 0.0, 0
+    for box in in_a.boxes(ours):
+        x, y = in_a.read(ours, box), in_b.read(theirs, box)
+        if x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)):
+            continue
+        by, number = _difference(x, y)
+        elements += number
+        largest = by if math.isnan(by) or by > largest else largest
+    return Difference(largest, elements, ours.numel) if elements else None
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
+    """The largest absolute difference, and how many elements differ. Equal bits are equal."""
+    same = x.dtype == y.dtype
+    x, y = as_numbers(x).reshape(-1), as_numbers(y).reshape(-1)
+    whole = not (x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex())
+    if whole:  # as Python's integers, which do not overflow
+        differ = (x.to(torch.int64) if x.dtype != y.dtype else x) != (
+            y.to(torch.int64) if x.dtype != y.dtype else y
+        )
+        pairs = zip(x[differ].tolist(), y[differ].tolist(), strict=True)
+        return max((float(abs(int(p) - int(q))) for p, q in pairs), default=0.0), int(differ.sum())
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    p, q = x.to(wide), y.to(wide)
+    differ = ~((p == q) | (p.isnan() & q.isnan()))
+    if same and x.dtype.itemsize in (2, 4, 8) and not x.is_complex():  # -0.0 is not 0.0
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+        differ |= (p == 0) & (q == 0) & (x.view(bits) != y.view(bits))
+    if not differ.any():
+        return 0.0, 0
+    gaps = (p[differ] - q[differ]).abs()
+    return (math.nan if gaps.isnan().any() else float(gaps.max())), int(differ.sum())
+
+
+def _renames(
+    only_a: Mapping[str, StoredTensor],
+    only_b: Mapping[str, StoredTensor],
+    in_a: Values,
+    in_b: Values,
+) -> dict[str, str]:
+    """Tensors of the same bits under different names; several alike are paired in order."""
+    kinds = {(t.shape, t.dtype) for t in only_a.values()}
+    kinds &= {(t.shape, t.dtype) for t in only_b.values()}
+    theirs: dict[object, list[str]] = {}
+    for name, stored in only_b.items():
+        if (stored.shape, stored.dtype) in kinds:
+            key = (stored.shape, stored.dtype, in_b.content(stored))
+            theirs.setdefault(key, []).append(name)
+    renamed: dict[str, str] = {}
+    for name, stored in only_a.items():
+        if (stored.shape, stored.dtype) in kinds:
+            alike = theirs.get((stored.shape, stored.dtype, in_a.content(stored)))
+            if alike:
+                renamed[name] = alike.pop(0)
+    return renamed
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

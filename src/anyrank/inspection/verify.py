@@ -1,0 +1,271 @@
+"""`anyrank.verify`: whether a source is whole, by everything that can be known without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from anyrank.errors import AnyrankError, LoadError
+from anyrank.files.checksums import compared, mismatches
+from anyrank.files.formats import Source, check_source, list_source
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.run_folder import check_sizes, list_step, recognises, steps_of
+from anyrank.files.storage import Storage, join_path, storage_for
+from anyrank.inspection.groups import in_units, printable
+from anyrank.inspection.inspect import count, name_of
+from anyrank.inspection.stream import Values, count_nonfinite
+from anyrank.tensors.spec import StoredTensor
+
+SHOWN = 20
+FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        where: the file, or the tensor.
+        what: expected and found, and the way out.
+    """
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return printable(f"{self.where}: {self.what}")
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found. Printable as one screen; true if nothing is wrong.
+
+    Attributes:
+        path: the source, as it was given.
+        format: of it; "" where that cannot be known.
+        findings: what is wrong.
+        tensors: how many were looked at; of a run, over all steps.
+        nbytes: of them.
+        checked: what was compared, in words; a format without checksums is named here too.
+        steps: of a run, those that were looked at.
+    """
+
+    path: str
+    format: str
+    findings: list[Finding]
+    tensors: int
+    nbytes: int
+    checked: list[str]
+    steps: list[int]
+
+    def __bool__(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        verdict = count(len(self.findings), "finding") if self.findings else "fine"
+        parts = [self.format, count(self.tensors, "tensor"), in_units(self.nbytes)]
+        if self.steps:
+            parts.insert(1, count(len(self.steps), "step"))
+        lines = [f"{self.path}: {verdict}", f"  {', '.join(part for part in parts if part)}"]
+        lines += [f"  {finding}" for finding in self.findings[:SHOWN]]
+        if len(self.findings) > SHOWN:
+            lines.append(f"  and {len(self.findings) - SHOWN} more")
+        return "\n".join([*lines, f"  checked: {', '.join(self.checked)}"])
+
+
+def verify(source: Source, *, finite: bool = False) -> VerifyReport:
+    """Read a source from end to end, and say what is wrong with it.
+
+    Structure, sizes, offsets, and the index against the files; then every checksum that came with
+    them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
+    manifest and the xxh3-64 of each block, of every committed step. Memory: a few MiB.
+
+    Called by one process.
+
+    Example::
+
+        torch.save({"weight": torch.zeros(300, 2)}, "w.pt")
+        assert anyrank.verify("w.pt")
+        with open("w.pt", "r+b") as file:
+            file.seek(1000)
+            file.write(b"x")
+        print(anyrank.verify("w.pt").findings)
+
+    Args:
+        source: a path or URL, a list of files, or a dict of tensors; as for `load`.
+        finite: also look for NaN and infinite values in every tensor.
+
+    Returns:
+        The report, which is true if nothing is wrong.
+
+    Raises:
+        LoadError: nothing is there, or it cannot be read.
+        TypeError: neither path, list of paths nor dict of tensors, or finite is no bool.
+    """
+    check_source(source)
+    if finite not in (True, False):
+        raise TypeError(f"finite={finite!r}: give True or False")
+    found = _Found([], set())
+    path = name_of(source)
+    if isinstance(source, (str, os.PathLike)):
+        storage = storage_for(path)
+        names = _names(storage, path)
+        if names is not None and recognises(names):
+            return _verify_run(storage, path, names, finite, found)
+    try:
+        listing = list_source(source)
+    except AnyrankError as error:
+        found.findings.append(_finding(error, path))
+        _verify_each(source, found)
+        return VerifyReport(path, "", found.findings, 0, 0, ["structure"], [])
+    _verify_listing(listing, finite, found)
+    return _report(path, listing.format, found, [listing], [])
+
+
+@dataclass
+class _Found:
+    """What is wrong, and what was compared."""
+
+    findings: list[Finding]
+    checked: set[str]
+
+
+def _names(storage: Storage, path: str) -> list[str] | None:
+    """A folder's entries, None for a file.
+
+    Raises:
+        LoadError: there is nothing, or it cannot be read.
+    """
+    try:
+        if storage.is_dir(path):
+            return storage.names(path)
+        if storage.is_file(path):
+            return None
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error}") from error
+    raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
+
+
+def _finding(error: Exception, path: str) -> Finding:
+    text = str(error)
+    where, colon, what = text.partition(": ")
+    is_path = colon and (where.startswith(path) or os.sep in where)
+    return Finding(where, what) if is_path else Finding(path, text)
+
+
+def _verify_each(source: Source, found: _Found) -> None:
+    """Of a source that is not whole, every file by itself, so that all the damage is known."""
+    paths: list[str] = []
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        storage = storage_for(path)
+        if storage.is_dir(path):
+            names = [name for name in storage.names(path) if name.endswith(FILE_ENDINGS)]
+            paths = [join_path(path, name) for name in names]
+    elif not isinstance(source, Mapping):
+        paths = [os.fspath(path) for path in source]
+    known = {finding.where for finding in found.findings}
+    for path in paths:
+        try:
+            listing = list_source(path)
+        except AnyrankError as error:
+            if path not in known:
+                found.findings.append(_finding(error, path))
+        else:
+            _verify_listing(listing, False, found)
+
+
+def _verify_run(
+    storage: Storage, path: str, names: list[str], finite: bool, found: _Found
+) -> VerifyReport:
+    """Every committed step, by its manifest."""
+    folders = [path] if MANIFEST in names else []
+    if not folders:
+        folders = [join_path(path, name) for _, name in steps_of(names)]
+    steps: list[int] = []
+    listings: list[Listing] = []
+    for folder in folders:
+        try:
+            if MANIFEST not in storage.names(folder):
+                found.findings.append(
+                    Finding(folder, f"has no {MANIFEST}: the save was not finished; remove it")
+                )
+                continue
+            manifest = read_manifest(storage, folder)
+            steps.append(manifest.step)
+            small = check_sizes(storage, folder, manifest)
+            listing = list_step(storage, folder, manifest, small)
+        except AnyrankError as error:
+            found.findings.append(_finding(error, folder))
+            continue
+        listings.append(listing)
+        _verify_listing(listing, finite, found)
+    found.checked.add("manifests")
+    return _report(path, "anyrank run", found, listings, steps)
+
+
+def _report(
+    path: str, name: str, found: _Found, listings: list[Listing], steps: list[int]
+) -> VerifyReport:
+    return VerifyReport(
+        path,
+        name,
+        found.findings,
+        sum(len(listing.tensors) for listing in listings),
+        sum(listing.nbytes for listing in listings),
+        ["structure", *sorted(found.checked)],
+        steps,
+    )
+
+
+def _verify_listing(listing: Listing, finite: bool, found: _Found) -> None:
+    for name, stored in listing.tensors.items():
+        overlap = _overlap(stored)
+        if overlap:
+            found.findings.append(Finding(_file_of(listing, stored), f"{name}: {overlap}"))
+    try:
+        for path, what in mismatches(listing, 0, 1, lambda: None):
+            found.findings.append(Finding(path, what))
+    except AnyrankError as error:
+        found.findings.append(_finding(error, listing.format))
+    found.checked.update(compared(listing) or ["no checksums, as the format has none"])
+    if finite:
+        found.findings += _nonfinite(listing)
+        found.checked.add("NaN and infinite values")
+
+
+def _file_of(listing: Listing, stored: StoredTensor) -> str:
+    return listing.files[stored.chunks[0].file].path
+
+
+def _overlap(stored: StoredTensor) -> str | None:
+    """Two pieces that hold the same elements; as many others are then held by none."""
+    boxes = sorted((chunk.box for chunk in stored.chunks), key=lambda box: box.offsets)
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break
+            if box.intersect(other) is not None:
+                return f"its pieces at {box.offsets} and {other.offsets} overlap"
+    return None
+
+
+def _nonfinite(listing: Listing) -> Iterator[Finding]:
+    with Values(listing) as values:
+        for name, stored in listing.tensors.items():
+            if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
+                continue
+            try:
+                bad = sum(count_nonfinite(values.read(stored, b)) for b in values.boxes(stored))
+            except AnyrankError as error:
+                yield _finding(error, name)
+                continue
+            if bad:
+                yield Finding(name, f"{bad} of {stored.numel} values are NaN or infinite")

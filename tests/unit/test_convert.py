@@ -1,0 +1,342 @@
+"""`convert`: what is written is what was there, in a form that the other tools read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.runs import save
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import anyrank
+from anyrank import faults
+from anyrank.errors import CheckpointError, LoadError, UnsafeFile
+from anyrank.files import torch_output
+from anyrank.files.output import OutputTensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+
+SHARED = torch.randn(8, 4)
+TENSORS: dict[str, torch.Tensor] = {
+    "embed.weight": SHARED,
+    "head.weight": SHARED,
+    "strided": torch.randn(5, 3).t(),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "flags": torch.tensor([True, False, True]),
+    "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+    "half": torch.randn(7).to(torch.bfloat16),
+    "a/b c\n\u00e9": torch.arange(5),
+    "double": torch.randn(2, 1, 3, dtype=torch.float64),
+    "small": torch.tensor([1, 2, 3], dtype=torch.uint8),
+}
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    flat, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+    return torch.equal(flat, other)
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder, by its index and the safetensors package alone."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    found: dict[str, torch.Tensor] = {}
+    weight_map = json.loads(index.read_text())["weight_map"]
+    for file in sorted(set(weight_map.values())):
+        found |= load_file(folder / file)
+    assert set(found) == set(weight_map)
+    return found
+
+
+def sources(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The same tensors in every format."""
+    torch.save(tensors, folder / "w.pt")
+    torch.save(tensors, folder / "old.pt", _use_new_zipfile_serialization=False)
+    plain = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, folder / "w.safetensors")
+    dcp_save(dict(plain), checkpoint_id=folder / "dcp", no_dist=True)
+    return {
+        "torch": folder / "w.pt",
+        "legacy": folder / "old.pt",
+        "safetensors": folder / "w.safetensors",
+        "dcp": folder / "dcp",
+        "memory": tensors,
+    }
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 100, 1])
+def test_every_format_becomes_a_folder_of_safetensors(
+    tmp_path: Path, shard_bytes: int | None
+) -> None:
+    for kind, source in sources(tmp_path, TENSORS).items():
+        out = tmp_path / f"out-{kind}"
+        report = anyrank.convert(source, out, shard_bytes=shard_bytes)
+        found = read_folder(out)
+        tied = {"head.weight": "embed.weight"} if kind in ("torch", "legacy") else {}
+        assert report.tied == tied, kind
+        assert found.keys() == TENSORS.keys() - tied.keys(), kind
+        assert [name for name in found if not same(found[name], TENSORS[name])] == [], kind
+        assert report.tensors == len(found)
+        assert sorted(report.files) == sorted(os.listdir(out))
+        assert anyrank.verify(out)
+        assert not list(tmp_path.glob("*.unfinished-*"))
+
+
+def test_a_run_becomes_a_folder_of_safetensors(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
+    model[1].weight = nn.Parameter(torch.randn(4, 300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "run", anyrank.TrainState(model, optimizer))
+    report = anyrank.convert(tmp_path / "run", tmp_path / "out")
+    found = read_folder(tmp_path / "out")
+    assert found.keys() == model.state_dict().keys()
+    assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert any("exp_avg" in line for line in report.skipped)
+
+
+def test_a_file_of_safetensors_is_one_file(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "w.pt")
+    report = anyrank.convert(tmp_path / "w.pt", tmp_path / "w.safetensors")
+    assert report.files == ["w.safetensors"]
+    assert load_file(tmp_path / "w.safetensors").keys() == TENSORS.keys() - {"head.weight"}
+
+
+def test_a_cast_is_of_floating_tensors(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(300, 7), "ids": torch.arange(3), "z": torch.ones(2) * 1j}
+    report = anyrank.convert(weights, tmp_path / "out", dtype="bfloat16")
+    found = read_folder(tmp_path / "out")
+    assert same(found["w"], weights["w"].bfloat16())
+    assert same(found["ids"], weights["ids"])
+    assert same(found["z"], weights["z"])
+    assert report.cast == {"w": "float32 -> bfloat16"}
+
+
+def test_a_cast_that_overflows_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="1 values are beyond 65504"):
+        anyrank.convert({"w": torch.tensor([1.0, 1e6])}, tmp_path / "out", dtype="float16")
+    assert os.listdir(tmp_path) == []
+    kept = anyrank.convert({"w": torch.tensor([1.0, torch.inf])}, tmp_path / "out", dtype="fp16")
+    assert kept.tensors == 1
+
+
+def test_fp8_with_scales_is_not_cast(tmp_path: Path) -> None:
+    fp8 = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    weights = {"a.weight": fp8, "a.weight_scale_inv": torch.ones(1, 1)}
+    with pytest.raises(LoadError, match=r"a\.weight: is torch\.float8_e4m3fn with a scale"):
+        anyrank.convert(weights, tmp_path / "out", dtype="bfloat16")
+    anyrank.convert(weights, tmp_path / "out")
+    assert same(read_folder(tmp_path / "out")["a.weight"], fp8)
+
+
+def test_names_lose_what_wrappers_put_into_them(tmp_path: Path) -> None:
+    weights = {"module._orig_mod.a.weight": torch.ones(2), "module.b._orig_mod.bias": torch.ones(1)}
+    report = anyrank.convert(weights, tmp_path / "out")
+    assert read_folder(tmp_path / "out").keys() == {"a.weight", "b.bias"}
+    assert report.renamed["module.b._orig_mod.bias"] == "b.bias"
+
+
+def test_beside_an_optimizer_the_table_of_weights_is_taken(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": torch.zeros(2)}}}
+    dcp_save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    report = anyrank.convert(tmp_path / "dcp", tmp_path / "out")
+    assert read_folder(tmp_path / "out").keys() == {"a"}
+    assert "optimizer.state.a: not weights" in report.skipped
+
+
+def test_rename_applies_and_two_of_one_name_are_an_error(tmp_path: Path) -> None:
+    weights = {"net.a": torch.ones(2), "b": torch.ones(2)}
+    anyrank.convert(weights, tmp_path / "out", rename={"net": ""})
+    assert read_folder(tmp_path / "out").keys() == {"a", "b"}
+    with pytest.raises(LoadError, match=r"both net\.a and b of the source become b"):
+        anyrank.convert(weights, tmp_path / "two", rename={"net.a": "b"})
+
+
+def test_configuration_and_tokenizer_come_along(tmp_path: Path) -> None:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32"}, "dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    (folder / ".hidden").write_bytes(b"")
+    report = anyrank.convert(folder, tmp_path / "out", dtype="bfloat16")
+    assert report.copied == ["config.json", "tokenizer.json"]
+    made = json.loads((tmp_path / "out/config.json").read_text())
+    assert made == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "dropout": 0.1}
+
+
+# -- the destination ------------------------------------------------------------------------------
+
+
+def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out)
+    with pytest.raises(ValueError, match="is there already"):
+        anyrank.convert({"b": torch.ones(2)}, out)
+    assert read_folder(out).keys() == {"a"}
+    anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    assert read_folder(out).keys() == {"b"}
+    assert os.listdir(tmp_path) == ["out"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    anyrank.convert({"a": torch.ones(2)}, empty)
+    assert read_folder(empty).keys() == {"a"}
+
+
+def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out)
+    (out / "notes").mkdir()
+    with pytest.raises(ValueError, match="not a folder of weights and nothing else"):
+        anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(ValueError, match="is a folder, and would become a file"):
+        anyrank.convert({"b": torch.ones(2)}, tmp_path / "x.safetensors", overwrite=True)
+
+
+@pytest.mark.parametrize("dst", ["src", "src/out", "src/deep/out", ".", "link", "src/"])
+def test_the_source_is_never_the_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dst: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "link").symlink_to("src")
+    save_file({"w": torch.ones(2)}, "src/model.safetensors")
+    with pytest.raises(ValueError, match="is the source"):
+        anyrank.convert("src", dst, overwrite=True)
+    assert os.listdir("src") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"to": "onnx"}, ValueError, "to='onnx' is unknown"),
+        ({"dtype": "float8"}, ValueError, "dtype='float8'"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+        ({"dtype": 3}, TypeError, "dtype=3"),
+        ({"shard_bytes": 0}, ValueError, "not a positive"),
+        ({"shard_bytes": 1.5}, TypeError, "whole number"),
+        ({"shard_bytes": 5, "to": "torch"}, ValueError, "shard_bytes= is for"),
+        ({"rename": [("(", "")]}, ValueError, "rename="),
+        ({"overwrite": "yes"}, TypeError, "overwrite='yes'"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "point", ["file.folder", "file.open", "file.write", "file.fsync", "convert.commit"]
+)
+def test_a_device_that_refuses_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(faults.armed, point, refuse)
+    with pytest.raises(CheckpointError, match="No space left"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage() -> None:  # every fsync comes after the file's last byte
+        for path in tmp_path.glob("*.unfinished-*/*.safetensors"):
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\x01")
+
+    monkeypatch.setitem(faults.armed, "file.fsync", damage)
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_source_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path / "run", anyrank.TrainState(nn.Linear(64, 64)))
+    (data,) = tmp_path.glob("run/step-*/*.distcp")
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        anyrank.convert(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_that_climbs_out_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
+    index = {"weight_map": {"w": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((LoadError, UnsafeFile), match="outside the folder"):
+        anyrank.convert(folder, tmp_path / "out")
+
+
+# -- other formats --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_torch_file_is_read_by_torch(tmp_path: Path, kind: str) -> None:
+    source = sources(tmp_path, TENSORS)[kind]
+    report = anyrank.convert(source, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found.keys() == TENSORS.keys()
+    assert [name for name in found if not same(found[name], TENSORS[name])] == []
+    is_tied = found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert is_tied == (kind == "torch") == bool(report.tied)
+    mapped = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
+    assert same(mapped["double"], TENSORS["double"])
+    assert anyrank.verify(tmp_path / "out.pt")
+
+
+def test_a_dcp_folder_is_read_by_torch(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "w.pt")
+    anyrank.convert(tmp_path / "w.pt", tmp_path / "out", to="dcp")
+    found = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+    dcp_load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert [name for name in found if not same(found[name], TENSORS[name])] == []
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt").keys() == TENSORS.keys()
+    assert anyrank.diff(tmp_path / "w.pt", tmp_path / "out")
+    assert anyrank.verify(tmp_path / "out")
+
+
+def test_a_zip_beyond_4_gib_has_64_bit_records(tmp_path: Path) -> None:
+    wide = OutputTensor("wide", (1 << 31,), torch.float32)
+    after = OutputTensor("after", (5,), torch.float32)
+    (file,) = torch_output.plan_file("w.pt", [wide, after], {}).files
+    file.check_cover()
+    with open(tmp_path / "w.pt", "wb") as made:  # with a hole for the values
+        made.truncate(file.size)
+        for offset, data in file.fixed:
+            made.seek(offset)
+            made.write(data)
+        made.seek(file.spans[1].start)
+        made.write(torch.arange(5.0).numpy().tobytes())
+    found = torch.load(tmp_path / "w.pt", weights_only=True, mmap=True)
+    assert found["wide"].shape == (1 << 31,)
+    assert torch.equal(found["after"], torch.arange(5.0))
+    assert anyrank.inspect(tmp_path / "w.pt").nbytes == (8 << 30) + 20
