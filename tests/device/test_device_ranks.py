@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,26 @@ def resume(path: str, device: torch.device, wrap: str, background: bool) -> Any:
     return set(report.components.values()), train(fresh, again, device) == expected
 
 
+def sync(path: str, device: torch.device, wrap: str, meta: bool) -> Any:
+    """From FSDP2, on devices or kept on the CPU, into a whole bfloat16 copy on rank 1's device."""
+    src: Any = build(device, wrap)
+    dst: Any = None
+    if device.index == 1:
+        with anyrank.meta() if meta else nullcontext():
+            dst = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            dst = dst.bfloat16()
+        dst = dst if meta else dst.to(device)
+        if not meta:
+            dst[0].weight.data.fill_(7)  # still under way when the call begins
+    report = anyrank.sync(dst, src, verify=True)
+    whole = {name: p.full_tensor().cpu() for name, p in src.named_parameters()}
+    right = all(
+        torch.equal(p.cpu(), whole[name].bfloat16()) and p.device == device
+        for name, p in (dst.named_parameters() if dst is not None else ())
+    )
+    return right, report.bytes_sent[1], report.is_planned
+
+
 class Reads(TorchDispatchMode):
     """Counts the host's waits for a value on the device."""
 
@@ -154,7 +174,7 @@ def tiled(path: str, device: torch.device, rows: int) -> Any:
     return reads.num, same, ""
 
 
-JOBS: dict[str, Any] = {"load": load, "resume": resume, "tiled": tiled}
+JOBS: dict[str, Any] = {"load": load, "resume": resume, "sync": sync, "tiled": tiled}
 
 
 def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
@@ -169,6 +189,12 @@ def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
 def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str) -> None:
     wanted = ({"cpu" if wrap == "offloaded" else "sim"}, True)
     assert on_two_ranks(tmp_path, "load", wrap, strategy) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("wrap", ["fsdp", "offloaded"])
+def test_live_weights_go_between_devices(tmp_path: Path, wrap: str, meta: bool) -> None:
+    assert on_two_ranks(tmp_path, "sync", wrap, meta) == [(True, 0, True)] * 2
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -153,6 +153,16 @@ def test_recorded_orders_repeat_and_lose_no_sample_and_share_no_stream() -> None
     assert any(row["sampler"]["lost"] for row in rows)
 
 
+def test_recorded_syncs_send_each_byte_once_and_take_less_time() -> None:
+    found = result("sync")
+    rows = {(row["case"], row["way"]): row for row in found["rows"]}
+    for case, least in (("2 to 2 others", found["mib"]), ("the same 4", found["mib"] * 3 / 8)):
+        ours = rows[case, "anyrank.sync"]
+        assert sum(ours["sent_mib"]) <= 1.01 * least
+        assert ours["of_baseline"] <= 0.6
+        assert max(ours["memory_mib"]) <= 16
+
+
 def test_recorded_saves_are_within_the_promised_memory() -> None:
     rows, share = result("save")["rows"], result("save")["mib"] / result("save")["ranks"]
     assert rows["anyrank"]["beyond_mib"] < 64

@@ -504,6 +504,7 @@ def test_every_public_name_is_told_of() -> None:
         ("load.md", anyrank.materialize),
         ("strategies.md", anyrank.plan),
         ("freeze.md", anyrank.freeze),
+        ("sync.md", anyrank.sync),
         ("resume.md", anyrank.TrainState),
         ("resume.md", anyrank.Checkpoints),
         ("resume.md", anyrank.Checkpoints.resume),

@@ -18,7 +18,7 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
     """The device of a real tensor, or the device where a meta tensor is to be."""
     if not target.is_meta:
         return target.local().device
-    if target.layout is None:
+    if not target.is_dtensor:
         return default
     mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.registrations):

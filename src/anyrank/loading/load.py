@@ -11,6 +11,7 @@ from torch import nn
 
 from anyrank.files.formats import Source
 from anyrank.loading.execute_load import execute_load
+from anyrank.loading.given_layouts import GivenLayout
 from anyrank.loading.load_live import load_live
 from anyrank.loading.memory_meter import Meter, collector_paused
 from anyrank.loading.options import Options
@@ -38,6 +39,7 @@ def load(
     unexpected: Literal["error", "ignore"] = "error",
     cast: Literal["float", "any"] = "float",
     rename: Rename = None,
+    layout: GivenLayout = None,
     strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
     buffer_bytes: int | None = None,
     process_group: Group = None,
@@ -75,6 +77,9 @@ def load(
             can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
             (regex, replacement), or a callable.
+        layout: for plain tensors that are this rank's part of a whole, as Megatron and vLLM hold
+            them: a dict of name or pattern to (mesh, placements), or a function of the name. The
+            parts are checked over the ranks: no hole, no overlap.
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
             exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
@@ -97,7 +102,9 @@ def load(
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify)
+    options = Options(
+        missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify, layout
+    )
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
         options.agree(ranks, "load", model, source)

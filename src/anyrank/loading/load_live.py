@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def load_live(
     """
     given: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    if options.layout is not None:  # it is of the model; sharded tensors know theirs
+        options = replace(options, layout=(options.layout, None))
     done = execute_sync(model, tensors, options, ranks, meter)
     own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
     skipped = [f"{key}: not a tensor" for key in given if key not in tensors]

@@ -10,6 +10,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.formats import Source, check_source
+from anyrank.loading.given_layouts import check_layout
 from anyrank.loading.strategy import STRATEGIES
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename, renamer
@@ -35,6 +36,7 @@ class Options:
     buffer_bytes: int | None = None
     progress: bool | Callable[[int, int], None] | None = None
     verify: bool = False
+    layout: Any = None
 
     def check(self) -> None:
         """Refuse options that are wrong in themselves.
@@ -51,6 +53,8 @@ class Options:
         verify: Any = self.verify  # whatever was given
         if not isinstance(verify, bool):
             raise TypeError(f"verify={verify!r}: give True or False")
+        for layout in self.layout if isinstance(self.layout, tuple) else (self.layout,):
+            check_layout(layout)
         if not (
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):
@@ -80,7 +84,7 @@ class Options:
         names = (*CHOICES, "rename", "verify")
         ranks.same_arguments(
             call,
-            {n: getattr(self, n) for n in names},
+            {n: getattr(self, n) for n in names} | {"layout": self.layout is not None},
             LoadError,
             lambda: self.check_call(model, source),
         )

@@ -16,7 +16,9 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.allocate import default_buffer
+from anyrank.loading.given_layouts import apply_layouts
 from anyrank.loading.match_model import ModelMatch, match_model
+from anyrank.loading.model_tensors import ModelTensor, find_tensors
 from anyrank.loading.options import Options
 from anyrank.loading.strategy import Decision, decide
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
@@ -117,10 +119,15 @@ def plan_load(
         "reading the headers", first, lambda: list_source(_given(source)).without_memory()
     )
 
+    tensors: list[ModelTensor] | None = None
+    if options.layout is not None:
+        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(model), None))
+        apply_layouts(tensors, options.layout, ranks, strict=True)
+
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         mine = list_memory(source) if isinstance(source, Mapping) and source else listing
-        match = match_model(model, mine, options)
+        match = match_model(model, mine, options, tensors)
         return match, _summary(model, match, options)
 
     match, summaries = ranks.own_and_all("planning the load", match_here)

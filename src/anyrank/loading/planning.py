@@ -17,6 +17,7 @@ from torch import nn
 
 from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
+from anyrank.loading.given_layouts import GivenLayout
 from anyrank.loading.match_model import ModelMatch
 from anyrank.loading.options import Options, check_choice, check_count
 from anyrank.loading.plan_load import AgreedPlan, plan_load
@@ -55,6 +56,7 @@ def plan(
     unexpected: Literal["error", "ignore"] = "error",
     cast: Literal["float", "any"] = "float",
     rename: Rename = None,
+    layout: GivenLayout = None,
     strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
     buffer_bytes: int | None = None,
     process_group: Group = None,
@@ -83,7 +85,8 @@ def plan(
         world_size: ranks in all; a mesh of one axis.
         mesh: sizes of the axes, the sharded one last: (2, 8) is HSDP with 2 replicas of 8 shards.
         ranks_per_node: for `world_size` and `mesh`; default: at most 8.
-        missing, unexpected, cast, rename, strategy, buffer_bytes, process_group: as for `load`.
+        missing, unexpected, cast, rename, layout, strategy, buffer_bytes, process_group: as for
+            `load`.
         progress: ignored, as no payload moves; accepted so that the arguments of a load can be
             passed on.
         verify: count the bytes that a comparison with the source's checksums would read as well.
@@ -93,7 +96,9 @@ def plan(
         ValueError, TypeError: an argument that is wrong in itself, as for `load`; or a mesh that
             does not multiply to `world_size`.
     """
-    options = Options(missing, unexpected, cast, rename, strategy, buffer_bytes, verify=verify)
+    options = Options(
+        missing, unexpected, cast, rename, strategy, buffer_bytes, None, verify, layout
+    )
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:
             options.agree(ranks, "plan", model, source)

@@ -94,7 +94,7 @@ def _like(target: ModelTensor, local: torch.Tensor) -> Any:
     old: Any = target.tensor
     with torch.inference_mode(False):
         new: Any = local.detach()
-        if target.layout is not None:
+        if target.is_dtensor:
             new = dtensor_like(
                 old, new, placements=old.placements, shape=old.shape, stride=old.stride()
             )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.loading.given_layouts import GivenLayout
 from anyrank.loading.memory_meter import Meter, collector_paused
 from anyrank.loading.options import Options
 from anyrank.loading.sync_execute import execute_sync
@@ -19,6 +20,8 @@ from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.sync")
+
+Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, GivenLayout]"
 
 
 @collector_paused()
@@ -30,6 +33,7 @@ def sync(
     cast: Literal["float", "any"] = "float",
     missing: Literal["error", "init", "keep"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
+    layout: Layouts = None,
     verify: bool = False,
     atomic: bool = False,
     version: int | None = None,
@@ -60,6 +64,9 @@ def sync(
         missing: what to do with tensors of `dst` that `src` does not hold: "error"; "keep" leaves
             them; "init" gives them the model's own initial values.
         unexpected: what to do with tensors of `src` that fill nothing: "error" or "ignore".
+        layout: for plain tensors that are this rank's part of a whole: a dict of name or pattern to
+            (mesh, placements), or a function of the name; a pair of these for `dst` and `src`
+            where the two differ. Ranks may give different ones.
         verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
@@ -80,7 +87,7 @@ def sync(
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(missing, unexpected, cast, rename, verify=verify)
+    options = Options(missing, unexpected, cast, rename, verify=verify, layout=layout)
     # Under inference mode new parameters would never get gradients.
     with (
         torch.inference_mode(False),

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import LoadError
+from anyrank.loading.given_layouts import GivenLayout, apply_layouts
 from anyrank.loading.match_model import is_pinned
 from anyrank.loading.model_tensors import (
     ModelTensor,
@@ -26,6 +27,7 @@ from anyrank.loading.model_tensors import (
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
+from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
 
@@ -78,20 +80,32 @@ class End:
     digest: str
 
 
-def look(given: Module) -> End:
-    """One end as this rank has it.
+def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
+    """One end as this rank has it. All ranks, if any of them has a layout.
+
+    Args:
+        given: the module, the dict, or None.
+        layout: of plain tensors that are parts; None on all ranks, or something on each.
+        ranks: of the call.
 
     Raises:
         LoadError: tensors that cannot be read or written, named with their type.
     """
     module = _as_module(given)
-    tensors = find_tensors(module)
+    given_meshes: dict[int, Any] = {}
+    if layout is None:
+        tensors = find_tensors(module)
+    else:
+        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(module), None))
+        given_meshes = apply_layouts(tensors, layout, ranks, strict=False)
     meshes: dict[int, int] = {}
     coordinates: list[tuple[int, ...] | None] = []
     rows: list[Row] = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         held: Any = tensor.tensor
-        mesh = id(held.device_mesh) if tensor.layout is not None else 0
+        mesh = 0
+        if tensor.layout is not None:
+            mesh = id(held.device_mesh if tensor.is_dtensor else given_meshes[index])
         if mesh not in meshes:
             meshes[mesh] = len(coordinates)
             coordinates.append(tensor.coordinate)

@@ -40,9 +40,20 @@ def execute_sync(
         AnyrankError: of any rank, on all ranks.
     """
     last = SyncReport.last(dst) if isinstance(dst, nn.Module) else None
-    agreed = agree_plan(
-        lambda: (look(dst), look(src)), options, ranks, version, last.version if last else 0
-    )
+    held = last.version if last else 0
+    if ranks.any(options.layout is not None, "reading layout="):
+        layout = options.layout or {}  # ranks without it take part
+        layouts = layout if isinstance(layout, tuple) else (layout, layout)
+        ends = look(dst, layouts[0] or {}, ranks), look(src, layouts[1] or {}, ranks)
+        agreed = agree_plan(lambda: ends, options, ranks, version, held)
+    else:
+        agreed = agree_plan(
+            lambda: (look(dst, None, ranks), look(src, None, ranks)),
+            options,
+            ranks,
+            version,
+            held,
+        )
     report = _Sync(agreed, dst, ranks, meter, options.verify, atomic).run()
     if isinstance(dst, dict):  # its tensors on meta may be new objects
         dst.update(agreed.dst.module.__dict__["_parameters"])

@@ -56,7 +56,12 @@ class ShardedTensor:
     def local(self) -> torch.Tensor:
         """This rank's memory, to be written to in place."""
         tensor: Any = self.tensor.detach()
-        return tensor.to_local() if self.layout else tensor
+        return tensor.to_local() if self.is_dtensor else tensor
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether the tensor knows its layout itself; else it is the local part."""
+        return self.layout is not None and hasattr(self.tensor, "placements")
 
     def describe(self) -> tuple[str, tuple[int, ...], str, str]:
         """What must be equal on all ranks: name, global shape, dtype and layout."""

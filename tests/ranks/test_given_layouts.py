@@ -1,0 +1,150 @@
+"""`layout=`: plain tensors that are parts of a whole are loaded, planned and synced as such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+import anyrank
+from anyrank.testing import run_ranks
+
+
+class Part(nn.Module):
+    """This rank's part of a column- and a row-parallel layer of 7 hidden units; the norm whole."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        own = (4, 3)[rank]
+        self.up, self.down, self.norm = nn.Linear(5, own), nn.Linear(own, 5), nn.LayerNorm(5)
+
+
+class Whole(nn.Module):
+    """The same layers, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5)
+
+
+def whole() -> Whole:
+    torch.manual_seed(0)
+    return Whole()
+
+
+def layouts(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"up.*": (mesh, [Shard(0)]), "down.weight": (mesh, (Shard(1),))}
+
+
+def check(part: Part, rank: int, full: Whole) -> None:
+    rows = slice(0, 4) if rank == 0 else slice(4, 7)
+    assert torch.equal(part.up.weight, full.up.weight[rows])
+    assert torch.equal(part.up.bias, full.up.bias[rows])
+    assert torch.equal(part.down.weight, full.down.weight[:, rows])
+    assert torch.equal(part.down.bias, full.down.bias)
+
+
+def job_load(path: str, meta: bool) -> None:
+    rank, full = dist.get_rank(), whole()
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank == 0:
+        torch.save(full.state_dict(), path)
+    dist.barrier()
+    if meta:
+        with anyrank.meta():
+            part = Part(rank)
+    else:
+        part = Part(rank)
+    given: Any = layouts(mesh)
+    plan = anyrank.plan(part, path, layout=given)
+    report = anyrank.load(part, path, layout=lambda name: _find(given, name), verify=True)
+    assert plan.share_bytes == [4 * n for n in (24 + 25 + 10, 18 + 20 + 10)]
+    check(part, rank, full)
+    assert report.tensors == 6
+    assert isinstance(part.up.weight, nn.Parameter)
+
+
+def _find(given: dict[str, Any], name: str) -> Any:
+    return given["up.*"] if name.startswith("up.") else given.get(name)
+
+
+def test_parts_are_loaded_and_planned(tmp_path: Path) -> None:
+    for meta in (False, True):
+        run_ranks(2, job_load, str(tmp_path / f"{meta}.pt"), meta)
+
+
+def job_sync() -> None:
+    rank = dist.get_rank()
+    trainers, generators = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    full = whole()
+    src = fully_shard(whole(), mesh=trainers) if rank < 2 else None
+    dst = Part(rank - 2) if rank >= 2 else None
+    given: Any = layouts(generators) if rank >= 2 else None
+    report = anyrank.sync(dst, src, layout=given, verify=True)
+    if dst is not None:
+        check(dst, rank - 2, full)
+    assert not anyrank.sync(dst, src, layout=given).is_planned
+    back = whole()
+    for tensor in back.parameters():
+        tensor.data.zero_()
+    taker = back if rank == 0 else None
+    anyrank.sync(taker, dst, layout=(None, given), verify=True)
+    if taker is not None:
+        assert torch.equal(back.up.weight, full.up.weight)
+        assert torch.equal(back.down.weight, full.down.weight)
+    # Each byte once; the norm and the bias of `down`, whole on both, go to both.
+    assert sum(report.bytes_received) == 4 * (35 + 7 + 35 + 2 * 15)
+
+
+def test_parts_are_synced_both_ways() -> None:
+    run_ranks(4, job_sync)
+
+
+def job_wrong(change: str) -> str:
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", [0, 1])
+    part: Any = Part({"short": 1, "long": 0}.get(change, rank))
+    if change == "hole":
+        part = Part(1 - rank)  # 3 rows before 4, where torch puts the larger chunk first
+    given: dict[str, Any] = layouts(mesh)
+    if change == "differs" and rank:
+        given["up.*"] = (mesh, [Replicate()])
+    elif change == "unused":
+        given["upp"] = given["up.*"]
+    elif change == "dim":
+        given["up.bias"] = (mesh, [Shard(1)])
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(part, whole().state_dict(), layout=given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("short", "the model has shape [6, 5], the source [7, 5]"),
+        ("long", "the model has shape [8, 5], the source [7, 5]"),
+        ("hole", "up.weight: rank 0 holds [3, 5], and its part of [7, 5] by layout= is [4, 5]"),
+        ("differs", "up.weight: ranks were given different layout= for it"),
+        ("unused", "layout= names upp, which no tensor of the model has"),
+        ("dim", "up.bias: layout= shards a dim that it has not"),
+    ],
+)
+def test_parts_that_make_no_whole_are_refused(change: str, words: str) -> None:
+    texts = run_ranks(2, job_wrong, change)
+    assert texts[0] == texts[1]
+    assert words in texts[0], texts[0]
+
+
+@pytest.mark.parametrize(
+    "given", ["model.*", {"weight": Shard(0)}, {"weight": (None, [Shard(0)])}], ids=str
+)
+def test_what_is_no_layout_is_a_type_error(given: Any) -> None:
+    with pytest.raises(TypeError, match="layout="):
+        anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), layout=given)
