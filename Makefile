@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON ?= $(VENV)/bin/python
-EXTRAS := dev,demo,transformers,peft,s3
+EXTRAS := dev,demo,accelerate,lightning,transformers,peft,s3
 
 ifeq ($(VENV_PYTHON),$(VENV)/bin/python)
 READY := $(VENV)/.installed
@@ -15,8 +15,12 @@ READY :=
 export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
 endif
 
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+PROCESSES := ranks crash device machines
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu device docs constraints clean
+.PHONY: help demo test test-processes test-others lint format bench gpu device docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +29,14 @@ demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of th
 	$(VENV)/bin/anyrank demo
 
 test: $(READY)  ## all tests; needs no GPU and no network
-	$(VENV_PYTHON) -m pytest
+	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
+
+# Two sessions at a time, as one alone often waits for a process to start. Each prints whole lines.
+test-processes: $(READY)
+	$(VENV_PYTHON) -m pytest $(PROCESSES:%=tests/%) 2>&1 | sed -u 's/^/processes | /'
+
+test-others: $(READY)
+	$(VENV_PYTHON) -m pytest $(PROCESSES:%=--ignore=tests/%) 2>&1 | sed -u 's/^/others    | /'
 
 lint: $(READY)  ## format check, lint, types
 	$(VENV_PYTHON) -m ruff format --check .

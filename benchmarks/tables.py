@@ -161,6 +161,21 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} B"
 
 
+# -- integrations ---------------------------------------------------------------------------------
+
+
+def integrations_table(result: dict[str, Any]) -> str:
+    """A training step with an integration, beside the framework alone."""
+    kinds = ("wall_fastest_tenth", "cpu_fastest_tenth", "wall_median", "cpu_median")
+    body = [
+        [row["framework"], str(row["steps"])]
+        + [f"{row[kind]['ratio']:.2f} of {row[kind]['alone_ms']:.0f} ms" for kind in kinds]
+        for row in result["rows"]
+    ]
+    head = ["", "n", *(kind.replace("_", ", ").replace("t, t", "t t") for kind in kinds)]
+    return f"{provenance(result)}\n\n{table(head, body)}"
+
+
 # -- saves and resumes ----------------------------------------------------------------------------
 
 
@@ -253,6 +268,7 @@ SECTIONS = {
     "goals": lambda: goal_table(read("load")),
     "traps": lambda: trap_table(read("traps")),
     "frozen": lambda: frozen_table(read("frozen")),
+    "integrations": lambda: integrations_table(read("integrations")),
     "save": lambda: save_table(read("save")),
     "order": lambda: order_table(read("order")),
     "kills": lambda: kill_table(read("kills")),

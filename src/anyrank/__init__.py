@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from anyrank import integrations as integrations
     from anyrank.conversion.convert import convert
     from anyrank.data.loader import ElasticLoader
     from anyrank.data.sampler import ElasticSampler
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
+    from anyrank.loading.sync import sync
+    from anyrank.loading.sync_report import SyncReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -60,6 +63,7 @@ __all__ = [
     "RankError",
     "RecomputeError",
     "ResumeReport",
+    "SyncReport",
     "TrainState",
     "UnsafeFile",
     "__version__",
@@ -74,6 +78,7 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
+    "sync",
     "tile",
     "tile_",
     "tiled_loss",
@@ -98,6 +103,7 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.resume.report",
+    "SyncReport": "anyrank.loading.sync_report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
     "convert": "anyrank.conversion.convert",
@@ -111,6 +117,7 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
+    "sync": "anyrank.loading.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
@@ -122,6 +129,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Import the module that defines a public name, and keep the name here."""
+        if name == "integrations":  # a package, which sets itself as an attribute here
+            return import_module("anyrank.integrations")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOMES[name]), name)

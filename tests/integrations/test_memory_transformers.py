@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.families import build
+import transformers
+from peft import LoraConfig, get_peft_model
+from tests.integrations.families import CONFIGS, SMALL, build
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.integrations.transformers import enable_recompute, tile_mlps, tiled_loss
+from anyrank.testing import run_ranks
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -55,3 +61,103 @@ def test_a_cache_in_training_is_refused_by_the_name_of_the_option() -> None:
         model(input_ids=TOKENS, labels=TOKENS)
     with torch.no_grad():
         assert model(input_ids=TOKENS).past_key_values.get_seq_length() == 12
+
+
+# -- anyrank.integrations.transformers ------------------------------------------------------------
+
+
+def loss_and_grads(model: Any) -> list[Any]:
+    model.zero_grad()
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def assert_close(mine: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(mine, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_computes_the_same_with_all_three(family: str) -> None:
+    model = make(family)
+    plain, forwards = loss_and_grads(model), [type(m).forward for m in model.modules()]
+    handles = [enable_recompute(model, offload=anyrank.Offload(pool_bytes=1 << 20))]
+    assert len(handles[0].names) == (4 if family in ("llava", "qwen2_vl") else 2)
+    if family == "bert":
+        with pytest.raises(ValueError, match="chunk_size_feed_forward"):
+            tile_mlps(model)
+        with pytest.raises(ValueError, match="its loss is not ForCausalLMLoss"):
+            tiled_loss(model)
+    else:
+        handles += [tile_mlps(model, 5), tiled_loss(model, 5)]
+        ends = ".experts" if family in ("mixtral", "qwen3_moe") else "mlp"
+        assert all(name.endswith(ends) for name in handles[1].names)
+    assert_close(loss_and_grads(model), plain)
+    with torch.no_grad():  # evaluation has logits
+        assert model(input_ids=TOKENS, labels=TOKENS).logits.shape[-1] == 96
+    for handle in handles:
+        handle.remove()
+    assert [type(m).forward for m in model.modules()] == forwards
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert_close(loss_and_grads(model), plain)
+
+
+def test_the_number_of_items_divides_the_tiled_loss() -> None:
+    model = make("llama")
+    plain = model(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
+    tiled_loss(model, 5)
+    mine = model(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
+    torch.testing.assert_close(mine, plain)
+    with pytest.raises(ValueError, match="call tiled_loss"):
+        tiled_loss(model)
+
+
+def test_logits_that_the_model_scales_are_refused() -> None:
+    config = transformers.GraniteConfig(**SMALL, logits_scaling=2.0)
+    model = transformers.GraniteForCausalLM(config)
+    tiled_loss(model, 5)
+    with pytest.raises(ValueError, match="changes its logits"):
+        model(input_ids=TOKENS, labels=TOKENS)
+    with torch.no_grad():
+        model(input_ids=TOKENS, labels=TOKENS)
+
+
+def test_adapters_over_a_frozen_base_are_recomputed() -> None:
+    def lora() -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(make("llama"), LoraConfig(r=2, init_lora_weights=False))
+
+    plain, model = loss_and_grads(lora()), lora()
+    enable_recompute(model)
+    tile_mlps(model, 5)
+    tiled_loss(model, 5)
+    assert_close(loss_and_grads(model), plain)
+
+
+def job_memory(kind: str) -> list[Any]:
+    model = make("mixtral")
+    if kind == "ddp":
+        wrapped: Any = DistributedDataParallel(model)
+    else:
+        wrapped = model
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part)
+    enable_recompute(wrapped)
+    tile_mlps(wrapped, 5)
+    tiled_loss(wrapped, 5)
+    found = loss_and_grads(wrapped)
+    return [full(one) for one in found]
+
+
+def full(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def test_wrapped_models_compute_the_same() -> None:
+    plain = loss_and_grads(make("mixtral"))
+    for kind in ("ddp", "fsdp2"):
+        for result in run_ranks(2, job_memory, kind):
+            assert_close(result, plain)

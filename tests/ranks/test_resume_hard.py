@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.testing import run_ranks
+from anyrank.testing import RanksFailed, run_ranks
 
 
 class Quantised(torch.optim.Optimizer):
@@ -217,3 +217,40 @@ def test_a_loader_of_another_kind_is_exact_on_as_many_ranks_only(
     for had, found, reason in run_ranks(world, job_counting, str(tmp_path), False):
         assert (had, found) == (5, outcome)
         assert ("samples may be repeated or lost" in reason) == (world == 1)
+
+
+class Log:
+    """A stateful part that differs between ranks, as one with times in it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.state: dict[str, Any] = {"seconds": seconds, "last": torch.full((2,), seconds)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def job_log(path: str, seconds: float, first_rank: list[str]) -> Any:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    log = Log(seconds + rank)
+    state = anyrank.TrainState(nn.Linear(1, 1), log=log, first_rank=first_rank)
+    with anyrank.Checkpoints(path, state) as ckpts:
+        report = ckpts.resume()
+        ckpts.save()
+    return log.state["seconds"], log.state["last"].tolist(), report and report.components["log"]
+
+
+def test_of_a_part_that_may_differ_the_first_ranks_state_is_for_all(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    assert run_ranks(2, job_log, path, 5.0, ["log"])[1] == (6.0, [6.0, 6.0], None)
+    for ranks in (2, 3, 1):
+        found = run_ranks(ranks, job_log, path, 9.0, ["log"])
+        assert found == [(5.0, [5.0, 5.0], "exact")] * ranks
+    path = str(tmp_path / "without")
+    run_ranks(2, job_log, path, 5.0, [])
+    with pytest.raises(RanksFailed, match="whose state differed between the 2 ranks"):
+        run_ranks(3, job_log, path, 9.0, [])
+    with pytest.raises(ValueError, match="first_rank names 'model', which is no stateful part"):
+        anyrank.TrainState(nn.Linear(1, 1), first_rank=["model"])

@@ -78,35 +78,57 @@ def job_save(path: str, layout: str) -> dict[str, torch.Tensor]:
     return summary(net, optimizer)
 
 
-def job_resume(path: str, layout: str, meta: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    net, optimizer = build(layout, seed=2, meta=meta)
-    parameters = list(net.parameters())
-    state = anyrank.TrainState(net, optimizer)
-    report = resume(path, state, "must", verify="full")
-    assert state.step == 3
-    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
-    train(net, optimizer, 3, 5)
-    return summary(net, optimizer), report
+def job_resume(
+    paths: list[str], layout: str, meta: bool
+) -> list[tuple[dict[str, torch.Tensor], Any]]:
+    """For each run, what it is two steps after it is resumed, and the report."""
+    found: list[tuple[dict[str, torch.Tensor], Any]] = []
+    for path in paths:
+        net, optimizer = build(layout, seed=2, meta=meta)
+        parameters = list(net.parameters())
+        state = anyrank.TrainState(net, optimizer)
+        report = resume(path, state, "must", verify="full")
+        assert state.step == 3
+        assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+        train(net, optimizer, 3, 5)
+        found.append((summary(net, optimizer), report))
+    return found
 
 
 PLACES = [(1, "plain"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "ddp"), (4, "fsdp")]
 PLACES += [(4, "hsdp"), (4, "fsdp_tp"), (2, "tp"), (3, "ddp")]
+TARGETS = [(world, layout, False) for world, layout in PLACES]
+TARGETS += [(world, layout, True) for world, layout in PLACES if layout == "fsdp"]
+
+Saved = dict[tuple[int, str], tuple[str, dict[str, torch.Tensor]]]
 
 
-@pytest.mark.parametrize(("world", "layout"), PLACES)
-def test_a_run_goes_on_in_every_layout(tmp_path: Any, world: int, layout: str) -> None:
-    expected = run_ranks(world, job_save, str(tmp_path), layout)
-    assert all(one.keys() == expected[0].keys() for one in expected)
-    for other, target in PLACES:
-        for meta in (False, True) if target == "fsdp" else (False,):
-            results = run_ranks(other, job_resume, str(tmp_path), target, meta)
-            for found, report in results:
-                assert report == results[0][1]
-                assert found.keys() == expected[0].keys()
-                for name, tensor in expected[0].items():
-                    torch.testing.assert_close(
-                        found[name], tensor, rtol=1e-12, atol=1e-14, msg=name
-                    )
-            same = (other, target) == (world, layout)
-            kinds = {str(report.components[part]) for part in ("model", "optimizer")}
-            assert kinds == ({"exact"} if same else kinds & {"exact", "resharded"})
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """For each place, its run's folder, and what the run is two steps after that."""
+    found: Saved = {}
+    for world, layout in PLACES:
+        path = str(tmp_path_factory.mktemp(f"{layout}-{world}"))
+        each = run_ranks(world, job_save, path, layout)
+        assert all(one.keys() == each[0].keys() for one in each)
+        found[world, layout] = path, each[0]
+    return found
+
+
+@pytest.mark.parametrize(("world", "layout", "meta"), TARGETS)
+def test_a_run_of_any_layout_goes_on(saved: Saved, world: int, layout: str, meta: bool) -> None:
+    paths = [path for path, _ in saved.values()]
+    results = run_ranks(world, job_resume, paths, layout, meta)
+    for number, (place, (_, expected)) in enumerate(saved.items()):
+        reports = [each[number][1] for each in results]
+        assert all(report == reports[0] for report in reports), place
+        for each in results:
+            found = each[number][0]
+            assert found.keys() == expected.keys(), place
+            for name, tensor in expected.items():
+                torch.testing.assert_close(
+                    found[name], tensor, rtol=1e-12, atol=1e-14, msg=f"{name} from {place}"
+                )
+        same = place == (world, layout)
+        kinds = {str(reports[0].components[part]) for part in ("model", "optimizer")}
+        assert kinds == ({"exact"} if same else kinds & {"exact", "resharded"}), place

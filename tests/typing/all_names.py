@@ -34,6 +34,8 @@ def load(path: str) -> nn.Module:
     with anyrank.cpu_only():
         frozen = anyrank.freeze(nn.Linear(4, 4), source=path)
     model.append(frozen)
+    synced: anyrank.SyncReport = anyrank.sync(model, model, rename={"net": ""}, missing="keep")
+    print(synced.bytes_sent, synced.to_json())
     anyrank.load(model, path, process_group=anyrank.ALONE)
     print(anyrank.inspect(path).to_json())
     print(anyrank.convert(path, "weights", dtype=torch.bfloat16, shard_bytes=1 << 30).files)

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "data": CORE | {"random_state"},
     "resume": CORE | {"frozen", "loading", "random_state", "data"},
     "inspection": CORE - {"world"},
+    "integrations": {"anyrank"},
     "conversion": CORE | {"frozen", "loading"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
@@ -126,6 +127,8 @@ def test_modules_do_not_import_in_a_circle() -> None:
         ("anyrank.memory.tile", "from anyrank.loading.load import load"),
         ("anyrank.errors", "from anyrank import settings"),
         ("anyrank.tensors.plan", "from .box import Box"),
+        ("anyrank.integrations.jax", "from anyrank.errors import AnyrankError"),
+        ("anyrank.resume.state", "from anyrank.integrations import lightning"),
         ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),
     ],
 )
@@ -140,6 +143,41 @@ def test_a_circle_is_found() -> None:
     assert find_cycle(sources) == []
     sources["anyrank.files.b"] = "def f():\n    from anyrank.files.a import x"
     assert set(find_cycle(sources)) == {"anyrank.files.a", "anyrank.files.b"}
+
+
+def find_private_uses(sources: dict[str, str]) -> list[str]:
+    """What the integrations use of anyrank that is not public: names, and attributes of objects.
+
+    An attribute counts as anyrank's if another room gives it to a class. An integration's own, on
+    `self`, and those of a framework's `trainer` may be called the same.
+    """
+    inside = {name for name in sources if name.startswith("anyrank.integrations.")}
+    private = {
+        attribute
+        for module in sources.keys() - inside
+        for attribute in re.findall(r"(?:self[.]|def )(_[a-z]\w*)", sources[module])
+    }
+    wrong: list[str] = []
+    for module in sorted(inside):
+        for node in ast.walk(ast.parse(sources[module])):
+            if not isinstance(node, ast.Attribute):
+                continue
+            of = node.value.id if isinstance(node.value, ast.Name) else None
+            hidden = of == "anyrank" and node.attr not in {*anyrank.__all__, "integrations"}
+            if hidden or (of not in ("self", "trainer") and node.attr in private):
+                wrong.append(f"{module} uses {node.attr}")
+    return wrong
+
+
+def test_integrations_use_public_names_alone() -> None:
+    assert find_private_uses(read_sources(SRC)) == []
+
+
+@pytest.mark.parametrize("line", ["anyrank.data.step", "anyrank.tools", "loader._schedule.n"])
+def test_a_private_use_is_found(line: str) -> None:
+    core = "class A:\n    def f(self):\n        self._schedule = 1"
+    sources = {"anyrank.data.x": core, "anyrank.integrations.jax": f"import anyrank\n{line}"}
+    assert len(find_private_uses(sources)) == 1
 
 
 # -- what an import loads -------------------------------------------------------------------------
@@ -190,6 +228,13 @@ assert report is not None and state.step == 2
     assert loaded_by(code, ["numpy.linalg"]) == set()
 
 
+def test_integrations_are_there_and_load_no_framework() -> None:
+    code = "import anyrank\nassert 'lightning' in dir(anyrank.integrations)"
+    assert loaded_by(code, [*HEAVY, "torch"]) == set()
+    with pytest.raises(AttributeError, match="has no attribute 'keras'"):
+        anyrank.integrations.keras  # pyright: ignore # noqa: B018
+
+
 def test_a_loaded_package_is_found() -> None:
     assert loaded_by("import rich, click", HEAVY) == {"rich", "click"}
 
@@ -214,7 +259,7 @@ def test_public_names_are_sorted_complete_and_typed() -> None:
     assert anyrank.__all__ == sorted(set(anyrank.__all__))
     assert set(anyrank.__all__) == {*anyrank.HOMES, "__version__"}
     typed = find_typed_names((SRC / "anyrank/__init__.py").read_text(encoding="utf-8"))
-    assert typed == anyrank.HOMES
+    assert typed == {**anyrank.HOMES, "integrations": "anyrank"}
     assert dir(anyrank) == anyrank.__all__
 
 

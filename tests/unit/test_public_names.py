@@ -73,6 +73,12 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
         " to_json",
     ),
+    "SyncReport": (
+        lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
+        "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
+        " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
+        " is_planned verified version last seconds to_json",
+    ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),
         "source path format files tensors nbytes tied cast renamed merged copied skipped verified"
@@ -98,7 +104,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Share": (share, "weight is_last step k seed scale seeded"),
     "Step": (
         lambda: next(iter(loader())),
-        "number epoch samples k microbatches backward scale loss",
+        "number epoch samples k microbatches backward scale loss clip_grad_norm_",
     ),
     "Offload": (lambda: anyrank.Offload(1), "stats close"),
     "OffloadStats": (

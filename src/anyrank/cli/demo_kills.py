@@ -141,12 +141,12 @@ def committed(folder: str) -> list[int]:
 def _wait_for_save(
     process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
 ) -> None:
-    """Return a random moment after the save of a step has begun."""
+    """Return a random moment after the save of a step has begun, which may be over by then."""
     from anyrank.files.run_folder import step_name
 
-    sign = f"{step_name(step)}.tmp-"
+    sign = step_name(step)
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
-        if process.poll() is not None or time.monotonic() > deadline or step in committed(folder):
+        if process.poll() is not None or time.monotonic() > deadline:
             output = torchrun.tail(log)
             raise AnyrankError(f"{log}: the run ended before step {step} was saved:\n{output}")
         time.sleep(POLL_SEC)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
 
@@ -84,8 +85,13 @@ class GradientSync:
         return [group.size() for group in groups] + [mesh.size() for mesh in meshes]
 
     @contextmanager
-    def on(self, is_last: bool) -> Generator[None, None, None]:
-        """Run a forward and backward that exchanges gradients only if `is_last`."""
+    def active(self) -> Generator[None, None, None]:
+        """Run the pass over the microbatches."""
+        yield
+
+    @contextmanager
+    def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
+        """Run forward and backward of a microbatch; exchange gradients only if `is_last`."""
         with ExitStack() as stack:
             if not is_last:
                 for module in self.ddp:
@@ -110,6 +116,26 @@ class GradientSync:
                 whole = getattr(parameter, "unsharded_param", None)
                 if whole is not None:
                     whole.grad = None
+
+    def finish(self, ranks: Ranks, group: Any, factor: float | None, is_first: bool) -> bool:
+        """Scale and exchange what the wrappers have not. All data-parallel ranks.
+
+        Args:
+            ranks: the data-parallel ranks.
+            group: the user's group, whose backend supports the model's device.
+            factor: multiplies all gradients; None for 1.
+            is_first: check that each gradient is exchanged once.
+
+        Returns:
+            Whether it was checked.
+
+        Raises:
+            ValueError: on all ranks, as `average_unwrapped` and `check_exchanged`.
+        """
+        if factor is not None:
+            self.scale(factor)
+        self.average_unwrapped(ranks, group, is_first)
+        return is_first and self.check_exchanged(ranks)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from anyrank.data.exact_checks import ExactRun
 from anyrank.data.fetch import (
     MicrobatchDataset,
     MicrobatchRequest,
@@ -19,9 +20,11 @@ from anyrank.data.fetch import (
 )
 from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
+from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
-from anyrank.data.step import LoaderPass, Step, StepProgress
+from anyrank.data.step import Step
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
@@ -73,6 +76,8 @@ class ElasticLoader(Position):
             any number of ranks. A sample that is drawn again gets different random numbers.
         on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
             "rescale" to continue with an entry in `notes`.
+        exact: sum gradients in an order that does not depend on the number of ranks, so that
+            weights and optimizer state have the same bits on any; see docs/exact.md.
 
     Raises:
         ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
@@ -109,6 +114,7 @@ class ElasticLoader(Position):
         persistent_workers: bool = False,
         weights: Sequence[float] | torch.Tensor | None = None,
         on_batch_change: OnBatchChange = "error",
+        exact: bool = False,
     ) -> None:
         n = length_of(dataset)
         if weights is not None and not shuffle:
@@ -118,6 +124,7 @@ class ElasticLoader(Position):
         super().__init__(schedule, key, process_group, on_batch_change)
         self._fetch_from(
             MicrobatchDataset(dataset, seed, collate_fn),
+            exact,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
@@ -140,6 +147,7 @@ class ElasticLoader(Position):
         tail: Tail = "short",
         key: str | None = None,
         process_group: Any = None,
+        exact: bool = False,
     ) -> ElasticLoader:
         """A loader over shards of known lengths that are read in sequence.
 
@@ -162,6 +170,7 @@ class ElasticLoader(Position):
             tail: "short", "drop" or "pad", for the samples that do not fill an epoch's last step.
             key: name or version of the data; a resume with a different key is refused.
             process_group: the data-parallel ranks; default: all, or this process alone.
+            exact: sum gradients in an order that does not depend on the number of ranks.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks.
@@ -186,11 +195,15 @@ class ElasticLoader(Position):
         dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
         loader = cls.__new__(cls)
         Position.__init__(loader, schedule, key, process_group, None)
-        loader._fetch_from(MicrobatchDataset(dataset, seed, collate_fn), num_workers=num_workers)
+        samples = MicrobatchDataset(dataset, seed, collate_fn)
+        loader._fetch_from(samples, exact, num_workers=num_workers)
         return loader
 
-    def _fetch_from(self, dataset: MicrobatchDataset, **options: Any) -> None:
+    def _fetch_from(self, dataset: MicrobatchDataset, exact: bool, **options: Any) -> None:
         """Set up the fetching of batches; `options` are those of a DataLoader."""
+        if type(exact) is not bool:
+            raise TypeError(f"exact is {exact!r}: give True or False")
+        self._exact = ExactRun() if exact else None
         self._current: StepProgress | None = None
         self._num_passes = 0
         self._checked_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -218,8 +231,17 @@ class ElasticLoader(Position):
         with open_ranks(self._process_group) as ranks:
             check_same_on_ranks(self, ranks)
             batches = self._workers.watch(lambda: iter(self._fetcher))
-            group, models = self._process_group, self._checked_models
-            this_pass = LoaderPass(ranks, group, index, size, batches, self._dataset, models)
+            this_pass = LoaderPass(
+                ranks,
+                self._process_group,
+                index,
+                size,
+                batches,
+                self._dataset,
+                self._checked_models,
+                self._exact,
+                self.notes,
+            )
             try:
                 while self.epoch == epoch:
                     self._current = StepProgress(self._next_step())
@@ -276,8 +298,29 @@ class ElasticLoader(Position):
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
         super().load_state_dict(state_dict)
+        saved = state_dict.get("exact")
+        if self._exact is not None:
+            self.notes += self._exact.load(saved, self.step)
+            self._checked_models.clear()
+        elif saved is not None:
+            self.notes.append(
+                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+            )
         self._current = None
         self._num_passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        exact = {} if self._exact is None else {"exact": dict(self._exact.record)}
+        return super().state_dict() | exact
+
+    def _check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        found = super()._check_state_dict(state_dict)
+        if self._exact is not None:
+            self._exact.check_saved(state_dict.get("exact"))
+        return found
 
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""

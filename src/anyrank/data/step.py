@@ -4,68 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
-from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
+from anyrank.data.exact_sync import ExactSync
+from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync
-from anyrank.data.receipts import Receipt, receipt_of
-from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.data.norm import clip_gradients
+from anyrank.data.receipts import receipt_of
+from anyrank.data.schedule import MicrobatchSlot, Schedule
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
 from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import accelerators_of, seeded
 from anyrank.world.ranks import Ranks
-
-
-@dataclass
-class LoaderPass:
-    """What the steps of one iteration of the loader share.
-
-    Attributes:
-        ranks: the data-parallel ranks; None after the iteration.
-        group: the user's process group of these ranks.
-        index: this rank's index among them.
-        size: their number.
-        batches: the batches still to be fetched.
-        dataset: fetches a batch again.
-        checked: models whose gradient exchange was verified, by id.
-        exponent: of the power of two near an ordinary `weight`, once a weight is known.
-    """
-
-    ranks: Ranks | None
-    group: Any
-    index: int
-    size: int
-    batches: Iterator[FetchedBatch]
-    dataset: MicrobatchDataset
-    checked: WeakValueDictionary[int, nn.Module]
-    exponent: int | None = None
-
-    def close(self) -> None:
-        """Release workers and ranks: a user may keep a step after its loop."""
-        self.ranks, self.batches = None, iter(())
-
-
-@dataclass
-class StepProgress:
-    """How much of a step was run, shared by the step and its loader.
-
-    Attributes:
-        plan: the step.
-        is_started: whether `microbatches` was called.
-        is_complete: whether the last call of `microbatches` ran to its end.
-        seen: the samples that this rank fetched.
-    """
-
-    plan: StepPlan
-    is_started: bool = False
-    is_complete: bool = False
-    seen: Receipt = field(default_factory=Receipt)
 
 
 class Step:
@@ -98,7 +53,9 @@ class Step:
         self._pass = loader_pass
         self._slot: MicrobatchSlot | None = None  # the microbatch of the loop's current body
         self._num_calls = 0  # of `microbatches`
+        self._model: nn.Module | None = None  # of the last call of `microbatches`
         self._is_weighted: bool | None = None
+        self._exponent: int | None = None  # with exact=True, as that of the pass
         self._weights: dict[int, float] = {}  # of this rank's own microbatches
         self._losses: list[tuple[float, torch.Tensor]] = []  # with their weights
 
@@ -145,21 +102,23 @@ class Step:
             raise ValueError(
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
-        sync = GradientSync(model, self._ranks)
+        sync = self._sync(model, own_backward)
         devices = accelerators_of(model)
         slots = self._plan.slots(self._pass.index, self._pass.size)
         again = (self._num_calls,) if self._num_calls else ()
         self._num_calls += 1
         progress.is_started, progress.is_complete = True, False
         self._is_weighted, self._weights, self._losses = None, {}, []
+        self._exponent, self._model = None, model
         try:
-            for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
-                seed = self._schedule.order.seed
-                key = derive(seed, self.number, slot.k, "microbatch", *again)
-                with seeded(key, devices), sync.on(number + 1 == len(slots)):
-                    self._slot = slot
-                    yield batch
-                    self._slot = None
+            with sync.active():
+                for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
+                    seed = self._schedule.order.seed
+                    key = derive(seed, self.number, slot.k, "microbatch", *again)
+                    with seeded(key, devices), sync.on(slot, number + 1 == len(slots)):
+                        self._slot = slot
+                        yield batch
+                        self._slot = None
             self._finish(model, sync, own_backward)
             progress.is_complete = True
         finally:
@@ -205,7 +164,70 @@ class Step:
         if not slot.is_copy:
             self._weights[slot.k] = own
             self._losses.append((own, loss.detach()))
-        return loss * (0.0 if slot.is_copy else own / whole * self._ranks.size)
+        # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
+        ranks = 1 if self._is_exact else self._ranks.size
+        return loss * (0.0 if slot.is_copy else own / whole * ranks)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`. All data-parallel ranks.
+
+        The gradients are those of the model that `microbatches` was given, as one vector: under
+        DDP, FSDP2, tensor parallelism (DTensors), any mix of them, or none. With tensor
+        parallelism, its ranks call too. The norm does not depend on how tensors are sharded: with
+        exact=True it has the same bits on any number of ranks. With a GradScaler, call
+        `scaler.unscale_(optimizer)` before.
+
+        Args:
+            max_norm: at least 0; inf only computes the norm.
+            norm_type: at least 1, or inf; with exact=True one of 1, 2 and inf.
+            error_if_nonfinite: raise for a norm that is inf or nan. Otherwise gradients are scaled
+                as by `torch.nn.utils.clip_grad_norm_`: by 0 or nan.
+
+        Returns:
+            The norm before, 0-d, on the CPU; the same value on all ranks.
+
+        Raises:
+            CheckpointError: arguments differ between ranks.
+            ValueError: a wrong argument, or a call before the end of `microbatches`.
+            RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
+
+        Example::
+
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
+            for step in loader:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).square().mean())
+                norm = step.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        """
+
+        def check() -> None:
+            if self._model is None or not self._progress.is_complete:
+                raise ValueError(
+                    f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
+                    "which exchanges the gradients at its end"
+                )
+            if not float(max_norm) >= 0:
+                raise ValueError(f"max_norm is {max_norm}: give at least 0")
+            if not float(norm_type) >= 1 or (self._is_exact and norm_type not in (1, 2, math.inf)):
+                kinds = "1, 2 or inf with exact=True" if self._is_exact else "at least 1, or inf"
+                raise ValueError(f"norm_type is {norm_type}: give {kinds}")
+
+        arguments = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
+        assert self._model is not None
+        return clip_gradients(
+            self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
+        )
 
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
@@ -271,12 +293,34 @@ class Step:
         """The divisor of weights until the step's total is known: equal on all ranks.
 
         The number of microbatches times a power of two near an ordinary weight; which power it is
-        does not change a bit of the result. The first call of an iteration gathers.
+        does not change a bit of the result, unless gradients underflow. The first call of an
+        iteration gathers; with exact=True the first of a step does, since the power must then be
+        the same on any number of ranks, and after any resume.
         """
+        if self._is_exact:
+            if self._exponent is None:
+                slot = self._current_slot()
+                is_first = slot.k == 0 and not slot.is_copy
+                self._exponent = exponent(max(self._ranks.gather(own if is_first else 0.0)))
+            return math.ldexp(self._plan.num_microbatches, self._exponent)
         if self._pass.exponent is None:
-            largest = max(self._ranks.gather(own))
-            self._pass.exponent = round(math.log2(largest)) if largest else 0
+            self._pass.exponent = exponent(max(self._ranks.gather(own)))
         return math.ldexp(self._plan.num_microbatches, self._pass.exponent)
+
+    def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
+        """The exchange of a model's gradients in one pass over the microbatches."""
+        if self._pass.exact is None:
+            return GradientSync(model, self._ranks)
+        if own_backward:
+            raise ValueError(
+                "exact=True: own_backward=True weights losses by a rank's microbatches, so the sum "
+                "depends on the number of ranks: call step.backward(loss), or run backward of "
+                "step.scale(loss)"
+            )
+        is_first = id(model) not in self._pass.checked
+        if is_first:
+            self._pass.notes += self._pass.exact.begin(model, self._ranks)
+        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
@@ -289,15 +333,20 @@ class Step:
                     "accelerator.backward(step.scale(loss)); or pass microbatches(model, "
                     "own_backward=True) and weight the losses yourself"
                 )
+            sync.drop_unfinished()
             return
+        factor: float | None = None
         if self._is_weighted:
             parts = self._ranks.gather(list(self._weights.values()))
             total = math.fsum(weight for part in parts for weight in part)
-            sync.scale(self._provisional_total(0.0) / total if total else 0.0)
+            factor = self._provisional_total(0.0) / total if total else 0.0
         is_new = id(model) not in self._pass.checked
-        sync.average_unwrapped(self._ranks, self._pass.group, is_new)
-        if is_new and sync.check_exchanged(self._ranks):
+        if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._pass.exact is not None
 
     @property
     def _ranks(self) -> Ranks:
@@ -307,6 +356,11 @@ class Step:
                 f"step {self.number}: the loop over the loader has ended; use the step within it"
             )
         return self._pass.ranks
+
+
+def exponent(weight: float) -> int:
+    """Of the power of two near a weight."""
+    return round(math.log2(weight)) if weight else 0
 
 
 def is_complete(step: Step) -> bool:

@@ -14,10 +14,11 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.listing import SumsFile
-from anyrank.files.storage import read_exactly, read_range, storage_for
+from anyrank.files.storage import OpenFile, read_exactly, read_range, split, storage_for
 
 SUFFIX = ".xxh3"
 MIN_BYTES, MAX_BYTES = 4 << 10, 1 << 20  # of a block
@@ -120,6 +121,17 @@ class BlockSums:
         last = self.ends[bisect_right(self.ends, start + most) - 1]
         return last if last > start else start + most
 
+    def stops(self, start: int, stop: int, most: int) -> Iterator[int]:
+        """Where reads of at most `most` bytes end, or of one block that is longer. `start` and
+        `stop` are ends of blocks.
+        """
+        while start < stop:
+            last = bisect_right(self.ends, start + most) - 1
+            if last < 0 or self.ends[last] <= start:
+                last += 1
+            start = min(self.ends[last], stop)
+            yield start
+
     def check(self, start: int, views: Sequence[memoryview], path: str) -> None:
         """Compare the bytes from `start`, which begin and end with blocks, with their digests.
 
@@ -160,6 +172,23 @@ class BlockSums:
                     f"{path}: bytes {low} to {self.ends[index]} are not those that were written: "
                     f"their xxh3-64 is {digest.hex()}, it was {expected.hex()}: the file is damaged"
                 )
+
+
+def read_verified(
+    file: OpenFile, path: str, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
+) -> None:
+    """Fill the views from `start`, `most` bytes at a time, each compared with its checksums while
+    it is in the cache. They begin and end with blocks.
+
+    Raises:
+        CorruptCheckpoint: a block differs.
+        LoadError: the file cannot be read.
+    """
+    ends = [*sums.stops(start, start + sum(map(len, views)), most)]
+    lengths = (end - begin for begin, end in pairwise([start, *ends]))
+    for begin, part in zip([start, *ends], split(views, lengths), strict=False):
+        read_exactly(file, path, part, begin)
+        sums.check(begin, part, path)
 
 
 def read_sums(where: SumsFile, size: int) -> BlockSums:
@@ -229,12 +258,11 @@ def check_file(
     memory = memoryview(bytearray(min(READ_BYTES, stop - start)))
     file = storage_for(path).open(path)
     try:
-        while start < stop:
+        for end in sums.stops(start, stop, READ_BYTES):
             check()
-            end = sums.cut(start, stop, READ_BYTES)
-            views = [memory[: end - start]]
-            read_exactly(file, path, views, start)
-            sums.check(start, views, path)
+            if end - start > len(memory):
+                memory = memoryview(bytearray(end - start))
+            read_verified(file, path, [memory[: end - start]], start, sums, READ_BYTES)
             start = end
     finally:
         file.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from anyrank.files.segments import memory_of
@@ -18,12 +20,17 @@ def content_hash(tensor: torch.Tensor) -> str:
     Returns:
         32 hexadecimal digits.
     """
+    flat = tensor.detach().reshape(-1)
+    step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
+    return hash_of(flat.split(step) if flat.numel() else ())
+
+
+def hash_of(parts: Iterable[torch.Tensor]) -> str:
+    """As `content_hash`, of tensors one after the other, each of which fits into memory twice."""
     import xxhash  # only verification needs it
 
     digest = xxhash.xxh3_128()
-    flat = tensor.detach().reshape(-1)
-    step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
-    for part in flat.split(step) if flat.numel() else ():
+    for part in parts:
         host = part.cpu().contiguous()  # by a name, as memory_of keeps nothing alive
         digest.update(memory_of(host))
     return digest.hexdigest()

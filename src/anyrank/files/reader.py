@@ -13,7 +13,7 @@ import torch
 
 from anyrank import faults
 from anyrank.errors import LoadError
-from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums
+from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
 from anyrank.files.listing import Listing
 from anyrank.files.segments import (
     ALIGN,
@@ -28,7 +28,7 @@ from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.plan import plan_reads
 from anyrank.tensors.spec import StoredTensor
 
-MAX_DIRECT_BYTES = 32 << 20  # of one call, so that a failure elsewhere is noticed in time
+MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
 
 
@@ -138,9 +138,9 @@ class Reader:
             (number, batch)
             for number in order
             for batch in batches_of(
-                segments_of(by_file[number], slot, self._most(number), self.sums.get(number)),
+                segments_of(by_file[number], slot, MAX_DIRECT_BYTES, self.sums.get(number)),
                 slot,
-                self._most(number),
+                MAX_DIRECT_BYTES,
             )
         )
         if by_file:
@@ -169,11 +169,6 @@ class Reader:
         view = source.as_strided(read.box.sizes, read.chunk.strides, start)
         copy_into(job.destination, view)
         self.count(read.nbytes)
-
-    def _most(self, number: int) -> int:
-        """Bytes of one read; what is verified stays in the cache, where a read is cheap."""
-        is_near = number in self.sums and "://" not in self.listing.files[number].path
-        return READ_BYTES if is_near else MAX_DIRECT_BYTES
 
     def count(self, nbytes: int) -> None:
         """Add to the bytes read, from any thread."""
@@ -234,9 +229,13 @@ class _Worker:
                 used = _aligned(used + segment.stop - segment.start)
             position = segment.stop
         views.append(after)
-        read_exactly(self.reader.opened[number], path, views, low)
-        if sums is not None:
-            sums.check(low, views, path)
+        file = self.reader.opened[number]
+        if sums is None:
+            read_exactly(file, path, views, low)
+        else:
+            # A request over the network takes too long for more than one.
+            most = high - low if "://" in path else READ_BYTES
+            read_verified(file, path, views, low, sums, most)
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
         for device in {

@@ -8,7 +8,8 @@ import hashlib
 import os
 import platform
 import stat
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -248,6 +249,22 @@ def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: i
             got -= len(left.pop(0))
         if got:
             left[0] = left[0][got:]
+
+
+def split(
+    parts: Iterable[bytes | memoryview], lengths: Iterable[int]
+) -> Iterator[list[memoryview]]:
+    """Consecutive parts, so many bytes of them together as each length says; long ones are cut."""
+    left, sizes = deque(memoryview(part) for part in parts if len(part)), iter(lengths)
+    while left:
+        group, room = list[memoryview](), next(sizes)
+        while left and room:
+            view = left.popleft()
+            if len(view) > room:
+                left.appendleft(view[room:])
+            group.append(view[:room])
+            room -= len(group[-1])
+        yield group
 
 
 def _published_sha256(path: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from dataclasses import dataclass
 from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
@@ -51,34 +52,64 @@ def list_file(storage: Storage, path: str) -> Listing:
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
     """
+    read = read_file(storage, path)
+    name = read.name
+    if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
+        name = "lightning"
+    table, others = pickles.find_table(read.tree, path)
+    refs = pickles.refs_of(table)
+    tensors = {key: read.stored(key, ref) for key, ref in refs.items()}
+    return Listing(
+        name,
+        (read.info,),
+        tensors,
+        checksums=read.checksums,
+        skipped=tuple(f"{key}: not among the weights" for key in others),
+        extras=pickles.extras_of(table),
+        versions=versions_of(table),
+    )
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What `torch.save` put into a file.
+
+    Attributes:
+        name: of the format.
+        info: the file.
+        tree: containers and plain values, with a `TensorRef` for each tensor.
+        places: key of a storage -> its byte offset and bytes.
+        checksums: of the storages.
+    """
+
+    name: str
+    info: FileInfo
+    tree: Any
+    places: dict[str, tuple[int, int]]
+    checksums: tuple[Checksum, ...]
+
+    def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
+        """A tensor of the tree, bound to its bytes; raises as `stored_tensor`."""
+        return stored_tensor(key, ref, self.places, self.info, self.info.path)
+
+
+def read_file(storage: Storage, path: str) -> TorchFile:
+    """The tree of a file in either format, and where the bytes of its tensors are.
+
+    Raises:
+        UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
+    """
     info = storage.info(path)
     file = storage.open(path)
     try:
         magic = read_range(file, path, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
-            tree, places, checksums = read_zip(file, path, 0, info.size)
-            name = "torch zip"
-        elif magic[:1] == b"\x80":
-            tree, places, checksums = *_read_legacy(file, path, info.size), ()
-            name = "torch legacy"
-        else:
-            raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
+            return TorchFile("torch zip", info, *read_zip(file, path, 0, info.size))
+        if magic[:1] == b"\x80":
+            return TorchFile("torch legacy", info, *_read_legacy(file, path, info.size), ())
     finally:
         file.close()
-    if isinstance(tree, dict) and "pytorch-lightning_version" in tree:
-        name = "lightning"
-    table, others = pickles.find_table(tree, path)
-    refs = pickles.refs_of(table)
-    tensors = {key: stored_tensor(key, ref, places, info, path) for key, ref in refs.items()}
-    return Listing(
-        name,
-        (info,),
-        tensors,
-        checksums=checksums,
-        skipped=tuple(f"{key}: not among the weights" for key in others),
-        extras=pickles.extras_of(table),
-        versions=versions_of(table),
-    )
+    raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
 
 
 def stored_tensor(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from anyrank.errors import LoadError
@@ -31,16 +33,25 @@ def rebuild(
 
 
 def rebuilt_values(
-    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: list[ModelTensor],
+    ranks: Ranks,
+    initialiser: Initialiser,
+    device: torch.device,
+    givers: Sequence[ModelTensor] = (),
 ) -> tuple[dict[str, str], list[Replacement]]:
-    """As `rebuild`, and the buffers are still to be put in place."""
+    """As `rebuild`, and the buffers are still to be put in place.
+
+    Args:
+        givers: tensors of another model, whose buffers of the same names count as well.
+    """
     derived = {target.name: target for target in targets if target.kind == "derived"}
     wanted = {name: target for name, target in derived.items() if target.is_meta}
     asked = sorted(set().union(*ranks.gather(sorted(wanted))))
     if not asked:
         return {}, []
-    real = [name for name in asked if name in derived and name not in wanted]
-    offered = ranks.gather({name: derived[name].local().cpu() for name in real})
+    known = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
+    real = [name for name in asked if name in known]
+    offered = ranks.gather({name: known[name].local().cpu() for name in real})
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
         """The buffers of this rank; where each came from, and those that nothing gives."""
@@ -48,7 +59,14 @@ def rebuilt_values(
         sources: dict[str, str] = {}
         for name, target in wanted.items():
             local = allocate(target, device)
-            giver = next((r for r, t in zip(ranks.ranks, offered, strict=True) if name in t), None)
+            giver = next(
+                (
+                    rank
+                    for rank, given in zip(ranks.ranks, offered, strict=True)
+                    if name in given and given[name].shape == local.shape
+                ),
+                None,
+            )
             if giver is None:
                 source = initialiser.fill(target, local)
             else:

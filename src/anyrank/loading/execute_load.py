@@ -11,19 +11,16 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.reader import Reader
-from anyrank.frozen.freeze import remember
-from anyrank.loading.allocate import allocate, default_device, device_for
 from anyrank.loading.buffers import rebuilt_values
 from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.exchange import Wanted, move
-from anyrank.loading.initialise import Initialiser
 from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import ModelTensor
 from anyrank.loading.own_code import OwnCodeRun
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
-from anyrank.loading.replace import Replacement, replace
+from anyrank.loading.replace import Replacement
 from anyrank.loading.report import LoadReport
+from anyrank.loading.share import Share
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -70,7 +67,7 @@ class LoadResult:
                 if len(t.registrations) > 1
             },
             cast={
-                tensors[i].name: f"{_short(stored.dtype)} -> {_short(tensors[i].dtype)}"
+                tensors[i].name: f"{short(stored.dtype)} -> {short(tensors[i].dtype)}"
                 for i, stored in match.stored.items()
                 if stored.dtype != tensors[i].dtype
             },
@@ -121,12 +118,8 @@ class _Executor:
         self.match = plan.match
         self.ranks = ranks
         self.meter = meter
-        self.device = default_device(plan.match.tensors)
-        meter.watch({self.device, *(target.tensor.device for target in plan.match.tensors)})
-        self.initialiser = Initialiser(model, plan.seed)
-        self.allocated: dict[int, torch.Tensor] = {}  # of tensors on meta
+        self.share = Share(model, plan.match, plan.seed, meter)
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
-        self.rules: dict[str, str] = {}
         self.bytes_read = self.bytes_sent = 0
 
     # -- read ---------------------------------------------------------------------------------
@@ -161,12 +154,9 @@ class _Executor:
 
     def _fill(self, reader: Reader) -> None:
         self._open(reader)
-        match = self.match
-        for index in (*match.stored, *match.initialise):
-            if match.tensors[index].is_meta:
-                self.allocated[index] = self._allocate(index)
-        for index in match.compared:
-            self.to_compare[index] = self._allocate(index)
+        self.share.allocate()
+        for index in self.match.compared:
+            self.to_compare[index] = self.share.memory_for(index)
         self.bytes_sent = move(
             self._wanted(),
             reader,
@@ -175,13 +165,8 @@ class _Executor:
             self.plan.coordinates,
             self.plan.buffer_bytes,
         )
-        for index in match.initialise:
-            self._initialise(index)
+        self.share.initialise()
         self.meter.sample()
-
-    def _allocate(self, index: int) -> torch.Tensor:
-        target = self.match.tensors[index]
-        return allocate(target, device_for(target, self.device))
 
     def _stored_bytes(self, index: int) -> int:
         """Bytes of this rank's share, in the source's dtype."""
@@ -202,25 +187,9 @@ class _Executor:
 
     def _wanted(self) -> list[Wanted]:
         match = self.match
-        filled = [(i, stored, self._local(i)) for i, stored in match.stored.items()]
+        filled = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
         filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
         return [Wanted(i, match.tensors[i], stored, local) for i, stored, local in filled]
-
-    def _local(self, index: int) -> torch.Tensor:
-        allocated = self.allocated.get(index)
-        return self.match.tensors[index].local() if allocated is None else allocated
-
-    def _initialise(self, index: int) -> None:
-        target = self.match.tensors[index]
-        if is_magnitude(target):  # computed from the base weights, once they are in place
-            return
-        rule = self.initialiser.fill(target, self._local(index))
-        if rule is None:
-            raise LoadError(
-                f"{target.name}: is not in the source, and no rule of the model initialises it "
-                "(looked for _init_weights, reset_parameters, init_weights)"
-            )
-        self.rules[target.name] = rule
 
     # -- put in place -------------------------------------------------------------------------
 
@@ -230,31 +199,26 @@ class _Executor:
         replacements: list[Replacement] = []
         if self.plan.rebuild:
             rebuilt, replacements = rebuilt_values(
-                self.match.tensors, self.ranks, self.initialiser, self.device
+                self.match.tensors, self.ranks, self.share.initialiser, self.share.device
             )
-        replacements += [
-            Replacement(self.match.tensors[index], local) for index, local in self.allocated.items()
-        ]
 
         def commit() -> tuple[Measured, list[str]]:
-            renewed = replace(replacements)
-            self._tie_again()
-            for part in {id(p): p for t in self._filled() if (p := t.frozen) is not None}.values():
-                remember(part)
+            renewed = self.share.commit(replacements)
             measured = (*self.meter.peaks(), self.meter.seconds())
             return (self.bytes_read, self.bytes_sent, *measured), renewed
 
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
         own_code, _ = self.ranks.own_and_all(
-            "running the modules' own code", lambda: (self.match.own_code.run(self._filled()), None)
+            "running the modules' own code",
+            lambda: (self.match.own_code.run(self.share.filled()), None),
         )
         self._recompute_magnitudes()
         self._make_adapters_alike()
-        self._move_buffers()
+        self.share.move_buffers()
         renewed = sorted({name for _, names in answers for name in names})
         measured = [each for each, _ in answers]
-        return LoadResult(self.rules, rebuilt, renewed, own_code, measured)
+        return LoadResult(self.share.rules, rebuilt, renewed, own_code, measured)
 
     def _recompute_magnitudes(self) -> None:
         """Those of new adapters of DoRA; all ranks have the same ones."""
@@ -262,7 +226,7 @@ class _Executor:
         for indices, trained_too in ((self.match.initialise, True), (self.match.keep, False)):
             mine = [targets[index] for index in indices if is_magnitude(targets[index])]
             if mine:
-                self.rules.update(recompute_magnitudes(mine, trained_too))
+                self.share.rules.update(recompute_magnitudes(mine, trained_too))
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""
@@ -280,17 +244,7 @@ class _Executor:
             )
             for name, value in values.items():
                 adapters[name].local().copy_(value)
-                self.rules[name] = f"rank {first}, as the ranks had drawn different values"
-
-    def _tie_again(self) -> None:
-        targets = self.match.tensors
-        for index, source in self.match.retie.items():
-            for place in targets[index].registrations:
-                setattr(place.module, place.attribute, targets[source].tensor)
-                targets[source].registrations.append(place)
-
-    def _filled(self) -> list[ModelTensor]:
-        return [self.match.tensors[index] for index in self.match.stored]
+                self.share.rules[name] = f"rank {first}, as the ranks had drawn different values"
 
     def _compare_frozen(self) -> None:
         """What a source holds of a frozen part must be what the part is.
@@ -300,23 +254,14 @@ class _Executor:
         """
         for index, given in self.to_compare.items():
             target = self.match.tensors[index]
-            if content_hash(given) != content_hash(self._local(index)):
+            if content_hash(given) != content_hash(self.share.local(index)):
                 raise LoadError(
                     f"{target.name}: is frozen, and the source holds other values: freeze the part "
                     "with the weights that belong to this source, or remove them from the source"
                 )
         self.to_compare.clear()
 
-    def _move_buffers(self) -> None:
-        """Move real CPU buffers of a plain model to the device that its parameters got."""
-        moved = any(self.match.tensors[i].layout is None for i in self.allocated)
-        if not moved or self.device.type == "cpu":
-            return
-        for target in self.match.tensors:
-            if target.kind != "parameter" and target.tensor.device.type == "cpu":
-                for place in target.registrations:
-                    setattr(place.module, place.attribute, target.tensor.to(self.device))
 
-
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name without its module."""
     return str(dtype).removeprefix("torch.")

@@ -28,6 +28,7 @@ from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
+LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
 
 @dataclass(frozen=True)
@@ -64,31 +65,53 @@ class ModelMatch:
     retie: dict[int, int]
     own_code: OwnCode
 
+    def of(self, tensors: list[ModelTensor]) -> ModelMatch:
+        """The same match of a model with the same tensors, or of none."""
+        return replace(self, tensors=tensors)
+
     @property
     def keeps_adapters(self) -> bool:
         """Whether adapters of the model are real and not in the source; equal on all ranks."""
         return any(self.tensors[index].adapter for index in self.keep)
 
 
-def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMatch:
+def match_model(
+    model: nn.Module,
+    listing: Listing,
+    options: Options,
+    tensors: list[ModelTensor] | None = None,
+) -> ModelMatch:
     """Match a model with a listing, by this rank alone.
+
+    Args:
+        model: to be filled.
+        listing: what there is. A live one is another model's: nothing is skipped as another part of
+            a checkpoint, frozen parts need no source, and no code of the modules is run.
+        options: what the caller allows.
+        tensors: of the model, if they are known.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    tensors = find_tensors(model)
+    tensors = find_tensors(model) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
-    listing = _without_other_parts(tensors, listing)
+    is_live = listing.format == LIVE
+    listing = listing if is_live else _without_other_parts(tensors, listing)
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     missing = [loadable[i] for i in found.missing]
     missing = [i for i in missing if i not in stored and i not in compared]
+    missing = [i for i in missing if not (is_live and is_pinned(tensors[i]))]
     retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
-    unexpected = [key for key in found.unexpected if key not in set(ignored)]
+    of_no_use = set(ignored)
+    if is_live:  # the other names of a tensor that is tied in the source
+        used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
+        of_no_use |= {k for k, t in listing.tensors.items() if used.issuperset(_files(t))}
+    unexpected = [key for key in found.unexpected if key not in of_no_use]
     absent = [i for i in missing if not tensors[i].adapter]
     filled = [*stored.items(), *compared.items()]
     problems = _problems(tensors, filled, absent, unexpected, options)
@@ -109,19 +132,25 @@ def match_model(model: nn.Module, listing: Listing, options: Options) -> ModelMa
         ignored=ignored,
         frozen=frozen,
         retie=retie,
-        own_code=OwnCode(model, listing, renamer(options.rename)),
+        own_code=OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename)),
     )
+
+
+def _files(stored: StoredTensor) -> set[int]:
+    return {chunk.file for chunk in stored.chunks}
 
 
 def _title(listing: Listing) -> str:
     where = listing.files[0].path if listing.files else "the source"
     where = "the dict" if listing.format == "memory" else where
+    if listing.format == LIVE:
+        return "src does not fit dst:"
     return f"{where} ({listing.format}) does not fit the model:"
 
 
 def _skipped(listing: Listing) -> list[str]:
     skipped = list(listing.skipped)
-    return [_listed("not looked at in the source", skipped)] if skipped else []
+    return [listed("not looked at in the source", skipped)] if skipped else []
 
 
 def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
@@ -138,10 +167,13 @@ def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listin
 def _frozen_sources(
     model: nn.Module, targets: list[ModelTensor], stored: dict[int, StoredTensor], listing: Listing
 ) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
-    """Fill frozen parts from their own sources; what the source holds of them is for comparison."""
+    """Fill frozen parts from their own sources; what the source holds of them is for comparison.
+
+    A live source holds them itself.
+    """
     frozen: dict[str, str] = {}
     compared: dict[int, StoredTensor] = {}
-    for name, part in frozen_parts(model):
+    for name, part in frozen_parts(model) if listing.format != LIVE else ():
         source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
         mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
@@ -160,12 +192,12 @@ def _frozen_sources(
                     compared[index] = stored[index]
                 stored[index] = listing.tensors[prefix + key]
         frozen[name] = str(source)
-    for index in [index for index in stored if _is_pinned(targets[index])]:
+    for index in [index for index in stored if is_pinned(targets[index])]:
         compared[index] = stored.pop(index)
     return listing, frozen, compared
 
 
-def _is_pinned(target: ModelTensor) -> bool:
+def is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
     info: Any = getattr(target.frozen, "anyrank_frozen", None)
     return info is not None and info.tensors is not None and not target.is_meta
@@ -229,18 +261,18 @@ def _problems(
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     if options.missing == "error" and unfilled:
         lines.append(
-            _listed("missing in the source", unfilled, Near(unexpected))
+            listed("missing in the source", unfilled, Near(unexpected))
             + "\n  to go on: rename=..., or missing='init' for the model's own initial values, or "
             "'keep'"
         )
     elif options.missing == "keep" and on_meta:
         lines.append(
-            _listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
+            listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
             + "\n  to go on: missing='init'"
         )
     if options.unexpected == "error" and unexpected:
         lines.append(
-            _listed("unexpected in the source", unexpected, Near(unfilled or names))
+            listed("unexpected in the source", unexpected, Near(unfilled or names))
             + _renaming(unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
@@ -301,7 +333,8 @@ def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
     return large.min <= small.min and small.max <= large.max
 
 
-def _listed(title: str, items: list[str], hints: Near | None = None) -> str:
+def listed(title: str, items: list[str], hints: Near | None = None) -> str:
+    """The first few of many names, with hints at what they may be meant for."""
     more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
     return f"{title} ({len(items)}):\n  " + "\n  ".join(shown) + more

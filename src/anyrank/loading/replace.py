@@ -98,7 +98,7 @@ def _like(target: ModelTensor, local: torch.Tensor) -> Any:
             new = dtensor_like(
                 old, new, placements=old.placements, shape=old.shape, stride=old.stride()
             )
-            new = nn.Parameter(new) if target.kind == "parameter" else new
+            new = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         elif type(old) is not torch.Tensor:  # a Parameter, or a subclass of the user's
             new = new.as_subclass(type(old))
         new.requires_grad_(old.requires_grad)

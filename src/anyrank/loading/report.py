@@ -88,13 +88,13 @@ class LoadReport:
         lines = [
             f"loaded {self.tensors} tensors ({self.format}) in {self.seconds:.2f} s",
             f"  strategy     {self.strategy}: {self.reason}",
-            f"  read         {_mib(self.bytes_read)}",
+            f"  read         {mib_by_rank(self.bytes_read)}",
         ]
         if any(self.bytes_sent):
-            lines.append(f"  sent         {_mib(self.bytes_sent)}")
-        lines.append(f"  host peak    {_mib(self.peak_host_bytes)}")
+            lines.append(f"  sent         {mib_by_rank(self.bytes_sent)}")
+        lines.append(f"  host peak    {mib_by_rank(self.peak_host_bytes)}")
         if any(self.peak_device_bytes):
-            lines.append(f"  device peak  {_mib(self.peak_device_bytes)}")
+            lines.append(f"  device peak  {mib_by_rank(self.peak_device_bytes)}")
         tied = [f"{name} = {', '.join(others)}" for name, others in self.tied.items()]
         groups = {
             "missing": self.missing,
@@ -110,7 +110,7 @@ class LoadReport:
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
         }
-        lines += [_group(title, items) for title, items in groups.items() if items]
+        lines += [group_line(title, items) for title, items in groups.items() if items]
         if self.verified:
             lines.append(f"  verified     {self.verified}")
         return "\n".join(lines)
@@ -186,12 +186,14 @@ class LoadPlan:
         return "\n".join(lines)
 
 
-def _mib(values: list[int]) -> str:
+def mib_by_rank(values: list[int]) -> str:
+    """Bytes of each rank, in words."""
     shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
     more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
     return f"{shown}{more} MiB by rank"
 
 
-def _group(title: str, items: list[str]) -> str:
+def group_line(title: str, items: list[str]) -> str:
+    """One line of a report: how many, and the first few."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"

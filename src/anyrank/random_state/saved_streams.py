@@ -264,6 +264,22 @@ def restore(
     return outcomes
 
 
+def derive_all(
+    coords: RankCoords,
+    *,
+    seed: int,
+    samples: int,
+    generators: Mapping[str, torch.Generator],
+    reason: str,
+) -> dict[str, StreamOutcome]:
+    """Seed all of this rank's streams from the run's seed, each rank its own. No collectives."""
+    outcomes: dict[str, StreamOutcome] = {}
+    for stream in streams_here(generators):
+        stream.seed(derive(seed, stream.name, *coordinate("rank", coords), samples))
+        outcomes[stream.name] = StreamOutcome("derived", reason)
+    return outcomes
+
+
 def choose(
     stream: Stream, scope: Scope, saved: SavedStreams, coords: RankCoords, torch_version: str
 ) -> tuple[Any, StreamOutcome]:

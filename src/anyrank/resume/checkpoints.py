@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
@@ -26,15 +26,16 @@ from anyrank.resume.loop import (
     loader_of,
     stop_condition,
 )
+from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import RunOptions
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.restore import log_report, resume_newest
+from anyrank.resume.resume import Arguments, resume_run
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
-from anyrank.resume.select_step import StepSearch, narrow
 from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState, run_parts
+from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.lines import decline
 from anyrank.world.ranks import Ranks, open_ranks
@@ -110,6 +111,7 @@ class Checkpoints:
         self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
+        self._calling = threading.RLock()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
@@ -118,16 +120,33 @@ class Checkpoints:
 
     # -- resume -----------------------------------------------------------------------------------
 
-    def resume(self, which: str | int = "auto", *, skip: Sequence[str] = ()) -> ResumeReport | None:
+    @one_thread
+    def resume(
+        self,
+        which: str | int | os.PathLike[str] = "auto",
+        *,
+        skip: Sequence[str] = (),
+        fresh: Sequence[str] = (),
+        rename: Rename = None,
+    ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
 
         The newest step that verifies is restored; damaged ones are renamed `.bad-...` and reported.
         Everything is compared before anything is changed. Random streams are restored last.
 
+        A path begins this run with a checkpoint from elsewhere: a step of another run, or what
+        another tool saved. Of that, what is there comes over, and the report has the rest. Once the
+        run has steps of its own these are resumed, so that a job that restarts goes on.
+
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
-                error; a number: that step. Newer ones are set aside at the next save.
+                error; a number: that step. Newer ones are set aside at the next save. Anything
+                else is a path or URL.
             skip: parts of the state that stay as they are.
+            fresh: names of parameters, or patterns with *, that the checkpoint need not have: they
+                keep their values, and their state in the optimizer starts anew.
+            rename: for another tool's checkpoint: from its names of tensors to the model's, as for
+                `load`.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -137,6 +156,7 @@ class Checkpoints:
                 other arguments, or their data differs; or reading failed in the middle, and the
                 state may not be used before it is resumed again.
             CorruptCheckpoint: steps are there, and all are damaged.
+            UnsafeFile: another tool's pickle that would run code; nothing was run.
             RankError: a rank died or failed in an unforeseen way.
 
         Example::
@@ -147,29 +167,20 @@ class Checkpoints:
                 ckpts.save()
                 report = ckpts.resume("must")
             assert report.components == {"model": "exact", "streams": "exact"}
+            with anyrank.Checkpoints("runs/b", state) as ckpts:
+                report = ckpts.resume("runs/a")  # another run's newest step begins this one
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = {"which": which, "skip": sorted(skip)}
-        ranks.same_arguments("resume", arguments, CheckpointError, lambda: narrow(which))
-        which = narrow(which)
+        arguments = Arguments(which, skip, fresh, rename)
+        arguments.agree(ranks)
         self.wait()
-        search = StepSearch(self._folder, which, self._options.verify, ranks)
-        resuming = resume_newest(self._state, search, ranks, skip)
-        if resuming is None:
-            if which == "must":
-                raise CheckpointError(
-                    f"{self.path}: holds no checkpoint, and resume('must') never starts anew: "
-                    "check the path, or use 'auto'"
-                )
+        resumed = resume_run(self._state, self._folder, arguments, self._options.verify, ranks)
+        if resumed is None:
             return None
-        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
-        report = resuming.report(self._folder, self._options.verify)
-        self._writer.branch = report.step if leaves_newer else None
-        self._writer.on_disk = (self._state.step, self._state.run)
-        if ranks.index == 0:
-            log_report(report, resuming.found.manifest.differed)
-        return report
+        self._writer.branch = resumed.branch
+        self._writer.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
+        return resumed.report
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -232,6 +243,7 @@ class Checkpoints:
         if self._counter.completed:
             self.save()
 
+    @one_thread
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
 
@@ -285,6 +297,7 @@ class Checkpoints:
 
     # -- save -------------------------------------------------------------------------------------
 
+    @one_thread
     def save(self) -> None:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
@@ -305,6 +318,7 @@ class Checkpoints:
         self._writer.save(ranks, self._writers)
         self._last_save = time.monotonic()
 
+    @one_thread
     def wait(self) -> None:
         """Return when no save is in flight. All ranks.
 
@@ -335,6 +349,7 @@ class Checkpoints:
             )
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
+            run_parts(self._state).measure_base(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
@@ -346,6 +361,7 @@ class Checkpoints:
     def _is_first(self) -> bool:
         return self._ranks is not None and self._ranks.index == 0
 
+    @one_thread
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
 
@@ -369,12 +385,7 @@ class Checkpoints:
         self._signals.watch()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             # A generator around the `with` is closed by GeneratorExit when its loop is left.
             is_left = isinstance(error, GeneratorExit) and not self._counter.was_broken_off

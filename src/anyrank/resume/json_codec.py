@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.tensors.spec import StoredTensor
 
-Put = Callable[[str, torch.Tensor], Any]
+Put = Callable[[str, Any], Any]  # of a tensor, or of where the bytes of one are stored
 Take = Callable[[Any], Any]
 MARK = "~"
 TABLES: dict[type, str] = {
@@ -55,7 +56,7 @@ def to_json(value: Any, where: str, put: Put) -> Any:
     """
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, StoredTensor)):
         return put(where, value)
     if isinstance(value, float):
         plain = float(value)

@@ -29,6 +29,7 @@ from anyrank.resume.part_types import (
     listed,
     misfits,
 )
+from anyrank.resume.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
 from anyrank.tensors.sharded_tensor import as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.walk import walk
@@ -148,7 +149,9 @@ def match_module(
     ]
     outcome = stored.moved(record["layout"], layout_digest(wanted))
     matched = Matched(outcome, fills, problems=problems)
-    _fit_tensors(part, wanted, device, stored, matched)
+    fresh = _fit_tensors(part, wanted, device, stored, matched)
+    if fresh:
+        matched.outcome = Outcome("derived", listed("kept, as the checkpoint has none", fresh))
     restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, matched)
 
     def commit() -> None:
@@ -170,16 +173,19 @@ def match_module(
 
 def _fit_tensors(
     part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, matched: Matched
-) -> None:
-    """Add what fills these tensors, and what does not fit."""
+) -> list[str]:
+    """Add what fills these tensors, and what does not fit. Names of those that start fresh."""
     saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
+    fresh: list[str] = []
     used: set[str] = set()
     for target in wanted:
         names = [f"{part}.{name}" for place in target.registrations for name in place.names]
         key = next((name for name in (target.name, *names) if name in saved), None)
         if key is None:
-            missing.append(target.name.removeprefix(f"{part}."))
+            name = target.name.removeprefix(f"{part}.")
+            is_fresh = stored.is_fresh(name) and not target.is_meta
+            (fresh if is_fresh else missing).append(name)
             continue
         used.update({key, *names})
         others = [saved[name] for name in names if name in saved]
@@ -197,9 +203,12 @@ def _fit_tensors(
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
         matched.problems.append(listed(f"{part}: not in the checkpoint", shown))
+        if any(stored.is_fresh(name) for name in missing):
+            matched.problems.append("fresh= keeps the values that are there: give them some first")
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
         matched.problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
+    return fresh
 
 
 def _fit_extra(

@@ -36,11 +36,14 @@ from anyrank.resume.part_types import (
     other_class,
     own_name,
 )
+from anyrank.resume.report import Outcome
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_like, placement_of
+from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import rank_device
 
+UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 # How a step is computed, not what: a run goes on with what its optimizer is made with now.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -131,12 +134,12 @@ def match_optimizer(
         return Matched(stored.moved("", ""), problems=[problem])
     matched = Matched(stored.moved("", ""))
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups = _fit_groups(part, optimizer, record, names, matched.problems)
+    groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
     unknown = [name for name in record["state"] if name not in by_name]
     if unknown:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
-    if record["class"] != type(optimizer).__name__:
+    if record["class"] not in (type(optimizer).__name__, UNKNOWN):
         matched.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
     if matched.problems:
         return matched
@@ -149,10 +152,17 @@ def match_optimizer(
         held_now += taker.tensors
     other = _Taker(stored, matched, None, optimizer, rank)
     options = [_table(one["options"], other) for one in record["groups"]]
-    for group, number in zip(optimizer.param_groups, groups, strict=True):
-        matched.problems += _check_options(f"{part}: group {number}", options[number], group)
+    pairs = [
+        (group, options[number])
+        for group, number in zip(optimizer.param_groups, groups, strict=True)
+        if number is not None
+    ]
+    for number, (group, saved) in enumerate(pairs):
+        matched.problems += _check_options(f"{part}: group {number}", saved, group)
     extra = _table(record["extra"], other)
     matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
+    if fresh:
+        matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
 
     def place() -> None:
         for parameter in by_name.values():
@@ -163,8 +173,8 @@ def match_optimizer(
 
     def commit() -> None:
         place()
-        for group, number in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in options[number].items():
+        for group, saved in pairs:
+            for key, value in saved.items():
                 if key in IMPLEMENTATION and key in group:
                     continue
                 if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
@@ -215,23 +225,38 @@ def _kind_of(value: Any) -> str:
 
 
 def _fit_groups(
-    part: str, optimizer: Optimizer, record: Any, names: Names, problems: list[str]
-) -> list[int]:
-    """For each group of the optimizer, the saved group whose hyperparameters it takes."""
+    part: str,
+    optimizer: Optimizer,
+    record: Any,
+    names: Names,
+    stored: Stored,
+    problems: list[str],
+) -> tuple[list[int | None], list[str]]:
+    """For each group of the optimizer, the saved group whose hyperparameters it takes; and the
+    parameters that start fresh. A group of these alone keeps its own hyperparameters.
+    """
     home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
-    chosen: list[int] = []
+    chosen: list[int | None] = []
     seen: set[str] = set()
+    fresh: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         members = [names[id(parameter)].name for parameter in group["params"]]
         seen.update(members)
         new = [name for name in members if name not in home]
-        if new:
-            problems.append(listed(f"{part}: parameters that the checkpoint's had not", new))
+        unasked = [name for name in new if not stored.is_fresh(name)]
+        if unasked:
+            problems.append(
+                listed(f"{part}: parameters that the checkpoint's had not", unasked)
+                + f": if they are to start anew, resume with fresh={unasked[:1]!r}, or a pattern"
+            )
             continue
-        sources = sorted({home[name] for name in members}) or [number]
-        first = (
-            record["groups"][sources[0]]["options"] if sources[0] < len(record["groups"]) else {}
-        )
+        fresh += new
+        sources = sorted({home[name] for name in members if name in home})
+        if not sources:
+            alone = bool(members) or number >= len(record["groups"])
+            chosen.append(None if alone else number)
+            continue
+        first = record["groups"][sources[0]]["options"]
         for other in sources[1:]:
             options = record["groups"][other]["options"]
             if options != first:
@@ -246,7 +271,7 @@ def _fit_groups(
         problems.append(
             listed(f"{part}: parameters of the checkpoint's that it no longer has", gone)
         )
-    return chosen
+    return chosen, fresh
 
 
 class _Taker:
@@ -287,11 +312,17 @@ class _Taker:
                 "to which rank"
             )
             return torch.empty(0, device="cpu")
-        tensor = self._make(placements, saved.shape, saved.dtype, self._device(where))
+        tensor = self._make(placements, saved.shape, self._dtype(saved, where), self._device(where))
         held = as_sharded(key, tensor)
         self.tensors += [] if kind == "~own" else [held]
         self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return tensor
+
+    def _dtype(self, saved: StoredTensor, where: str) -> torch.dtype:
+        mine = saved.dtype if self.parameter is None else self.parameter.dtype
+        is_count = where.rsplit(".", 1)[-1] == "step"
+        casts = self.stored.casts and not is_count and saved.dtype.is_floating_point
+        return mine if casts and mine.is_floating_point else saved.dtype
 
     def _placements(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> Any:
         """How the tensor lies on its parameter's mesh; () for a plain tensor, None when it cannot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Saved:
             rank's are saved.
         strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
+        first_rank: whether the first rank's record is kept alone, though others may differ.
     """
 
     record: Any
@@ -42,6 +44,7 @@ class Saved:
     unsynced: set[str] = field(default_factory=set[str])
     strict: bool = True
     by_rank: bool = False
+    first_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,21 @@ class Stored:
         listing: its tensors.
         ranks: how many saved it.
         same_ranks: whether as many resume it.
+        fresh: patterns of names of parameters that the step need not have.
+        casts: whether floating state becomes of its parameter's dtype, as torch does it.
     """
 
     listing: Listing
     ranks: int
     same_ranks: bool
+    fresh: tuple[str, ...] = ()
+    casts: bool = False
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether a parameter that the step does not have starts anew, by its name or its end."""
+        parts = name.split(".")
+        ends = [".".join(parts[n:]) for n in range(len(parts))]
+        return any(fnmatchcase(end, pattern) for end in ends for pattern in self.fresh)
 
     def moved(self, saved_layout: str, layout: str) -> Outcome:
         """Exact when ranks and layout are those of the save, else resharded."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +13,10 @@ from anyrank.files.block_sums import SUFFIX, BlockDigester
 from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
 from anyrank.files.run_folder import SavedBox
-from anyrank.files.storage import join_path
+from anyrank.files.storage import join_path, split
 from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.files.torch_blob import ALIGN, wrap
+from anyrank.resume.digests import check_memory
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.sharded_tensor import ShardedTensor, version_of
@@ -116,6 +118,7 @@ class Staging:
             ranks.check()
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
+            check_memory(item.name, item.source)
             copy_into(copy, item.source, non_blocking=True)
             check_unwritten(item)
             copies.append(replace(item, source=copy))
@@ -202,23 +205,8 @@ class _Output:
 
     def flush(self) -> None:
         """Write what waits, so little at a time that its checksum leaves it in the cache."""
-        for group in groups(self.parts, CACHED_BYTES):
+        for group in split(self.parts, itertools.repeat(CACHED_BYTES)):
             for part in group:
                 self.digester.update(part)
             self.sink.write(group)
         self.parts, self.kept, self.waiting = [], [], 0
-
-
-def groups(parts: Sequence[bytes | memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """Consecutive parts, of so many bytes together; long ones are cut."""
-    group, room = list[memoryview](), nbytes
-    for part in parts:
-        view = memoryview(part)
-        while len(view):
-            group.append(view[:room])
-            view, room = view[room:], room - len(group[-1])
-            if not room:
-                yield group
-                group, room = [], nbytes
-    if group:
-        yield group

@@ -42,7 +42,11 @@ log = logging.getLogger("anyrank.resume")
 
 
 def resume_newest(
-    state: TrainState, search: StepSearch, ranks: Ranks, skip: Sequence[str]
+    state: TrainState,
+    search: StepSearch,
+    ranks: Ranks,
+    skip: Sequence[str],
+    fresh: Sequence[str] = (),
 ) -> Resuming | None:
     """Restore the newest step that is whole; None where the run has none. All ranks.
 
@@ -50,7 +54,7 @@ def resume_newest(
         CheckpointError: the step does not match the state, or reading it failed.
     """
     while (selected := search.next()) is not None:
-        resuming = Resuming(state, selected, ranks, skip)
+        resuming = Resuming(state, selected, ranks, skip, fresh)
         try:
             resuming.match()
             resuming.fill()
@@ -65,11 +69,16 @@ class Resuming:
     """Matches a state with a step, and fills it. All ranks call its methods, in order."""
 
     def __init__(
-        self, state: TrainState, found: Selected, ranks: Ranks, skip: Sequence[str]
+        self,
+        state: TrainState,
+        found: Selected,
+        ranks: Ranks,
+        skip: Sequence[str],
+        fresh: Sequence[str],
     ) -> None:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
-        self.skip = tuple(skip)
+        self.skip, self.fresh = tuple(skip), tuple(fresh)
         self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
@@ -99,7 +108,7 @@ class Resuming:
         def here() -> bool:
             if problems:
                 raise CheckpointError(self._mismatch(problems))
-            stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks)
+            stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks, self.fresh)
             self.matched = self.inner.match(records, stored, self.ranks.index)
             wrong = [problem for one in self.matched.values() for problem in one.problems]
             if wrong:

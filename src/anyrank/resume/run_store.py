@@ -101,8 +101,8 @@ class RunFolder:
         if other is not None:
             raise CheckpointError(
                 f"{self.path}: holds no step of a run, but what another tool saved: {place} "
-                f"({other}); for its weights, call anyrank.load(model, {place!r}), and give "
-                "Checkpoints a folder of its own"
+                f"({other}); give Checkpoints a folder of its own, and go on from there with "
+                f"resume({place!r}), or for its weights alone call anyrank.load(model, {place!r})"
             )
 
     def _of_another_tool(self, name: str) -> str | None:
@@ -143,6 +143,11 @@ class RunFolder:
                 )
             if not self.store.renames:
                 return final
+            if self._of_another_tool(step_name(step)) is not None:
+                raise CheckpointError(
+                    f"{final}: is the checkpoint of another tool, and no step of this run: give "
+                    "the run a folder of its own"
+                )
             if self.store.is_dir(final):
                 aside = self.set_aside(step_name(step), "bad-damaged")
                 log.warning("%s: has lost its manifest, and is now %s", final, aside)

@@ -236,14 +236,3 @@ def verified_in_words(verify: str) -> str:
         "size": "sizes of all files, checksums of the small ones",
         "off": "checksums of the small files only",
     }[verify]
-
-
-def narrow(which: str | int) -> str | int:
-    """`resume`'s second argument, checked.
-
-    Raises:
-        ValueError: it is none of "auto", "must" and a step.
-    """
-    if which in ("auto", "must") or (isinstance(which, int) and which >= 0):
-        return which
-    raise ValueError(f"resume takes 'auto', 'must' or a step, not {which!r}")

@@ -89,6 +89,8 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     current: Any = thing.state_dict()
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return Matched(Outcome("fresh", "it had no state when it was saved"))
+    if stored.fresh and isinstance(current, dict):
+        record = record | {"tree": _with_new_groups(record["tree"], current)}
     own = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
@@ -122,6 +124,18 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
     matched.commit = lambda: thing.load_state_dict(tree)
     return matched
+
+
+def _with_new_groups(tree: Any, current: Mapping[str, Any]) -> Any:
+    """A scheduler's state for an optimizer that has got more groups: theirs are as made now."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("base_lrs"), list):
+        return tree
+    saved: dict[str, Any] = dict(tree)  # pyright: ignore[reportUnknownArgumentType]
+    for key, now in current.items():
+        before = saved.get(key)
+        if isinstance(before, list) and isinstance(now, list) and len(before) < len(now):
+            saved[key] = [*before, *now[len(before) :]]
+    return saved
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:

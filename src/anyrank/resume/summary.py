@@ -65,7 +65,7 @@ def summarize(
     records = {
         part: _digest([saved.record, [content_hash(held.local()) for held in saved.own]])
         for part, saved in parts.items()
-        if saved.by_rank
+        if saved.by_rank and not saved.first_rank
     }
     unsynced = {
         held.name: content_hash(held.local())

@@ -178,10 +178,31 @@ class Ranks:
             RankError: as `gather`.
         """
         with self._waiting(what):
-            works = [self.group.send([t], self.ranks.index(rank), 0) for t, rank in sent]
-            works += [self.group.recv([t], self.ranks.index(rank), 0) for t, rank in received]
+            works = [self.start_send(t, rank) for t, rank in sent]
+            works += [self.start_receive(t, rank) for t, rank in received]
             for work in works:
                 work.wait()
+
+    @contextmanager
+    def streaming(self, what: str) -> Generator[None, None, None]:
+        """Around sends and receives that run side by side, until all are waited for. All ranks.
+
+        Args:
+            what: for messages.
+
+        Raises:
+            RankError: as `gather`.
+        """
+        with contextlib.nullcontext() if self.lines is None else self._waiting(what):
+            yield
+
+    def start_send(self, tensor: torch.Tensor, rank: int) -> Any:
+        """Start to send a contiguous CPU tensor; what waits for its end. Within `streaming`."""
+        return self.group.send([tensor], self.ranks.index(rank), 0)
+
+    def start_receive(self, tensor: torch.Tensor, rank: int) -> Any:
+        """Start to fill a contiguous CPU tensor; what waits for its end. Within `streaming`."""
+        return self.group.recv([tensor], self.ranks.index(rank), 0)
 
     @property
     def group(self) -> Any:

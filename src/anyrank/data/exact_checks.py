@@ -1,0 +1,225 @@
+"""What keeps a run from the same bits on any number of ranks: refused, or noted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from anyrank.data.gradient_sync import units
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.data")
+
+KEEPS_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+class ExactRun:
+    """What a run with exact=True has to keep the same, beside its data.
+
+    Attributes:
+        record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
+            "cpu" (instruction set) and "torch" (version); empty until the first step.
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, int | str] = {}
+
+    def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
+        """Check a model before its first step. All data-parallel ranks.
+
+        Returns:
+            Differences from what the run began with, as sentences.
+
+        Raises:
+            ValueError: a part of the model whose results depend on the number of ranks, or another
+                number of threads than the run began with; on all ranks.
+            CheckpointError: what results depend on differs between the ranks.
+        """
+        now = environment(model)
+
+        def check() -> None:
+            check_model(model, ranks)
+            check_threads(self.record, ValueError)
+
+        ranks.same_arguments("exact=True: microbatches", now, CheckpointError, check)
+        notes = [
+            difference(name, self.record[name], now[name]) for name in changed(self.record, now)
+        ]
+        self.record = now
+        if ranks.index == 0:
+            for note in notes:
+                log.warning("%s", note)
+        return notes
+
+    def check_saved(self, saved: object) -> None:
+        """Check the record of a state.
+
+        Raises:
+            CheckpointError: the run has another number of threads.
+            CorruptCheckpoint: not a record.
+        """
+        if saved is not None:
+            check_threads(read_record(saved), CheckpointError)
+
+    def load(self, saved: object, step: int) -> list[str]:
+        """Continue with the record of a state, None for one without. Returns notes."""
+        if saved is None:
+            return (
+                [f"exact=True begins at step {step}: steps before were summed in another order"]
+                if step
+                else []
+            )
+        self.record = read_record(saved)
+        return []
+
+
+def environment(model: nn.Module) -> dict[str, int | str]:
+    """What the results of a model on this rank depend on, apart from its data."""
+    kinds = device_types(model)
+    return {
+        "threads": torch.get_num_threads(),
+        "device": " and ".join(kinds),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+    }
+
+
+def device_types(model: nn.Module) -> list[str]:
+    """The types of devices that a model is on."""
+    return sorted({parameter.device.type for parameter in model.parameters()})
+
+
+def read_record(saved: object) -> dict[str, int | str]:
+    """A record from an untrusted state."""
+    kinds = {"threads": int, "device": str, "cpu": str, "torch": str}
+    if not isinstance(saved, Mapping) or any(
+        name not in kinds or type(value) is not kinds[name] for name, value in saved.items()
+    ):
+        raise CorruptCheckpoint(
+            f"data position: exact is {saved!r}, which is not a valid state: resume from another "
+            "checkpoint"
+        )
+    return {str(name): value for name, value in saved.items()}
+
+
+def check_threads(record: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
+    """Raise if this rank has another number of threads than the run began with."""
+    threads = torch.get_num_threads()
+    if record.get("threads", threads) != threads:
+        raise error(
+            f"exact=True: the run began with {record['threads']} intra-op threads on each rank, "
+            f"here there are {threads}, and sums within a kernel depend on them: call "
+            f"torch.set_num_threads({record['threads']})"
+        )
+
+
+def changed(record: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of what differs."""
+    return [name for name, value in record.items() if now[name] != value]
+
+
+def difference(name: str, before: object, now: object) -> str:
+    """A difference from the run in words."""
+    titles = {"device": "device type", "cpu": "CPU instruction set", "torch": "torch version"}
+    return (
+        f"exact=True: the {titles.get(name, name)} was {before} and is {now}: kernels may round "
+        "in another way, so bits may differ from here on"
+    )
+
+
+def check_model(model: nn.Module, ranks: Ranks) -> None:
+    """Refuse what makes results depend on the number of ranks.
+
+    Raises:
+        ValueError: names the module or the parameter, and the way out.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise ValueError(
+                f"exact=True: {name} is a SyncBatchNorm in train mode, whose sums run over the "
+                f"ranks: use GroupNorm or LayerNorm, or {name}.eval()"
+            )
+        if isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats:
+            raise ValueError(
+                f"exact=True: {name} is a {type(module).__name__} in train mode, whose running "
+                "statistics are those of the microbatches that its rank runs: use GroupNorm or "
+                f"LayerNorm, track_running_stats=False, or {name}.eval()"
+            )
+        if isinstance(module, FSDPModule) and len(units(module)) > 1:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
+                "no reduction for all of them: shard it over one mesh"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            check_mesh(name, parameter, ranks)
+    if set(device_types(model)) - {"cpu"} and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "exact=True: kernels of accelerators may add in any order: call "
+            "torch.use_deterministic_algorithms(True) before the first step"
+        )
+
+
+def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
+    """Refuse a parameter that is sharded over other ranks than those of the data."""
+    members = parameter.device_mesh.mesh.flatten().tolist()
+    if sorted(members) != sorted(ranks.ranks):
+        raise ValueError(
+            f"exact=True: {name} is sharded over ranks {members}, the data over "
+            f"{list(ranks.ranks)}: tensor parallelism adds up in an order of its own; use FSDP2 or "
+            "DDP over the ranks of the data"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
+    others = [place for place in placements if not isinstance(place, Shard | Replicate)]
+    if len(sharded) != 1 or len(placements) > 2 or others:
+        raise ValueError(
+            f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
+            "axis of a mesh of one or two"
+        )
+    if mesh.size(sharded[0]) == 1 and ranks.size > 1:
+        raise ValueError(
+            f"exact=True: {name} is only replicated over {members}, by FSDP2's own all-reduce: use "
+            "DistributedDataParallel, or a mesh of one axis"
+        )
+
+
+class BufferWatch:
+    """Finds buffers that a forward pass changes: each rank would have those of its microbatches.
+
+    Args:
+        model: its buffers are copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def changed(self, model: nn.Module) -> list[str]:
+        """Names of buffers of the same shape and another value, and forget the copies."""
+        before, self.before = self.before, {}
+        return [
+            name
+            for name, buffer in model.named_buffers()
+            if name in before and not same_bits(before[name], buffer)
+        ]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; nan is equal to nan. True for other shapes."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

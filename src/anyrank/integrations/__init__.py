@@ -1,0 +1,26 @@
+"""anyrank inside other people's training loops: one thin module for each framework.
+
+A module is imported by its name, `anyrank.integrations.lightning` say, and imports its framework,
+which the user has. It uses the public names of anyrank alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+FRAMEWORKS = ("accelerate", "lightning", "peft", "torchtitan", "transformers")
+
+# Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the module of a framework when it is first used."""
+        if name not in FRAMEWORKS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    """The frameworks only."""
+    return list(FRAMEWORKS)

@@ -1,0 +1,152 @@
+"""The microbatches of an `ElasticLoader`, as a loop over a DataLoader expects them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from math import ceil
+from typing import Any
+
+from accelerate.utils import send_to_device
+from torch import nn
+
+from anyrank.integrations.accelerate_run import ElasticRun
+from anyrank.integrations.dataloaders import elastic_loader
+
+log = logging.getLogger("anyrank.integrations")
+
+
+class ElasticBatches:
+    """What an anyrank Accelerator's `prepare` makes of the training DataLoader.
+
+    An iteration yields this rank's microbatches of an epoch, one step after the other. `len` is the
+    number of optimizer steps in an epoch. Epochs that are finished already yield nothing, so that a
+    loop over `range(epochs)` continues where the run is.
+
+    Args:
+        accelerator: whose models are trained.
+        run: counts the steps.
+        dataloader: the user's.
+        options: of `elastic_loader`.
+
+    Attributes:
+        loader: the `anyrank.ElasticLoader`.
+        dataset: that of the DataLoader, where users expect it.
+        batch_size: samples of a microbatch.
+        step: whose microbatch is run, or was last.
+        is_running: whether the loop is in the body of a microbatch.
+    """
+
+    def __init__(self, accelerator: Any, run: ElasticRun, dataloader: Any, **options: Any) -> None:
+        self.loader = elastic_loader(dataloader, **options)
+        self.dataset = dataloader.dataset
+        self.batch_size: int = options["microbatch"] or dataloader.batch_size
+        self.step: Any = None
+        self.is_running = False
+        self._accelerator = accelerator
+        self._run = run
+        self._models: nn.ModuleList | None = None
+        self._microbatches: Iterator[Any] | None = None  # of the step, until it is complete
+        self._losses = 0  # backward passes in the step
+        self._passes = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is, for a loop that does not begin at 0."""
+        self._passes = epoch
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        self._run.begin_pass()
+        epoch, self._passes = self._passes, self._passes + 1
+        if self.loader.epoch > epoch:
+            log.info("epoch %d was finished before: it yields nothing", epoch)
+            self._run.is_in_finished_epoch = True
+            return
+        self._run.is_in_finished_epoch = False
+        # One container for all passes: the first step of a model is checked.
+        self._models = models = self._models or self._accelerator.prepared_models()
+        try:
+            for step in self.loader:
+                yield from self._bodies(step, models)
+                self.complete()
+                if self.loader.step == step.number:  # not counted yet, as by a save in the body
+                    self._run.has_stepped = True  # also where a GradScaler has left a step out
+                    self._run.count_step()
+        finally:
+            self._leave()
+
+    def _bodies(self, step: Any, models: nn.ModuleList) -> Generator[Any, None, None]:
+        """The microbatches of a step on this rank."""
+        # Every rank runs equally many: where there are too few, one of them again, with weight 0.
+        turns = ceil(ceil(step.samples / self.batch_size) / self._accelerator.num_processes)
+        self.step, self._losses = step, 0
+        self._microbatches = microbatches = step.microbatches(models)
+        for turn in range(turns):
+            batch = next(microbatches)
+            self._accelerator.sync_gradients = turn + 1 == turns
+            self.is_running = True
+            yield self._to_device(batch)
+            self.is_running = False
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether microbatches were run that no optimizer's step has followed yet."""
+        is_counted = self.step is not None and self.loader.step > self.step.number
+        return self.is_running and not (self._run.has_stepped or is_counted)
+
+    def _to_device(self, batch: Any) -> Any:
+        """A batch where the model is."""
+        accelerator = self._accelerator
+        if not accelerator.device_placement:
+            return batch
+        return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
+
+    def scale(self, loss: Any, weight: Any) -> Any:
+        """A microbatch's mean loss, weighted, for its backward.
+
+        Raises:
+            ValueError: not within the loop, or the gradients of the step are complete already.
+        """
+        if not self.is_running:
+            raise ValueError(
+                "backward outside of the loop over the training DataLoader, which is the first one "
+                "that is prepared"
+            )
+        if self._microbatches is None:
+            raise ValueError(
+                "backward after the optimizer's step, or after clipping, in the last microbatch "
+                "of a step: run all backward passes before. For optimizers that alternate (a GAN), "
+                "use anyrank.Checkpoints in a loop of your own"
+            )
+        self._losses += 1
+        return self.step.scale(loss, weight)
+
+    def complete(self) -> bool:
+        """Complete the gradients in the last microbatch of a step; whether it is the last.
+
+        Raises:
+            ValueError: no backward was run in the step.
+        """
+        if not self._accelerator.sync_gradients:
+            return False
+        if self._microbatches is not None:
+            microbatches, self._microbatches = self._microbatches, None
+            if not self._losses:
+                raise ValueError(
+                    "a step without accelerator.backward(loss): call it in place of "
+                    "loss.backward(), in the loop over the DataLoader that is prepared first, "
+                    "which is the one to train on"
+                )
+            # Ends it: exchanges what no wrapper does, scales, verifies.
+            assert next(microbatches, None) is None
+        return True
+
+    def _leave(self) -> None:
+        """Drop what a loop leaves that is broken off within a step."""
+        self.is_running = False
+        self._accelerator.sync_gradients = True
+        microbatches, self._microbatches = self._microbatches, None
+        if isinstance(microbatches, Generator):
+            microbatches.close()

@@ -1,0 +1,100 @@
+"""A user's DataLoader as an `ElasticLoader`: the same data and workers on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import anyrank
+
+
+def elastic_loader(
+    dataloader: Any,
+    *,
+    global_batch: int,
+    microbatch: int | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    process_group: Any = None,
+) -> anyrank.ElasticLoader:
+    """The loader of steps over what a DataLoader reads.
+
+    Args:
+        dataloader: a torch DataLoader of a dataset with a length. Its order has to be the
+            dataset's own, shuffled, or weighted with replacement; `drop_last` drops the samples
+            that do not fill the epoch's last step.
+        global_batch: samples of a step, on all ranks together.
+        microbatch: samples of one forward pass; default: the DataLoader's batch_size.
+        seed: of the order and of all random numbers.
+        exact: whether to sum gradients with the same bits on any number of ranks.
+        process_group: the data-parallel ranks; default: all.
+
+    Raises:
+        TypeError: no DataLoader, or a dataset without length.
+        ValueError: an order, a sharding or a worker_init_fn that cannot be kept.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            f"the training data is a {type(dataloader).__name__}: give one torch DataLoader, over "
+            "a dataset with a length"
+        )
+    if dataloader.batch_size is None:
+        raise ValueError(
+            "the training DataLoader has a batch_sampler, or no batching: the steps are planned "
+            "from global_batch, so give DataLoader(dataset, batch_size=..., shuffle=...)"
+        )
+    if dataloader.worker_init_fn is not None:
+        raise ValueError(
+            "the training DataLoader has a worker_init_fn, which is not called: the random numbers "
+            "of each sample are seeded already; what else it does belongs into the dataset"
+        )
+    return anyrank.ElasticLoader(
+        dataloader.dataset,
+        global_batch=global_batch,
+        microbatch=microbatch or dataloader.batch_size,
+        seed=seed,
+        exact=exact,
+        num_workers=dataloader.num_workers,
+        collate_fn=dataloader.collate_fn,
+        tail="drop" if dataloader.drop_last else "short",
+        process_group=process_group,
+        pin_memory=dataloader.pin_memory,
+        prefetch_factor=dataloader.prefetch_factor,
+        persistent_workers=dataloader.persistent_workers,
+        **_order(dataloader),
+    )
+
+
+def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of an ElasticLoader that give a sampler's order.
+
+    Raises:
+        ValueError: a sampler whose order cannot be kept.
+    """
+    sampler: Any = dataloader.sampler
+    length = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length:
+        return {"shuffle": True}
+    if type(sampler) is WeightedRandomSampler and sampler.replacement and len(sampler) == length:
+        return {"weights": sampler.weights}
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "the training DataLoader has a DistributedSampler: anyrank divides the data among the "
+            "ranks, and a second sharding would lose samples. Remove it: give shuffle=True or False"
+        )
+    if length is None:
+        return {}  # an iterable dataset: ElasticLoader says what to do
+    raise ValueError(
+        f"the training DataLoader's sampler is a {type(sampler).__name__}, whose order is not "
+        "known for other numbers of ranks: give shuffle=True or False, or a WeightedRandomSampler "
+        "with replacement of as many draws as the dataset has samples"
+    )

@@ -1,0 +1,299 @@
+"""Lightning: a callback that saves a run, and resumes it on any number of ranks.
+
+Tested with lightning and pytorch_lightning 2.6.
+
+What Lightning iterates is one `Step` for each optimizer step, so that all that it counts (steps,
+epochs, validation intervals, schedulers) is the same on any number of ranks. Its `training_step`
+is run for each of this rank's microbatches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import anyrank
+from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.lightning_loops import (
+    LoopState,
+    Replaced,
+    Steps,
+    modules_of_callbacks,
+    problems_of,
+)
+from anyrank.integrations.versions import warn_if_untested
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _callback_class() -> Any:
+    """Of the packages that the script has imported, or else of one that is installed."""
+    names = [name for name in PACKAGES if name in sys.modules]
+    names = names or [name for name in PACKAGES if find_spec(name)][:1]
+    if not names:
+        raise ImportError("anyrank.integrations.lightning needs lightning: pip install lightning")
+    for name in names:
+        warn_if_untested(name, "2.6", "2.6")
+    bases = [importlib.import_module(PACKAGES[name]).Callback for name in names]
+    return type("Callback", tuple(bases), {})
+
+
+_Callback: Any = _callback_class()
+
+
+class Elastic(_Callback):
+    """Save a Trainer's run, and resume it on any number of ranks. Every rank makes one.
+
+    DataModule and LightningModule stay as they are. `fit` resumes the newest step of the folder if
+    there is one, and saves when due and at the end. Each optimizer step is one batch to Lightning:
+    `max_steps`, `val_check_interval` and schedulers count steps of `global_batch` samples. The
+    module's `training_step` is called for each of this rank's microbatches, of the DataLoader's
+    batch_size, under random numbers that depend on (seed, step, microbatch) alone; the loss that
+    callbacks and hooks get as `outputs` is the mean over the global batch.
+
+    The Trainer's loops, callbacks, DataModule and precision are saved with the model, the optimizer
+    and the schedulers; modules that a callback holds (an EMA copy) too. For SingleDeviceStrategy,
+    DDPStrategy and ModelParallelStrategy (FSDP2), and automatic optimization with one optimizer.
+
+    Attributes:
+        report: what the last `fit` resumed; None if it began anew.
+        state: the `anyrank.TrainState` of the last `fit`.
+        loader: its `anyrank.ElasticLoader`, with the receipts of finished epochs.
+
+    Args:
+        path: folder or URL of the run.
+        global_batch: samples of an optimizer step, on all ranks together.
+        microbatch: samples of a call of `training_step`; default: the DataLoader's batch_size.
+        seed: of the order of the data and of all random numbers.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
+            are its arguments, too.
+        resume: "auto", "must", a step or a path, as `Checkpoints.resume` takes it.
+
+    Raises:
+        ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
+            manual optimization, several optimizers, or a strategy that is not listed above.
+        TypeError: in `fit`: training data that is no DataLoader over a dataset with a length.
+
+    Example::
+
+        import lightning
+        from torch.utils.data import DataLoader
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(4, 1)
+
+            def training_step(self, batch, batch_idx):
+                return self.net(batch).square().mean()
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters())
+
+        elastic = anyrank.integrations.lightning.Elastic("runs/a", global_batch=8, every=2)
+        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, callbacks=[elastic], **quiet
+        )
+        trainer.fit(Module(), DataLoader(torch.randn(32, 4), batch_size=2, shuffle=True))
+        assert (trainer.global_step, elastic.loader.samples) == (4, 32)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        global_batch: int,
+        microbatch: int | None = None,
+        seed: int = 0,
+        exact: bool = False,
+        every: int | str | None = None,
+        keep: int = 3,
+        keep_every: int | None = None,
+        background: bool = False,
+        verify: Literal["size", "full", "off"] = "full",
+        resume: str | int | os.PathLike[str] = "auto",
+    ) -> None:
+        super().__init__()
+        self.report: anyrank.ResumeReport | None = None
+        self.state: anyrank.TrainState | None = None
+        self.loader: Any = None
+        self._path = os.fspath(path)
+        self._seed = seed
+        self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
+        self._data["exact"] = exact
+        self._options: dict[str, Any] = {"every": every, "keep": keep, "keep_every": keep_every}
+        self._options |= {"background": background, "verify": verify}
+        self._which = resume
+        self._trainer: Any = None
+        self._checkpoints: Any = None
+        self._loops: LoopState | None = None
+        self._held: dict[str, Any] = {}
+        self._steps: Iterator[Any] = iter(())
+        self._is_trained = False  # a step was trained that is not counted yet
+        self._replaced = Replaced()
+
+    # -- Lightning's hooks ------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot be resumed, and take the place of the DataLoader. All ranks."""
+        if stage != "fit":
+            return
+        for problem in problems_of(trainer, pl_module):
+            raise ValueError(f"anyrank's Elastic callback: {problem}")
+        self._trainer = trainer
+        # The first one in each hook: saved is what is there before others end the run. A new list,
+        # because Lightning is going over this one.
+        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        # Asked for only when the module and the DataModule are set up.
+        source = trainer.fit_loop._data_source
+        dataloader = source.dataloader
+        self._replaced.set(source, "dataloader", lambda: self._elastic_data(dataloader()))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Resume: model, optimizer and schedulers are there, and no loop has begun. All ranks."""
+        self._refuse_ckpt_path()
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers gave {len(trainer.optimizers)} optimizers, and Elastic "
+                "needs one: give it several parameter groups, or use anyrank.Checkpoints in a loop "
+                "of your own"
+            )
+        trainer.fit_loop.setup_data()
+        self._loops = LoopState(trainer, self.loader)
+        self._held = modules_of_callbacks(trainer)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.state = anyrank.TrainState(
+            trainer.strategy.model,
+            trainer.optimizers[0],
+            scheduler=next(iter(schedulers), None),
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            data=self.loader,
+            seed=self._seed,
+            first_rank=["lightning"],
+            lightning=self._loops,
+            **{f"scheduler_{number}": one for number, one in enumerate(schedulers) if number},
+            **self._held,
+        )
+        self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)
+        self.report = self._checkpoints.resume(self._which)
+        if self.report and self.report.components.get("lightning") != "exact":
+            self._loops.begin_at(self.loader.epoch, self.state.step)
+        # Until the first step is done, so that Lightning does not take over the signals' handlers.
+        self._checkpoints.close()
+        self._replaced.take_over(trainer, self._train)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let Lightning go on in mid epoch as if it had not been interrupted."""
+        self._refuse_ckpt_path()
+        # Its own restart would skip a validation, and count some things twice.
+        trainer.fit_loop.epoch_loop.restarting = False
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save a run that stops within an epoch before the hooks of the epoch's end."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready < trainer.num_training_batches:
+            self._complete()
+            self._checkpoints.save()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step."""
+        self._complete()
+        self._checkpoints.save()
+        self._checkpoints.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Release everything; the newest checkpoint stays the last one. Waits for no rank."""
+        if self._checkpoints is not None:
+            self._checkpoints.__exit__(type(exception), exception, exception.__traceback__)
+        self._replaced.restore()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the trainer back as it was."""
+        self._replaced.restore()
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _elastic_data(self, dataloader: Any) -> Steps:
+        """The steps in place of the user's DataLoader."""
+        group, strategy = None, self._trainer.strategy
+        if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group have the same data
+            group = strategy.device_mesh["data_parallel"].get_group()
+        self.loader = elastic_loader(dataloader, process_group=group, seed=self._seed, **self._data)
+        return Steps(self.loader, self._iterate)
+
+    def _iterate(self) -> Generator[Any, None, None]:
+        """The steps of the rest of an epoch. The code here runs between two of Lightning's batches,
+        when all that it counts is complete.
+        """
+        self._complete()
+        if self.loader.epoch != self._trainer.current_epoch:
+            raise ValueError(
+                f"Lightning is in epoch {self._trainer.current_epoch}, and the data in epoch "
+                f"{self.loader.epoch}: on_train_batch_start may not return -1 here, and the folder "
+                "has to be that of a run of this callback"
+            )
+        assert self._loops is not None
+        self._loops.restore_within_epoch()
+        self._steps = iter(self.loader)
+        for step in self._steps:
+            yield step
+            self._complete()
+
+    def _complete(self) -> None:
+        """Count the step that was trained, and save when due. All ranks."""
+        if not self._is_trained:
+            return
+        self._is_trained = False
+        if modules_of_callbacks(self._trainer).keys() != self._held.keys():
+            raise ValueError(
+                "a callback made a module after on_fit_start, too late to be resumed: make it in "
+                "the callback's setup()"
+            )
+        epoch = self.loader.epoch
+        self._checkpoints.step_done()
+        if self.loader.epoch != epoch:
+            next(self._steps, None)  # verifies the epoch's receipt
+
+    def _train(self, original: Any, step: Any, *args: Any) -> Any:
+        """Forward and backward of this rank's microbatches; returns the output of the last one,
+        with the mean loss of the global batch.
+        """
+        trainer, strategy = self._trainer, self._trainer.strategy
+        module, optimizer = trainer.lightning_module, trainer.optimizers[0]
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        optimization._on_before_zero_grad(optimizer)
+        optimization._optimizer_zero_grad(trainer.fit_loop.batch_idx, optimizer)
+        output: Any = None
+        loss: Any = None
+        for batch in step.microbatches(strategy.model):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = strategy.batch_to_device(batch, dataloader_idx=0)
+            trainer._results.batch = batch  # self.log infers the batch size from it
+            trainer._results.batch_size = None
+            output = original(batch, *args)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise ValueError(
+                    "training_step returned no loss: the mean over the global batch needs that of "
+                    "every microbatch"
+                )
+            strategy.backward(step.scale(loss), optimizer)
+        self._is_trained = True
+        mean = loss.detach().new_tensor(step.loss())
+        return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+
+    def _refuse_ckpt_path(self) -> None:
+        path = self._trainer.ckpt_path
+        if path:
+            raise ValueError(
+                f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from {self._path}: "
+                "leave it out. A run begins with what Lightning saved by Elastic(resume=path), or "
+                "with its weights alone by anyrank.load(module, path) before fit"
+            )

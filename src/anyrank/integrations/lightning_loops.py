@@ -1,0 +1,208 @@
+"""What a Lightning Trainer counts, as a part of a run; and which Trainers have a run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
+OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a DDPStrategy, too
+# Callbacks that change the accumulation, the batch size or the loops themselves.
+REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging", "BatchSizeFinder"}
+# What Lightning resets when it begins with an epoch, by its name in the loops' state.
+WITHIN_EPOCH = {
+    "epoch_loop.batch_progress": lambda loop: loop.batch_progress,
+    "epoch_loop.scheduler_progress": lambda loop: loop.scheduler_progress,
+    "epoch_loop.automatic_optimization.optim_progress": (
+        lambda loop: loop.automatic_optimization.optim_progress
+    ),
+    "epoch_loop.val_loop.batch_progress": lambda loop: loop.val_loop.batch_progress,
+}
+
+
+class Steps:
+    """What Lightning iterates in place of the DataLoader: one step is one batch."""
+
+    def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
+        self._steps_in_epoch = len(loader)
+        self._iterate_steps = iterate
+
+    def __len__(self) -> int:
+        return self._steps_in_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate_steps()
+
+    # The position is saved in another part. With these Lightning knows that it is not lost.
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+
+
+class LoopState:
+    """The state of a Trainer's loops, callbacks and DataModule, between two steps.
+
+    Args:
+        trainer: whose `fit` is about to run.
+        loader: of the steps.
+    """
+
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        self._fit_trainer = trainer
+        self._loader = loader
+        self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._fit_trainer
+        loops = trainer.fit_loop.state_dict()
+        # A run that stops within an epoch has counted it as processed.
+        for tracker in loops["epoch_progress"].values():
+            tracker["processed"] = min(tracker["processed"], self._loader.epoch)
+            tracker["completed"] = min(tracker["completed"], self._loader.epoch)
+        callbacks = {one.state_key: one.state_dict() for one in trainer.callbacks}
+        datamodule = trainer.datamodule
+        return {
+            "loops": loops,
+            "callbacks": {key: state for key, state in callbacks.items() if state},
+            "datamodule": datamodule.state_dict() if datamodule is not None else {},
+            "module": self._from_hooks(),
+            # The end of an epoch may need what was measured before the run was stopped.
+            "metrics": dict(trainer.callback_metrics),
+        }
+
+    def _from_hooks(self) -> dict[str, Any]:
+        """What the LightningModule adds to a checkpoint."""
+        module = self._fit_trainer.lightning_module
+        given = {"state_dict": module.state_dict()}
+        checkpoint = {**given}
+        module.on_save_checkpoint(checkpoint)
+        return {key: value for key, value in checkpoint.items() if key not in given}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer = self._fit_trainer
+        loops = state_dict["loops"]
+        trainer.fit_loop.load_state_dict(deepcopy(loops))
+        total = loops["epoch_progress"]["total"]
+        is_within = total["started"] > total["processed"]
+        self._within_epoch = {name: loops[name] for name in WITHIN_EPOCH} if is_within else None
+        for callback in trainer.callbacks:
+            if callback.state_key in state_dict["callbacks"]:
+                callback.load_state_dict(deepcopy(state_dict["callbacks"][callback.state_key]))
+        if trainer.datamodule is not None and state_dict["datamodule"]:
+            trainer.datamodule.load_state_dict(state_dict["datamodule"])
+        trainer.callback_metrics.update(state_dict["metrics"])
+        module = trainer.lightning_module
+        module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
+
+    def begin_at(self, epoch: int, step: int) -> None:
+        """Count from here on: for a run that begins with what another tool saved."""
+        loop = self._fit_trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
+        loop.epoch_progress.increment_by(epoch)
+        for progress in (epoch_loop.batch_progress.total, optimizer.step.total):
+            progress.increment_by(step)
+        epoch_loop._batches_that_stepped = step
+
+    def restore_within_epoch(self) -> None:
+        """Set what Lightning has reset when it began with the epoch that is resumed."""
+        if self._within_epoch is None:
+            return
+        loop = self._fit_trainer.fit_loop
+        for name, progress in WITHIN_EPOCH.items():
+            progress(loop.epoch_loop).load_state_dict(self._within_epoch[name])
+        loop._data_fetcher.fetched += loop.epoch_loop.batch_progress.current.ready
+        loop._restarting = False  # else the epoch's end would leave out a schedule
+        self._within_epoch = None
+
+
+class Replaced:
+    """Attributes that single objects of a Trainer have while its `fit` runs."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace a method of this one object."""
+        setattr(owner, name, value)
+        self._undo.append(lambda: vars(owner).pop(name, None))
+
+    def take_over(self, trainer: Any, train: Callable[..., Any]) -> None:
+        """Let a Trainer's batch be a step, whose forward and backward `train` runs.
+
+        Args:
+            trainer: with its strategy set up.
+            train: called with the strategy's own `training_step` and what that is called with.
+        """
+        strategy, module = trainer.strategy, trainer.lightning_module
+        original, to_device = strategy.training_step, strategy.batch_to_device
+        before = module._on_before_batch_transfer
+
+        def unless_step(transfer: Callable[..., Any]) -> Callable[..., Any]:
+            def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
+                is_step = hasattr(batch, "microbatches")
+                return batch if is_step else transfer(batch, *args, **kwargs)
+
+            return moved
+
+        self.set(strategy, "training_step", lambda *args: train(original, *args))
+        self.set(strategy, "batch_to_device", unless_step(to_device))
+        self.set(module, "_on_before_batch_transfer", unless_step(before))
+        # `train` runs zero_grad and backward, with their hooks.
+        trainer.fit_loop._skip_backward = True
+        self._undo.append(lambda: setattr(trainer.fit_loop, "_skip_backward", False))
+
+    def restore(self) -> None:
+        """Give everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
+    """Modules that callbacks hold beside the model, such as an EMA copy: name of the part -> it."""
+    model = {id(module) for module in trainer.lightning_module.modules()}
+    found: dict[str, nn.Module] = {}
+    for callback in trainer.callbacks:
+        for name, value in vars(callback).items():
+            if isinstance(value, nn.Module) and id(value) not in model:
+                part = f"{type(callback).__name__}_{name.strip('_')}"
+                found[f"{part}_{len(found)}" if part in found else part] = value
+    return found
+
+
+def problems_of(trainer: Any, module: Any) -> Iterator[str]:
+    """Why a `fit` cannot be resumed on another number of ranks."""
+    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if not names & STRATEGIES or names & OTHER_STRATEGIES:
+        yield (
+            f"the strategy is {type(trainer.strategy).__name__}: use ddp for replicas, or "
+            "ModelParallelStrategy with fully_shard in configure_model (FSDP2)"
+        )
+    if not module.automatic_optimization:
+        yield (
+            "manual optimization (automatic_optimization=False) decides itself when gradients are "
+            "exchanged: use automatic optimization, or anyrank.Checkpoints in a loop of your own"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: global_batch decides "
+            "how much is accumulated, on any number of ranks: leave it out"
+        )
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all of them
+    if isinstance(limit, int) or limit != 1.0 or trainer.overfit_batches:
+        yield (
+            "limit_train_batches, overfit_batches and fast_dev_run leave out samples of an epoch, "
+            "each of which is seen once: leave them out, or give a Subset as the dataset"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        yield "reload_dataloaders_every_n_epochs makes other data in mid run: leave it out"
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if name in REFUSED:
+            yield f"{name} changes the loop that is to be resumed: leave it out"
+    if sum(type(callback).__name__ == "Elastic" for callback in trainer.callbacks) > 1:
+        yield "there are two of it in Trainer(callbacks=[...]): leave one of them out"

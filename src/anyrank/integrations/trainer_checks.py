@@ -1,0 +1,186 @@
+"""What of a transformers Trainer cannot hold on any number of ranks, or would be done twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+import anyrank
+
+PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "seed", "trainer", "generators")
+
+
+def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
+    """Refuse what would go wrong silently.
+
+    Raises:
+        TypeError: no Trainer.
+        ValueError: an option that does not fit; names it and the way out.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer is a {type(trainer).__name__}: give a transformers Trainer")
+    if hasattr(trainer, "elastic"):
+        raise ValueError("this trainer is elastic already: call elastic() once")
+    taken = sorted(set(parts) & set(PART_NAMES))
+    if taken:
+        raise ValueError(f"{taken[0]!r} is a part that the run has already: choose another name")
+    for problem in (*_of_arguments(trainer.args, keep), *_of_parallelism(trainer)):
+        raise ValueError(problem)
+
+
+def _of_arguments(args: Any, keep: int) -> Iterator[str]:
+    """What is wrong with the TrainingArguments."""
+    if args.gradient_accumulation_steps != 1:
+        yield (
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: leave it at 1; "
+            "global_batch decides how many microbatches a rank accumulates"
+        )
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size would change the microbatch, to which random numbers belong: "
+            "remove it, and set per_device_train_batch_size to what fits"
+        )
+    if args.save_total_limit is not None and args.save_total_limit < keep:
+        yield (
+            f"save_total_limit={args.save_total_limit} is below keep={keep}, the number of saved "
+            "steps that the run needs to survive a damaged one: remove save_total_limit, or give "
+            "elastic() a smaller keep= (at least 2)"
+        )
+    if args.save_only_model:
+        yield (
+            "save_only_model writes no optimizer, and a run is saved whole: remove it; a model "
+            "that is sharded at load time takes save_strategy='no' and elastic(every=...)"
+        )
+    if args.load_best_model_at_end:
+        yield (
+            "load_best_model_at_end reads the Trainer's own checkpoint, which an elastic run does "
+            "not write: remove it, keep the steps with keep_every=, and anyrank.load() the best"
+        )
+    if args.ignore_data_skip:
+        yield "ignore_data_skip would train samples twice after a resume: remove it"
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield "enable_jit_checkpoint saves on SIGTERM, and so does the run: remove it"
+    if args.push_to_hub and str(args.hub_strategy) != "end" and args.hub_strategy != "end":
+        yield (
+            "hub_strategy pushes the Trainer's own checkpoints, which an elastic run does not "
+            "write: set hub_strategy='end'"
+        )
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        yield (
+            f"train_sampling_strategy={args.train_sampling_strategy!r} orders the samples by rank: "
+            "use 'random' or 'sequential'"
+        )
+
+
+def _of_parallelism(trainer: Any) -> Iterator[str]:
+    """What is wrong with how the Trainer spreads the model."""
+    accelerator = trainer.accelerator
+    if trainer.args.n_gpu > 1:
+        yield "several GPUs in one process (DataParallel): start one process a GPU with torchrun"
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed owns the optimizer's state: use DDP or FSDP2 (fsdp=True)"
+    if trainer.is_fsdp_xla_enabled:
+        yield "FSDP on XLA is not supported: use DDP or FSDP2"
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    version = (trainer.args.fsdp_plugin_args or {}).get("fsdp_version", 2)
+    if version != 2 or (plugin is not None and plugin.fsdp_version != 2):
+        yield "FSDP1 is not supported: use FSDP2, fsdp_config={'version': 2}"
+    sizes = {
+        "tensor": trainer.get_tp_size(),
+        "context": trainer.get_cp_size(),
+        "sequence": trainer.get_sp_size(),
+    }
+    wide = [name for name, size in sizes.items() if size > 1]
+    if wide:
+        yield (
+            f"{wide[0]} parallelism: several ranks would need the same samples, which elastic() "
+            "does not arrange: use an ElasticLoader with process_group= in a loop of your own"
+        )
+
+
+def check_recompute(model: Any, args: Any) -> None:
+    """Refuse the Trainer's activation checkpointing where anyrank's is in place.
+
+    Raises:
+        ValueError: both are there.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")  # by version
+    if not any(getattr(args, name, False) for name in names):
+        return
+    for module in model.modules():
+        inner = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+        if inner is anyrank.recompute:
+            raise ValueError(
+                "gradient_checkpointing of TrainingArguments would replace enable_recompute(): "
+                "remove it"
+            )
+
+
+def check_other_checkpoints(output_dir: str, folder: str) -> None:
+    """Refuse to start anew where the Trainer itself has saved, and a resume was asked for.
+
+    Raises:
+        ValueError: the output folder holds a checkpoint-N.
+    """
+    found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if found is not None:
+        raise ValueError(
+            f"{found}: is the Trainer's own checkpoint, and {folder} is empty: it does not know "
+            "the position in the data. Take its weights with anyrank.load(model, path) and start "
+            "with train(), or remove it"
+        )
+
+
+def without_sharding(loader: Any) -> Any:
+    """The DataLoader that the Trainer made, before Accelerate divided its batches among the ranks.
+
+    A DataLoader that a subclass did not prepare is returned as it is.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if sampler is None:
+        return loader
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        sampler = RandomSampler(loader.dataset)  # Accelerate has a subclass with seeds of its own
+    return DataLoader(
+        loader.dataset,
+        batch_size=batches.batch_size,
+        sampler=sampler,
+        drop_last=batches.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
+    """What `Checkpoints.resume` is to resume; None to start anew.
+
+    Raises:
+        ValueError: a path that is no step of the run.
+    """
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return "auto"
+    path = os.path.normpath(os.fspath(asked))
+    if path == os.path.normpath(folder):
+        return "must"
+    saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
+    for one in saved:
+        if os.path.normpath(one.path) == path:
+            return one.step
+    raise ValueError(
+        f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
+        f"the newest, or one of {[one.path for one in saved]}; the weights of another checkpoint "
+        "come in with anyrank.load(model, path), the run then starts with train()"
+    )

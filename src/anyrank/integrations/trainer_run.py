@@ -1,0 +1,121 @@
+"""The run of an elastic trainer, and what the Trainer counts and logs as a part of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+import anyrank
+
+PER_RANK = ("is_local_process_zero", "is_world_process_zero")
+
+
+@dataclass
+class ElasticRun:
+    """The run of an elastic trainer, as its attribute `elastic`.
+
+    Attributes:
+        folder: of the run.
+        loader: the `ElasticLoader` of the last `train()`; None before.
+        checkpoints: its `Checkpoints`; None before.
+        report: the `ResumeReport` of the last `train()`; None if it started anew.
+    """
+
+    folder: str
+    loader: anyrank.ElasticLoader | None = None
+    checkpoints: anyrank.Checkpoints | None = None
+    report: anyrank.ResumeReport | None = None
+
+
+@dataclass
+class Work:
+    """What the methods of an elastic trainer share.
+
+    Attributes:
+        global_batch: samples of a step.
+        options: of `Checkpoints`.
+        parts: the user's own, of the run.
+        which: what to resume; None starts anew.
+        prepared: what the Trainer's own preparation returned.
+        state: the run's parts.
+        counts: the Trainer's counts among them.
+        numbers: what the Trainer counts steps with.
+        steps: of the loader, in this epoch.
+        step: the current one, while a microbatch runs.
+        weight: tokens of the current microbatch; None to weight it by its samples.
+        flos: of this rank's microbatches of the last step.
+    """
+
+    global_batch: int
+    options: Mapping[str, Any]
+    parts: Mapping[str, Any]
+    which: str | int | None = None
+    prepared: Any = None
+    state: anyrank.TrainState = field(default_factory=anyrank.TrainState)
+    counts: TrainerCounts | None = None
+    numbers: DataLoader[int] | None = None
+    steps: Iterator[Any] | None = None
+    step: Any = None
+    weight: int | None = None
+    flos: float = 0.0
+
+
+class TrainerCounts:
+    """The Trainer's counts, logs and callbacks' states as a part of the run.
+
+    As in the Trainer's own checkpoints they are the first rank's: times in the logs differ.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, str]:
+        trainer: Any = self._trainer
+        state = {k: v for k, v in asdict(trainer.state).items() if k not in PER_RANK}
+        callbacks = {name: [one.state() for one in some] for name, some in self._named().items()}
+        loss = list[float]()
+        if hasattr(trainer, "_tr_loss"):
+            loss = [trainer._tr_loss.item(), trainer._globalstep_last_logged]
+        content = {"state": state, "callbacks": callbacks, "loss": loss}
+        return {"json": json.dumps(content, default=float)}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        self._loaded = json.loads(state_dict["json"])
+
+    def write(self, path: str) -> None:
+        """Write the state that was loaded where the Trainer reads it."""
+        names = self._loaded["callbacks"].items()
+        callbacks = {name: some[0] if len(some) == 1 else some for name, some in names}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self._loaded["state"] | {"stateful_callbacks": callbacks}, file)
+
+    def restore_callbacks(self) -> None:
+        """Give callbacks what they had, in place: others may hold them."""
+        saved_by = self._loaded.get("callbacks", {})
+        for name, some in self._named().items():
+            for callback, saved in zip(some, saved_by.get(name, []), strict=False):
+                vars(callback).update(saved.get("attributes", {}))
+
+    def restore_loss(self) -> None:
+        """Go on with the mean loss since the last log line."""
+        trainer: Any = self._trainer
+        if self._loaded.get("loss"):
+            loss, trainer._globalstep_last_logged = self._loaded["loss"]
+            trainer._tr_loss += loss
+            trainer._total_loss_scalar -= loss  # train_loss is of this call's steps
+            self._loaded["loss"] = []
+
+    def _named(self) -> dict[str, list[Any]]:
+        """The callbacks that have a state, by the names of their classes."""
+        handler, found = self._trainer.callback_handler, dict[str, list[Any]]()
+        for callback in (*handler.callbacks, self._trainer.control):
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback)
+        return found

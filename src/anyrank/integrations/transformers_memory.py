@@ -1,0 +1,274 @@
+"""Recomputed layers, tiled MLPs and a tiled loss in transformers models, under any wrapper."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+import anyrank
+
+MLPS = ("mlp", "feed_forward", "ffn", "shared_expert", "shared_experts", "shared_mlp")
+
+
+class MemoryHandle:
+    """Undoes what a function of this module did.
+
+    Attributes:
+        names: the modules that were changed.
+    """
+
+    def __init__(self, names: Sequence[str], undo: Sequence[Callable[[], object]]) -> None:
+        self.names = list(names)
+        self._undo = list(undo)
+
+    def remove(self) -> None:
+        """Restore the model. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -> MemoryHandle:
+    """Recompute the layers of a transformers model in backward, as `anyrank.recompute` does.
+
+    In place of the model's own activation checkpointing: the model itself says which modules are
+    its layers, and switches its cache off. Each rank by itself, before or after wrapping. Leave
+    `gradient_checkpointing` of TrainingArguments off, which would put torch's function back.
+    Layers are recomputed in training mode only: call `model.train()`.
+
+    Args:
+        model: a model, wrapped or not; PEFT's too.
+        offload: moves the layers' inputs to host memory until backward.
+
+    Returns:
+        A handle whose `remove()` restores the model, and whose `names` lists the layers.
+
+    Raises:
+        ValueError: no transformers model is in it, or it supports no activation checkpointing.
+
+    Example::
+
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=8)).train()
+        handle = anyrank.integrations.transformers.enable_recompute(model)
+        tokens = torch.tensor([[1, 2, 3]])
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert handle.names == ["transformer.h.0", "transformer.h.1"]
+    """
+    inner: Any = _inner(model)
+    if not getattr(inner, "supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(inner).__name__} supports no activation checkpointing of its own: patch its "
+            "layers with anyrank.recompute_(model, pattern)"
+        )
+    run = functools.partial(anyrank.recompute, offload=offload)
+    inner._set_gradient_checkpointing(True, run)
+    undo: list[Callable[[], object]] = [lambda: inner._set_gradient_checkpointing(False)]
+    if any(not parameter.requires_grad for parameter in inner.parameters()):
+        # A layer of frozen weights and trained adapters needs an input to give a gradient to.
+        inner.enable_input_require_grads()
+        undo.append(inner.disable_input_require_grads)
+    marked = {id(part) for part in inner.modules() if getattr(part, "gradient_checkpointing", 0)}
+    layers = [
+        name
+        for name, part in inner.named_modules()
+        if id(part) in marked and not any(id(p) in marked for p in part.modules() if p is not part)
+    ]
+    return MemoryHandle(layers, undo)
+
+
+def tile_mlps(
+    model: nn.Module, chunk_size: int = 8192, *, grad_dtype: torch.dtype | None = None
+) -> MemoryHandle:
+    """Run the MLPs of a transformers model in tiles of tokens, as `anyrank.tile_` does.
+
+    Finds dense MLPs, vision towers' and shared experts included, and the experts of MoE layers: of
+    these, the block around them stays whole, which computes the router's logits once. Each rank by
+    itself, before or after wrapping.
+
+    Args:
+        model: a model, wrapped or not; PEFT's too.
+        chunk_size: tokens of a tile.
+        grad_dtype: as in `anyrank.tile_`.
+
+    Returns:
+        A handle whose `remove()` restores the model, and whose `names` lists the modules.
+
+    Raises:
+        ValueError: the model has no module of such a name; names a way.
+
+    Example::
+
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=8))
+        handle = anyrank.integrations.transformers.tile_mlps(model, chunk_size=256)
+        assert handle.names == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    """
+    inner, found, undo = _inner(model), list[str](), list[Callable[[], object]]()
+    try:
+        for name, is_experts in _mlps(inner):
+            dims: dict[str, Any] = {"in_dims": (0, 0, 0), "out_dims": 0} if is_experts else {}
+            handle = anyrank.tile_(
+                inner, name, chunk_size=chunk_size, grad_dtype=grad_dtype, **dims
+            )
+            found += handle.names
+            undo.append(handle.remove)
+    except BaseException:
+        for one in undo:
+            one()
+        raise
+    if not found:
+        hint = "anyrank.tile_(model, pattern) takes any module's name"
+        if any(hasattr(part, "chunk_size_feed_forward") for part in inner.modules()):
+            hint = f"make it with config.chunk_size_feed_forward, or {hint}"
+        raise ValueError(f"{type(inner).__name__} has no module named {', '.join(MLPS)}: {hint}")
+    return MemoryHandle(found, undo)
+
+
+def tiled_loss(
+    model: nn.Module, chunk_size: int = 1024, *, grad_dtype: torch.dtype | None = None
+) -> MemoryHandle:
+    """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
+
+    With gradients, the head hands on the hidden states, and `model.loss_function` applies the head
+    a tile of tokens at a time; the `logits` of the model's result are hidden states then. Without
+    gradients (evaluation, generation) everything is as before. Names of parameters, ties and
+    checkpoints stay. Each rank by itself, before or after wrapping.
+
+    Args:
+        model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
+        chunk_size: tokens of a tile.
+        grad_dtype: as in `anyrank.tiled_loss`.
+
+    Returns:
+        A handle whose `remove()` restores the model, and whose `names` has the head.
+
+    Raises:
+        ValueError: no head, another loss; when it runs: a model that scales or caps its logits.
+
+    Example::
+
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=1, **sizes))
+        handle = anyrank.integrations.transformers.tiled_loss(model, chunk_size=256)
+        tokens = torch.tensor([[1, 2, 3]])
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    inner: Any = _inner(model)
+    head, plain = inner.get_output_embeddings(), inner.loss_function
+    if head is not None and "forward" in vars(head):
+        raise ValueError("the head has a forward of its own already: call tiled_loss() once")
+    if head is None or getattr(plain, "__name__", "") != "ForCausalLMLoss":
+        raise ValueError(
+            f"{type(inner).__name__} has no head, or its loss is not ForCausalLMLoss: call "
+            "anyrank.tiled_loss(head, hidden, labels) in a forward of your own"
+        )
+    patch = _HeadAndLoss(head, plain, chunk_size, grad_dtype)
+    own = vars(inner).get("_loss_function")
+    head.forward, inner.loss_function = patch.forward, patch.loss
+
+    def undo() -> None:
+        vars(head).pop("forward", None)
+        vars(inner).pop("_loss_function", None)
+        if own is not None:
+            inner.loss_function = own
+
+    return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
+
+
+class _HeadAndLoss:
+    """A head that hands its input on, and the loss that applies it."""
+
+    def __init__(
+        self, head: Any, plain: Callable[..., Any], chunk_size: int, grad_dtype: torch.dtype | None
+    ) -> None:
+        self.head, self.plain = head, plain
+        self.chunk_size, self.grad_dtype = chunk_size, grad_dtype
+        self.handed: torch.Tensor | None = None
+        self.is_real = False  # whether the head computes logits
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_real or not torch.is_grad_enabled():
+            return type(self.head).forward(self.head, hidden)
+        self.handed = hidden
+        return hidden
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        handed, self.handed = self.handed, None
+        if handed is None:
+            return self.plain(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
+            )
+        if logits is not handed and not torch.equal(logits, handed.to(logits.dtype)):
+            raise ValueError(
+                "the model changes its logits (scales, caps or cuts them) between head and loss, "
+                "so the hidden states that stand for them are not its own: remove tiled_loss(), "
+                "and call anyrank.tiled_loss() with a function that does the same"
+            )
+        if shift_labels is None:  # the label of a token is the next one
+            shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        shift_labels = shift_labels.to(handed.device)
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "grad_dtype": self.grad_dtype}
+        options |= {"count": num_items_in_batch, "ignore_index": ignore_index}
+        if type(self.head) is nn.Linear and not _is_hooked(self.head):
+            # The same parameters in a module whose forward is its own: computed in one pass.
+            twin = copy.copy(self.head)
+            del twin.__dict__["forward"]
+            return anyrank.tiled_loss(twin, handed, shift_labels, **options)
+
+        def token_losses(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.is_real = True
+            try:
+                scores = self.head(hidden).float()
+            finally:
+                self.is_real = False
+            return F.cross_entropy(scores, targets, reduction="none", ignore_index=ignore_index)
+
+        return anyrank.tiled_loss(token_losses, handed, shift_labels, **options)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a module's call does more than its forward, as a unit of FSDP2's."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module)[name] for name in names)
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The transformers model in the wrappers of DDP, torch.compile and PEFT.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            return part
+    raise ValueError(f"{type(model).__name__} holds no transformers model: give one")
+
+
+def _mlps(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Name of each MLP, and whether it is a layer's experts."""
+    for name, part in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "experts" and not isinstance(part, nn.ModuleList):
+            yield name, True
+        elif last in MLPS and not hasattr(part, "experts"):
+            yield name, False

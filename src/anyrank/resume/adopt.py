@@ -1,0 +1,277 @@
+"""Resuming from another tool's checkpoint: what it holds comes over, the rest is reported.
+
+Weights go the way of `load`. Optimizers and stateful parts are described as a step of a run would
+describe them, and go the way of `resume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.data.position import Position
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.foreign import ForeignCheckpoint
+from anyrank.files.foreign_formats import read_foreign
+from anyrank.files.manifest import Manifest
+from anyrank.files.storage import storage_for
+from anyrank.loading.execute_load import execute_load
+from anyrank.loading.memory_meter import Meter
+from anyrank.loading.options import Options
+from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.random_state.saved_streams import StreamOutcome, derive_all
+from anyrank.resume import foreign_optimizer, foreign_state
+from anyrank.resume.opaque import unwrapped
+from anyrank.resume.optimizer import Names, match_optimizer
+from anyrank.resume.part_types import Matched, Stored
+from anyrank.resume.report import Outcome, ResumeReport
+from anyrank.resume.restore import Resuming
+from anyrank.resume.run_store import RunFolder
+from anyrank.resume.saving import rank_coords
+from anyrank.resume.select_step import Candidate, Selected
+from anyrank.resume.state import TrainState, names_of
+from anyrank.resume.stateful import match_stateful
+from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.spec import StoredTensor
+from anyrank.world.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to come over.
+
+    Attributes:
+        path: of the other tool's checkpoint.
+        skip: parts of the state that stay as they are.
+        fresh: patterns of names of parameters that the checkpoint need not have.
+        rename: from the checkpoint's names of tensors to the model's.
+    """
+
+    path: str
+    skip: Sequence[str]
+    fresh: Sequence[str]
+    rename: Rename
+
+
+def adopt(state: TrainState, request: Request, ranks: Ranks) -> Resuming:
+    """Fill a state from another tool's checkpoint. All ranks.
+
+    Raises:
+        CheckpointError: it does not fit the state, which is unchanged then; or reading failed in
+            the middle.
+        UnsafeFile: a pickle that would run code, or a header that lies.
+    """
+    first = ranks.ranks[0]
+    source = ranks.from_one("reading the checkpoint", first, lambda: read_foreign(request.path))
+    adopting = Adopting(state, source, request, ranks)
+    adopting.match()
+    adopting.fill()
+    return adopting
+
+
+class Adopting(Resuming):
+    """Matches a state with another tool's checkpoint, and fills it."""
+
+    def __init__(
+        self, state: TrainState, source: ForeignCheckpoint, request: Request, ranks: Ranks
+    ) -> None:
+        super().__init__(state, _selected(source, request.path), ranks, request.skip, request.fresh)
+        self.source, self.request = source, request
+        self.rename = renamer(request.rename)
+        self.plans: dict[str, AgreedPlan] = {}
+        self.used: set[str] = set()
+
+    def match(self) -> None:
+        """Compare every part with what the checkpoint holds. Nothing is changed.
+
+        Raises:
+            CheckpointError: all problems, in one list.
+        """
+        self.ranks.together("looking at the checkpoint", self._check_visible)
+        wanted = {k: one for k, one in self.inner.parts.items() if k not in self.skip}
+        for part, one in wanted.items():
+            if isinstance(one, nn.Module):
+                self._match_module(part, one)
+
+        def here() -> None:
+            targets = self.inner.targets()
+            names = names_of(targets)
+            for part, one in wanted.items():
+                if isinstance(one, Optimizer):
+                    self.matched[part] = self._optimizer(part, one, names)
+                elif not isinstance(one, nn.Module):
+                    self.matched[part] = self._stateful(part, one)
+            wrong = [problem for one in self.matched.values() for problem in one.problems]
+            if wrong:
+                raise CheckpointError(self._mismatch(wrong))
+
+        self.ranks.together("matching the checkpoint", here)
+        self.matched = {part: self.matched[part] for part in wanted}
+
+    def _check_visible(self) -> None:
+        for info in self.source.listing.files:
+            if not storage_for(info.path).is_file(info.path):
+                raise CheckpointError(
+                    f"{info.path}: is not there on this rank: put the checkpoint where all ranks "
+                    "see it"
+                )
+
+    def _match_module(self, part: str, module: nn.Module) -> None:
+        """Plan the load of a module, or say why nothing comes. All ranks."""
+        if part not in self.source.weights:
+            self.matched[part] = self._absent(part)
+            if part == "model":
+                raise CheckpointError(
+                    f"{self.request.path} holds no model's weights; it has "
+                    f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
+                )
+            return
+        self.used.add(part)
+        options = Options(rename=self.request.rename)
+        listing = self.source.model(part)
+        try:
+            plan = plan_load(module, self.request.path, self.ranks, options, known=listing)
+        except LoadError as error:
+            text = self._mismatch([f"{part}: {error}"])
+            raise CheckpointError(text, causes=error.causes) from error
+        self.plans[part] = plan
+        self.matched[part] = Matched(_outcome_of(plan))
+
+    def _absent(self, part: str) -> Matched:
+        return Matched(Outcome("fresh", f"the checkpoint of {self.source.tool} has none"))
+
+    def _optimizer(self, part: str, optimizer: Optimizer, names: Names) -> Matched:
+        source = self.source.optimizers.get(part)
+        if source is None:
+            return self._absent(part)
+        self.used.add(part)
+        record, tensors, problems = foreign_optimizer.record_of(
+            part, optimizer, source, names, self.rename
+        )
+        if problems:
+            return Matched(Outcome("exact"), problems=problems)
+        stored = self._stored(tensors)
+        matched = match_optimizer(part, optimizer, record, stored, names, self.ranks.index)
+        matched.outcome = _outcome_of_fills(matched)
+        commit = matched.commit
+
+        def commit_counted() -> None:
+            commit()
+            foreign_optimizer.count_in_tensors(unwrapped(optimizer))
+
+        matched.commit = commit_counted
+        return matched
+
+    def _stored(self, tensors: dict[str, StoredTensor]) -> Stored:
+        listing = self.source.listing.with_tensors(tensors)
+        return Stored(listing, 0, False, self.fresh, casts=True)
+
+    def _stateful(self, part: str, thing: Any) -> Matched:
+        if isinstance(thing, Position):
+            made, outcome = foreign_state.start_of(thing, self.source)
+            return Matched(outcome, commit=lambda: thing.load_state_dict(made))
+        if part not in self.source.states:
+            return self._absent(part)
+        self.used.add(part)
+        tree, outcome = self.source.states[part], None
+        problem = foreign_state.problem_of(part, thing, tree)
+        if problem is not None:
+            return Matched(Outcome("exact"), problems=[problem])
+        if part == "scheduler":
+            tree, outcome = foreign_state.in_optimizer_steps(part, thing, tree, self.source)
+        record, tensors = foreign_state.record_of(part, thing, tree)
+        if isinstance(record, str):
+            return Matched(Outcome("fresh", record))
+        matched = match_stateful(part, thing, record, self._stored(tensors), self.ranks.index)
+        matched.outcome = outcome or matched.outcome
+        return matched
+
+    def _read(self) -> None:
+        for part, plan in self.plans.items():
+            module: Any = self.inner.parts[part]
+            result = execute_load(module, plan, self.ranks, Meter(), None)
+            self.bytes_read += result.measured[self.ranks.index][0]
+        super()._read()
+
+    def _commit(self) -> None:
+        super()._commit()
+        self.state.run = None  # a run of its own, which begins here
+        data = self.state.data
+        if isinstance(data, Position):
+            self.state.samples = data.samples
+
+    def _restore_streams(self) -> dict[str, StreamOutcome]:
+        coords = rank_coords(self.state, self.ranks)
+        return derive_all(
+            coords,
+            seed=self.inner.seed,
+            samples=self.state.samples,
+            generators=self.inner.generators,
+            reason=f"{self.source.tool} keeps them by process",
+        )
+
+    def _notes(self, streams: Any) -> list[str]:
+        source = self.source
+        notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
+        if source.step is None:
+            notes.append("the checkpoint does not say its step: the run counts from 0")
+        held = {**source.weights, **source.optimizers, **source.states}
+        notes += [
+            f"not read: {name}, which no part of the state is named after"
+            for name in sorted(held.keys() - self.used - {*self.skip})
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, why in source.not_read.items():
+            reasons.setdefault(why, []).append(name)
+        notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
+        return notes
+
+    def report(self, folder: RunFolder, verify: str) -> ResumeReport:
+        """What was done. All ranks."""
+        made = super().report(folder, verify)
+        return replace(made, path=self.request.path, verified="headers and sizes")
+
+
+def _selected(source: ForeignCheckpoint, path: str) -> Selected:
+    """A checkpoint of another tool, as a resume sees a step of a run."""
+    step, samples = source.step or 0, source.samples or 0
+    manifest = Manifest(
+        run="",
+        step=step,
+        epoch=int(source.epoch or 0),
+        samples=samples,
+        saved_on={"ranks": source.ranks or 0, "layout": source.tool},
+        lineage=[],
+        written="",
+        versions={},
+        files={},
+        parts={},
+    )
+    candidate = Candidate(step, path, manifest, source.listing)
+    return Selected(candidate, manifest, source.listing, step, samples, [], [], [], verify=False)
+
+
+def _outcome_of(plan: AgreedPlan) -> Outcome:
+    match = plan.match
+    pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
+    return _outcome([(held.layout, held.dtype, stored) for held, stored in pairs])
+
+
+def _outcome_of_fills(matched: Matched) -> Outcome:
+    return _outcome([(one.held.layout, one.held.dtype, one.stored) for one in matched.fills])
+
+
+def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
+    """Exact where bytes went as they are into whole tensors."""
+    cast = sorted(
+        {f"{stored.dtype} to {dtype}" for _, dtype, stored in rows if stored.dtype != dtype}
+    )
+    if cast:
+        return Outcome("derived", f"cast from {', '.join(cast)}".replace("torch.", ""))
+    if any(layout is not None or len(stored.chunks) > 1 for layout, _, stored in rows):
+        return Outcome("resharded", "laid out otherwise")
+    return Outcome("exact")

@@ -1,0 +1,176 @@
+"""`Checkpoints.resume`: the run's own newest step, or a checkpoint that begins the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anyrank.errors import CheckpointError
+from anyrank.files.manifest import MANIFEST
+from anyrank.files.run_folder import steps_of
+from anyrank.files.store import reading, store_for
+from anyrank.resume.adopt import Request, adopt
+from anyrank.resume.report import ResumeReport
+from anyrank.resume.restore import Resuming, log_report, resume_newest
+from anyrank.resume.run_store import RunFolder
+from anyrank.resume.select_step import StepSearch
+from anyrank.resume.state import TrainState
+from anyrank.tensors.names import Rename, renamer
+from anyrank.world.ranks import Ranks
+
+Which = str | int | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a resume left.
+
+    Attributes:
+        report: for the caller.
+        is_own: whether the state is a step of this run, and on disk.
+        branch: the step that newer ones of the run are set aside for at the next save, or None.
+    """
+
+    report: ResumeReport
+    is_own: bool
+    branch: int | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `resume`; see there."""
+
+    which: Which
+    skip: Sequence[str]
+    fresh: Sequence[str]
+    rename: Rename
+
+    @property
+    def path(self) -> str | None:
+        """The path, where one is given."""
+        given = self.which
+        is_path = isinstance(given, os.PathLike) or (
+            isinstance(given, str) and given not in ("auto", "must")
+        )
+        return os.fspath(given) if is_path else None  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Refuse what is wrong in itself.
+
+        Raises:
+            ValueError, TypeError: names the argument.
+        """
+        which: Any = self.which  # whatever was given
+        if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
+            raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+        if which == "" or (isinstance(which, int) and which < 0):
+            raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+        for name in ("skip", "fresh"):
+            given: object = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise TypeError(f"{name}={given!r}: give a list of names")
+        if self.rename is not None and self.path is None:
+            raise ValueError("rename= is for another tool's checkpoint: give its path")
+        renamer(self.rename)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Check them, and compare them over the ranks. All ranks.
+
+        Raises:
+            ValueError, TypeError: as `check`; on all ranks.
+            CheckpointError: they differ.
+        """
+        given = {
+            "which": self.path or self.which,
+            "skip": sorted(self.skip) if isinstance(self.skip, (list, tuple)) else self.skip,
+            "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
+            "rename": self.rename,
+        }
+        ranks.same_arguments("resume", given, CheckpointError, self.check)
+
+
+def resume_run(
+    state: TrainState, folder: RunFolder, arguments: Arguments, verify: str, ranks: Ranks
+) -> Resumed | None:
+    """Restore a state; None where there is nothing to resume. All ranks.
+
+    Raises:
+        CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
+    """
+    which, path = arguments.which, arguments.path
+    own = "auto" if path is not None or isinstance(which, os.PathLike) else which
+    search = StepSearch(folder, own, verify, ranks)
+    skip, fresh = arguments.skip, arguments.fresh
+    resuming = resume_newest(state, search, ranks, skip, fresh)
+    if resuming is not None:
+        report = resuming.report(folder, verify)
+        if path is not None:
+            note = f"{path} was not read: the run has steps of its own, which go on from it"
+            report = replace(report, notes=[*report.notes, note])
+        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
+        return _resumed(resuming, report, ranks, is_own=True, leaves_newer=leaves_newer)
+    if path is not None:
+        return _from_elsewhere(state, folder, path, arguments, verify, ranks)
+    if which == "must":
+        raise CheckpointError(
+            f"{folder.path}: holds no checkpoint, and resume('must') never starts anew: "
+            "check the path, or use 'auto'"
+        )
+    return None
+
+
+def _from_elsewhere(
+    state: TrainState,
+    folder: RunFolder,
+    path: str,
+    arguments: Arguments,
+    verify: str,
+    ranks: Ranks,
+) -> Resumed:
+    """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
+    first = ranks.ranks[0]
+    found = ranks.from_one("looking at the checkpoint", first, lambda: _step_of_a_run(path))
+    if found is None:
+        request = Request(path, arguments.skip, arguments.fresh, arguments.rename)
+        resuming = adopt(state, request, ranks)
+        return _resumed(resuming, resuming.report(folder, verify), ranks)
+    if arguments.rename is not None:
+        raise ValueError(f"rename= is for another tool's checkpoint, and {path} is a run's")
+    other = RunFolder(store_for(found[0]), found[0])
+    search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
+    resuming = resume_newest(state, search, ranks, arguments.skip, arguments.fresh)
+    assert resuming is not None
+    state.run = None  # a run of its own, which begins here
+    return _resumed(resuming, resuming.report(other, verify), ranks)
+
+
+def _step_of_a_run(path: str) -> tuple[str, int] | None:
+    """Folder of a run, and step, that a path means; None for another tool's. One rank."""
+    path = path.rstrip("/")
+    run = RunFolder(store_for(path), path)
+    with reading(path):
+        is_step = run.store.is_file(run.join(MANIFEST))
+    if is_step:
+        parent, _, name = (
+            os.path.abspath(path).rpartition("/") if "://" not in path else (path.rpartition("/"))
+        )
+        steps = steps_of([name])
+        if not steps:
+            raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
+        return parent, steps[0][0]
+    steps = run.committed()
+    return (path, steps[0][0]) if steps else None
+
+
+def _resumed(
+    resuming: Resuming,
+    report: ResumeReport,
+    ranks: Ranks,
+    is_own: bool = False,
+    leaves_newer: bool = False,
+) -> Resumed:
+    if ranks.index == 0:
+        log_report(report, resuming.found.manifest.differed)
+    return Resumed(report, is_own, report.step if leaves_newer else None)

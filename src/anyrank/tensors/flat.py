@@ -1,0 +1,76 @@
+"""Tensors whose elements lie flat, in row-major order, in several places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """A range of a tensor's elements in row-major order, as boxes; with each, where it begins in
+    the range.
+
+    At most two boxes for each dim but the last, and each is contiguous in the range.
+    """
+    shape, ndim = tuple(shape), len(shape)
+
+    def walk(index: tuple[int, ...], first: int, last: int, at: int) -> Iterator[tuple[Box, int]]:
+        if first >= last:
+            return
+        dim = len(index)
+        row = math.prod(shape[dim + 1 :])
+        if dim >= ndim - 1 or (first % row == 0 and last % row == 0):
+            low, high = (first, last) if dim >= ndim else (first // row, last // row)
+            here = () if dim >= ndim else (high - low,)
+            offsets = index if dim >= ndim else (*index, low)
+            rest = shape[dim + 1 :]
+            sizes = (1,) * dim + here + rest
+            yield Box(offsets + (0,) * len(rest), sizes), at
+            return
+        begin, end = first // row, last // row
+        if begin == end:
+            yield from walk((*index, begin), first % row, last % row, at)
+            return
+        if first % row:
+            yield from walk((*index, begin), first % row, row, at)
+            at, first = at + row - first % row, (begin + 1) * row
+        yield from walk(index, first, end * row, at)
+        yield from walk((*index, end), 0, last % row, at + end * row - first)
+
+    return walk((), start, stop, 0)
+
+
+def assembled(
+    name: str, shape: tuple[int, ...], parts: Sequence[tuple[StoredTensor, int, int]]
+) -> StoredTensor:
+    """A tensor whose elements lie one after another in parts of flat stored tensors.
+
+    Args:
+        name: of the tensor.
+        shape: of the tensor.
+        parts: flat tensor, first element in it, and number of elements; in order.
+
+    Raises:
+        ValueError: they are not as many as the tensor's, or of several dtypes.
+    """
+    chunks: list[Chunk] = []
+    at = 0
+    for source, first, count in parts:
+        inner = source.chunks[0]
+        if len(source.chunks) != 1 or (inner.strides not in ((1,), ()) and source.numel > 1):
+            raise ValueError(f"{source.name} is not flat")
+        if first < 0 or first + count > source.numel:
+            raise ValueError(f"{source.name} has {source.numel} elements, not {first + count}")
+        for box, begin in boxes_of_range(shape, at, at + count):
+            offset = inner.offset + (first + begin) * source.dtype.itemsize
+            chunks.append(Chunk(box, inner.file, offset, row_major(box.sizes)))
+        at += count
+    dtypes = {source.dtype for source, _, _ in parts}
+    if at != math.prod(shape) or len(dtypes) > 1:
+        raise ValueError(
+            f"its parts have {at} elements, and its shape {list(shape)} another number"
+        )
+    return StoredTensor(name, shape, dtypes.pop(), tuple(chunks))

@@ -1,0 +1,258 @@
+"""Who sends which box of a tensor to whom, when it passes from one layout into another. Pure.
+
+Every rank works out its own sends and receives, and no other rank's: the ranks need not compare
+them, as both ends of a transfer come to it by the same rule. All transfers stand in one order, by
+receiver, piece and box; a rank that works through its own part of it in that order never waits in a
+circle, since both ends of the first unfinished transfer have reached it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from anyrank.errors import LoadError
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.layout import Layout, Piece, local_pieces
+from anyrank.tensors.spec import StoredTensor
+
+MIN_SPLIT = 16 << 10  # elements: a smaller box comes from one holder, though several have it
+MAX_STRIPS = 1 << 16  # of one tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A box of a wanted tensor, and where a source tensor holds its elements.
+
+    Attributes:
+        box: in the wanted tensor.
+        source: number of the source tensor.
+        start: of the box's first element in the source tensor.
+        dims: for each dim of the box the source's dim, or -1 for a dim of size 1 that it lacks.
+    """
+
+    box: Box
+    source: int
+    start: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def to_source(self, box: Box) -> Box:
+        """A box inside of the strip, in the source tensor."""
+        offsets, sizes = list(self.start), [1] * len(self.start)
+        for d, dim in enumerate(self.dims):
+            if dim >= 0:
+                offsets[dim] += box.offsets[d] - self.box.offsets[d]
+                sizes[dim] = box.sizes[d]
+        return Box(tuple(offsets), tuple(sizes))
+
+    def to_wanted(self, box: Box) -> Box:
+        """A box of the source tensor, inside of the strip, in the wanted tensor."""
+        offsets, sizes = list(self.box.offsets), [1] * len(self.dims)
+        for d, dim in enumerate(self.dims):
+            if dim >= 0:
+                offsets[d] += box.offsets[dim] - self.start[dim]
+                sizes[d] = box.sizes[dim]
+        return Box(tuple(offsets), tuple(sizes))
+
+
+def strips_of(stored: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Strip, ...]:
+    """A wanted tensor as boxes of source tensors.
+
+    Args:
+        stored: its chunks lie in source tensors, which are numbered as files and row-major.
+        shapes: of the source tensors, by number.
+
+    Raises:
+        LoadError: the elements of a chunk do not follow the source's dims.
+    """
+    strips: list[Strip] = []
+    for chunk in stored.chunks:
+        shape = shapes[chunk.file]
+        first = chunk.offset // stored.dtype.itemsize
+        if first == 0 and chunk.box == Box.whole(shape) and chunk.strides == row_major(shape):
+            strips.append(Strip(chunk.box, chunk.file, (0,) * len(shape), tuple(range(len(shape)))))
+        elif chunk.box.numel:
+            strips += _decoded(stored.name, chunk.box, chunk.file, first, chunk.strides, shape)
+        if len(strips) > MAX_STRIPS:
+            raise LoadError(f"{stored.name}: a conversion cuts it into too many pieces to send")
+    return tuple(strips)
+
+
+def _decoded(
+    name: str,
+    box: Box,
+    source: int,
+    first: int,
+    strides: Sequence[int],
+    shape: Sequence[int],
+) -> Iterator[Strip]:
+    """Strips of a box whose elements lie at `first + sum(i * strides)` of the source tensor."""
+    steps = row_major(shape)
+    start = tuple((first // step) % size for step, size in zip(steps, shape, strict=True))
+    dims: list[int] = []
+    for d, (size, stride) in enumerate(zip(box.sizes, strides, strict=True)):
+        if size == 1:
+            dims.append(-1)
+            continue
+        fits = (e for e, n in enumerate(shape) if n > 1 and steps[e] == stride and e not in dims)
+        dim = next(fits, None)
+        if dim is None:
+            raise LoadError(
+                f"{name}: a conversion moves its elements across the dims of the source's tensor "
+                f"of shape {list(shape)}, which cannot be sent piece by piece"
+            )
+        room = shape[dim] - start[dim]
+        if size > room:  # goes on in the next row of the dim before
+            for part in box.split(d, room):
+                jump = (part.offsets[d] - box.offsets[d]) * stride
+                yield from _decoded(name, part, source, first + jump, strides, shape)
+            return
+        dims.append(dim)
+    yield Strip(box, source, start, tuple(dims))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a source tensor and the ranks that hold it.
+
+    Attributes:
+        box: in the source tensor.
+        holders: global rank -> where the box starts in the rank's local tensor.
+        nodes: of each global rank.
+    """
+
+    box: Box
+    holders: Mapping[int, tuple[int, ...]]
+    nodes: Mapping[int, int]
+
+    @cached_property
+    def _by_node(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for rank in self.holders:
+            found.setdefault(self.nodes[rank], []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    @cached_property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(self.holders)
+
+    def near(self, rank: int) -> tuple[int, ...]:
+        """Who may send to a rank: itself, else those on its node, else all."""
+        if rank in self.holders:
+            return (rank,)
+        return self._by_node.get(self.nodes[rank], self._all)
+
+
+Coordinate = tuple[int, ...] | None
+
+
+def places_of(
+    shape: Sequence[int],
+    layout: Layout | None,
+    coordinates: Mapping[int, Coordinate],
+    nodes: Mapping[int, int],
+) -> tuple[Place, ...]:
+    """Who holds which box of a tensor.
+
+    Args:
+        shape: global.
+        layout: how the ranks below hold it; None: each of them whole.
+        coordinates: global rank -> its coordinate in the layout's mesh.
+        nodes: global rank -> its machine.
+    """
+    at: dict[Coordinate, list[int]] = {}
+    for rank, coordinate in coordinates.items():
+        at.setdefault(coordinate, []).append(rank)
+    holders: dict[Box, dict[int, tuple[int, ...]]] = {}
+    for coordinate, ranks in at.items():
+        for piece in local_pieces(shape, layout, coordinate):
+            holders.setdefault(piece.box, {}).update(dict.fromkeys(ranks, piece.local))
+    return tuple(
+        Place(box, dict(sorted(ranks.items())), nodes)
+        for box, ranks in sorted(holders.items(), key=lambda item: item[0].offsets)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box that one rank gives to another, or to itself.
+
+    Attributes:
+        sender, receiver: global ranks.
+        strip: number of the strip of the wanted tensor that the box is in.
+        box: in the wanted tensor.
+        source: where it starts in the sender's local tensor, in the source's dims.
+        target: where it starts in the receiver's local tensor.
+    """
+
+    sender: int
+    receiver: int
+    strip: int
+    box: Box
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+def transfers_of(
+    rank: int,
+    strips: Sequence[Strip],
+    places: Sequence[Sequence[Place]],
+    wanted: Mapping[int, Sequence[Piece]],
+) -> list[Transfer]:
+    """What a rank sends and receives of one wanted tensor, in the order of all ranks.
+
+    A box that several ranks hold is cut into as many parts, and each receiver begins with another
+    holder, so that all of them send about as much.
+
+    Args:
+        rank: global.
+        strips: of the wanted tensor.
+        places: for each strip, who holds its source tensor.
+        wanted: global rank -> the pieces of the wanted tensor that it is to have.
+
+    Raises:
+        LoadError: an element that nobody holds, for what `rank` receives.
+    """
+    mine = [[(n, p) for n, p in enumerate(held) if rank in p.holders] for held in places]
+    every = [list(enumerate(held)) for held in places]
+    found: list[Transfer] = []
+    for position, (receiver, pieces) in enumerate(wanted.items()):
+        known = every if receiver == rank else mine
+        for piece in pieces:
+            filled = 0
+            for number, strip in enumerate(strips):
+                common = piece.box.intersect(strip.box)
+                if common is None:
+                    continue
+                inside = strip.to_source(common)
+                for n, place in known[number]:
+                    held = inside.intersect(place.box)
+                    if held is None:
+                        continue
+                    filled += held.numel
+                    senders = place.near(receiver)
+                    box = strip.to_wanted(held)
+                    for sender, part in _shared(box, senders, position + n):
+                        if rank in (sender, receiver):
+                            at = strip.to_source(part).relative_to(place.box.offsets)
+                            source = at.shifted(place.holders[sender]).offsets
+                            target = piece.part(part).local
+                            found.append(Transfer(sender, receiver, number, part, source, target))
+            if receiver == rank and filled != piece.box.numel:
+                raise LoadError(
+                    f"the source's ranks hold {filled} of the {piece.box.numel} elements that rank "
+                    f"{rank} wants at {list(piece.box.offsets)}: give src on all ranks of its mesh"
+                )
+    return found
+
+
+def _shared(box: Box, senders: Sequence[int], start: int) -> Iterator[tuple[int, Box]]:
+    """The box in parts, one from each sender where it is large enough."""
+    count = len(senders)
+    if count == 1 or box.numel < MIN_SPLIT:
+        yield senders[start % count], box
+        return
+    for number, part in enumerate(box.cut(math.ceil(box.numel / count))):
+        yield senders[(start + number) % count], part

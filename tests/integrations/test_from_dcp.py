@@ -1,0 +1,197 @@
+"""Runs that were saved with torch.distributed.checkpoint go on, in every layout in use.
+
+torch itself writes the folders, from FSDP2 models on two ranks. The layouts are those that the
+sources of torchtitan, torch's tutorials, Megatron and Lightning's `ModelParallelStrategy` define;
+the folder of Accelerate with FSDP2 is written by Accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.integrations import tools
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+import anyrank
+from anyrank.testing import run_ranks
+
+
+class App:
+    """As in torch's tutorial."""
+
+    def __init__(self, net: Any, optimizer: Any) -> None:
+        self.net, self.optimizer = net, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model = get_model_state_dict(self.net)
+        return {"model": model, "optim": get_optimizer_state_dict(self.net, self.optimizer)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError
+
+
+def layouts(net: Any, optimizer: Any, scheduler: Any) -> dict[str, tuple[Any, Any]]:
+    """Name -> what DCP saves, and what Lightning keeps in a file besides."""
+    model = get_model_state_dict(net)
+    nested = get_optimizer_state_dict(net, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = get_optimizer_state_dict(net, optimizer, options=options)
+    titan = {
+        **model,
+        "optimizer": flattened,
+        "lr_scheduler": scheduler.state_dict(),
+        "train_state": {"step": torch.tensor(tools.SAVED, dtype=torch.int32)},
+        "dataloader": {f"dp_rank_{dist.get_rank()}": pickle.dumps({"a": 1}), "world_size": 2},
+    }
+    current = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    rest = {
+        "epoch": 0,
+        "global_step": tools.SAVED,
+        "pytorch-lightning_version": "2.6.6",
+        "lr_schedulers": [scheduler.state_dict()],
+        "loops": {
+            "fit_loop": {
+                "epoch_progress": {"current": current},
+                "epoch_loop.batch_progress": {"is_last_batch": False, "current": {"completed": 3}},
+            }
+        },
+    }
+    return {
+        "plain": ({"model": model, "optimizer": nested}, None),
+        "torchtitan": (titan, None),
+        "app": ({"app": App(net, optimizer)}, None),
+        "megatron": (_megatron(net, optimizer), None),
+        "lightning": ({"state_dict": model, "optimizer_0": nested}, rest),
+    }
+
+
+def _megatron(net: Any, optimizer: Any) -> dict[str, Any]:
+    """Weights in bfloat16, moments and float32 weights by name; those of matrices flat."""
+    found: dict[str, Any] = {}
+    names = {id(p): name for name, p in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            found[name] = p.detach().full_tensor().bfloat16()
+            for key, value in {"fp32_param": p.detach(), **optimizer.state[p]}.items():
+                if key != "step":
+                    whole = value.full_tensor()
+                    whole = whole.reshape(1, 1, -1) if whole.ndim > 1 else whole
+                    found[f"optimizer.state.{key}.{name}"] = whole
+    return found
+
+
+def job_save(folder: str) -> list[float]:
+    net = tools.wrapped("fsdp", tools.seeded())
+    optimizer = tools.optimizer_of(net)
+    scheduler = tools.cosine(optimizer)
+    tools.train(net, optimizer, scheduler, 0, tools.SAVED)
+    for name, (state, rest) in layouts(net, optimizer, scheduler).items():
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        if rest is not None and dist.get_rank() == 0:
+            torch.save(rest, f"{folder}/{name}/meta.pt")
+        if name == "megatron" and dist.get_rank() == 0:
+            groups = [{"step": tools.SAVED, "lr": 1.0}]
+            common = {
+                "iteration": tools.SAVED,
+                "optimizer": {"optimizer": {"param_groups": groups}},
+            }
+            torch.save({**common, "args": argparse.Namespace(a=1)}, f"{folder}/{name}/common.pt")
+    return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
+
+
+def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.ResumeReport, int]]:
+    found: dict[str, Any] = {}
+    for name in ("plain", "torchtitan", "app", "lightning", "megatron"):
+        net = tools.wrapped(layout, tools.seeded(1))
+        optimizer = tools.optimizer_of(net)
+        scheduler = tools.cosine(optimizer)
+        state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        with anyrank.Checkpoints(f"{folder}/run-{name}-{layout}-{world}", state) as ckpts:
+            report = ckpts.resume(f"{folder}/{name}")
+        if name in ("plain", "app", "megatron"):  # they hold no scheduler of torch's
+            scheduler.last_epoch = tools.SAVED
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](tools.SAVED)
+        losses = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
+        found[name] = losses, report, state.step
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dcp(tmp_path: Path) -> None:
+    expected = run_ranks(2, job_save, str(tmp_path), timeout=120)[0]
+    for world, layout in ((1, "ddp"), (3, "fsdp")):
+        for found in run_ranks(world, job_adopt, str(tmp_path), layout, timeout=120):
+            for name, (losses, report, step) in found.items():
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
+                parts = report.components
+                is_whole = name == "megatron" and layout == "ddp"  # into whole tensors
+                kind = "exact" if is_whole else "resharded"
+                assert parts["model"] == parts["optimizer"] == kind
+                assert report.saved_on.ranks == (0 if name == "megatron" else 2)
+                known = name in ("torchtitan", "lightning")
+                assert step == (tools.SAVED if known or name == "megatron" else 0), name
+                assert parts["scheduler"] == ("exact" if known else "fresh")
+
+
+def job_accelerate(folder: str) -> list[float]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    expected: list[float] = []
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        try:
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, state_dict_type=kind, reshard_after_forward=True
+            )
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            net = tools.seeded()
+            optimizer = tools.optimizer_of(net)
+            scheduler = tools.cosine(optimizer)
+            net, optimizer = accelerator.prepare(net, optimizer)
+            tools.train(net, optimizer, scheduler, 0, tools.SAVED)
+            accelerator.register_for_checkpointing(scheduler)
+            accelerator.save_state(f"{folder}/{kind}")
+            expected = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+    return expected
+
+
+def job_adopt_fsdp(folder: str, layout: str) -> list[tuple[list[float], anyrank.ResumeReport]]:
+    found: list[Any] = []
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        net = tools.wrapped(layout, tools.seeded(1))
+        optimizer = tools.optimizer_of(net)
+        scheduler = tools.cosine(optimizer)
+        state = anyrank.TrainState(net, optimizer, custom_checkpoint_0=scheduler)
+        with anyrank.Checkpoints(f"{folder}/run-{kind}-{layout}", state) as ckpts:
+            report = ckpts.resume(f"{folder}/{kind}")
+        found.append((tools.train(net, optimizer, scheduler, 3, 6), report))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    expected = run_ranks(2, job_accelerate, str(tmp_path), timeout=120)[0]
+    for world, layout in ((1, "ddp"), (3, "fsdp")):
+        for found in run_ranks(world, job_adopt_fsdp, str(tmp_path), layout, timeout=120):
+            for losses, report in found:
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+                assert report.step == tools.SAVED
+                assert report.components["custom_checkpoint_0"] == "exact"

@@ -1,0 +1,242 @@
+"""Runs of DeepSpeed go on as runs of anyrank, on any number of ranks.
+
+DeepSpeed does not install without a compiler for its kernels: the folders are written here, in the
+layout that its source defines (`runtime/engine.py`, `runtime/zero/stage_1_and_2.py` and
+`stage3.py`, `checkpoint/ds_to_universal.py`), from a training in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations import tools
+from torch import nn
+
+import anyrank
+from anyrank.testing import run_ranks
+
+
+def named(net: nn.Module, optimizer: Any) -> list[list[tuple[str, nn.Parameter]]]:
+    names = {id(p): name for name, p in net.named_parameters()}
+    return [[(names[id(p)], p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def model_states(net: nn.Module, optimizer: Any, scheduler: Any, world: int) -> dict[str, Any]:
+    shapes = [OrderedDict((n, p.shape) for n, p in group) for group in named(net, optimizer)]
+    return {
+        "module": {name: t.bfloat16() for name, t in net.state_dict().items()},
+        "buffer_names": [],
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "shared_params": {"head.weight": "embed.weight"},
+        "lr_scheduler": scheduler.state_dict(),
+        "global_steps": tools.SAVED,
+        "global_samples": tools.SAVED * tools.ROWS,
+        "dp_world_size": world,
+        "ds_version": "0.17.5",
+    }
+
+
+def parts_of(tensors: list[torch.Tensor], world: int) -> list[torch.Tensor]:
+    """Equal flat partitions, aligned to twice the number of ranks; the last is padded."""
+    flat = torch.cat([one.flatten() for one in tensors])
+    size = 2 * math.ceil(flat.numel() / (2 * world))
+    flat = torch.cat([flat, flat.new_zeros(size * world - flat.numel())])
+    return [*flat.split(size)]
+
+
+def groups_now(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [n]}
+        for n, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def write_stage_2(folder: Path, net: Any, optimizer: Any, scheduler: Any, world: int) -> None:
+    step = folder / "global_step3"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step3")
+    torch.save(model_states(net, optimizer, scheduler, world), step / "mp_rank_00_model_states.pt")
+    groups = [[p for _, p in group] for group in named(net, optimizer)]
+    masters = [parts_of([p.detach() for p in group], world) for group in groups]
+    moments = {
+        key: [parts_of([optimizer.state[p][key] for p in group], world) for group in groups]
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    for rank in range(world):
+        left = [sum(p.numel() for p in group) for group in groups]
+        unpadded = [
+            part[rank][: max(0, min(part[rank].numel(), left[g] - rank * part[rank].numel()))]
+            for g, part in enumerate(masters)
+        ]
+        state = {
+            g: {"step": torch.tensor(3.0), **{key: m[g][rank] for key, m in moments.items()}}
+            for g in range(len(groups))
+        }
+        saved = {
+            "zero_stage": 2,
+            "partition_count": [world] * len(groups),
+            "base_optimizer_state": {"state": state, "param_groups": groups_now(optimizer)},
+            "single_partition_of_fp32_groups": unpadded,
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": saved}, step / name)
+
+
+def write_stage_3(folder: Path, net: Any, optimizer: Any, scheduler: Any, world: int) -> None:
+    """Group 0 is two subgroups."""
+    folder.mkdir()
+    model = model_states(net, optimizer, scheduler, world)
+    first, second = named(net, optimizer)
+    subgroups = [first[:1], first[1:], second]
+    model["param_shapes"] = [OrderedDict((n, p.shape) for n, p in group) for group in subgroups]
+    model["module"] = {name: torch.empty(0) for name in model["module"]}
+
+    def part(tensors: list[torch.Tensor], rank: int) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for tensor in tensors:
+            each = math.ceil(tensor.numel() / world)
+            flat = torch.cat([tensor.flatten(), tensor.new_zeros(each * world - tensor.numel())])
+            found.append(flat[rank * each : (rank + 1) * each])
+        return torch.cat(found)
+
+    for rank in range(world):
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        state = {
+            n: {
+                "step": 3,  # as DeepSpeed's own Adam counts
+                **{
+                    key: part([optimizer.state[p][key] for _, p in group], rank)
+                    for key in ("exp_avg", "exp_avg_sq")
+                },
+            }
+            for n, group in enumerate(subgroups)
+        }
+        groups = groups_now(optimizer)
+        groups[0]["params"], groups[1]["params"] = [0, 1], [2]
+        saved = {
+            "zero_stage": 3,
+            "partition_count": world,
+            "fp32_flat_groups": [part([p.detach() for _, p in g], rank) for g in subgroups],
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": saved}, folder / name)
+
+
+def write_universal(folder: Path, net: Any, optimizer: Any, scheduler: Any, world: int) -> None:
+    (folder / "zero").mkdir(parents=True)
+    model = model_states(net, optimizer, scheduler, world)
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": groups_now(optimizer)}, folder / "zero/optimizer_state.pt")
+    for number, (name, p) in enumerate(pair for g in named(net, optimizer) for pair in g):
+        place = folder / "zero" / name
+        place.mkdir()
+        torch.save(torch.tensor(3.0), place / "step.pt")
+        state = optimizer.state[p]
+        for key, one in (("fp32", p.detach()), *((k, state[k]) for k in ("exp_avg", "exp_avg_sq"))):
+            # A table from stages 1 and 2; flat from stage 3.
+            kept = {"cat_dim": 0, "param": one} if number % 2 else one.flatten().clone()
+            torch.save(kept, place / f"{key}.pt")
+
+
+WRITERS = {"stage 2": write_stage_2, "stage 3": write_stage_3, "universal": write_universal}
+
+
+def reference() -> tuple[Any, Any, Any]:
+    net = tools.seeded()
+    optimizer = tools.optimizer_of(net)
+    scheduler = tools.cosine(optimizer)
+    tools.train(net, optimizer, scheduler, 0, tools.SAVED)
+    return net, optimizer, scheduler
+
+
+def job_adopt(sources: dict[str, str], folder: str, layout: str) -> dict[str, Any]:
+    return {
+        kind: tools.job_adopt(source, f"{folder}-{layout}-{kind}", layout)
+        for kind, source in sources.items()
+    }
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    trained = reference()
+    sources: dict[str, str] = {}
+    for kind, write in WRITERS.items():
+        sources[kind] = str(tmp_path / kind)
+        write(tmp_path / kind, *trained, world=3)
+    expected = tools.train(*trained, tools.SAVED, tools.STEPS)
+    for world, layout in ((1, "ddp"), (2, "fsdp")):
+        folder = str(tmp_path / f"run-{world}")
+        for found in run_ranks(world, job_adopt, sources, folder, layout, timeout=120):
+            for kind, (losses, report, _) in found.items():
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=kind)
+                assert report.step == 3
+                assert report.saved_on.ranks == 3
+                assert report.components["scheduler"] == "exact"
+    net = tools.seeded(1)
+    assert anyrank.load(net, sources["stage 3"]).tied
+    assert torch.equal(net.blocks[1][1].weight, reference()[0].blocks[1][1].weight)
+
+
+@pytest.mark.parametrize("tool", ["transformers Trainer", "Accelerate"])
+def test_frameworks_with_deepspeed(tmp_path: Path, tool: str) -> None:
+    """In the places where `Trainer` and `Accelerator.save_state` let DeepSpeed save."""
+    write_stage_2(tmp_path / "a", *reference(), world=2)
+    if tool == "Accelerate":
+        (tmp_path / "a/global_step3").rename(tmp_path / "a/pytorch_model")
+        torch.save({"step": 3}, tmp_path / "a/random_states_0.pkl")
+    else:
+        (tmp_path / "a/trainer_state.json").write_text('{"global_step": 3, "epoch": 0.5}')
+    net = tools.seeded(1)
+    optimizer = tools.optimizer_of(net)
+    state = anyrank.TrainState(net, optimizer, scheduler=tools.cosine(optimizer))
+    report = anyrank.Checkpoints(tmp_path / "run", state).resume(tmp_path / "a")
+    assert report is not None
+    assert (report.step, report.saved_on.layout) == (3, tool)
+    parts = {"model": "resharded", "optimizer": "resharded", "scheduler": "exact"}
+    assert report.components == parts | {"streams": "derived"}
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def rename(path: Path) -> None:
+    path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+
+
+def swap(path: Path) -> None:
+    """A rank's file of another model."""
+    saved = torch.load(path)
+    masters = saved["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    masters[0] = masters[0][:-4].clone()
+    torch.save(saved, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lose, r"rank_1_mp_rank_00_optim_states.pt is missing: copy the files of all ranks"),
+        (rename, "tensor, pipeline or expert parallelism"),
+        (swap, "a file belongs to another save"),
+    ],
+)
+def test_a_file_of_one_rank_that_is_wrong_is_named(tmp_path: Path, damage: Any, match: str) -> None:
+    write_stage_2(tmp_path / "a", *reference(), world=3)
+    damage(tmp_path / "a/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    net = tools.seeded(1)
+    state = anyrank.TrainState(net, tools.optimizer_of(net))
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        anyrank.Checkpoints(tmp_path / "run", state).resume(tmp_path / "a")
+
+
+def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_stage_2(tmp_path / "a", *reference(), world=3)
+    (tmp_path / "a/global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(anyrank.LoadError, match=r"saved on 3 ranks.*rank_2_mp_rank_00.* missing"):
+        anyrank.load(tools.seeded(1), tmp_path / "a")

@@ -1,0 +1,230 @@
+"""Adapters of sharded and wrapped models as PEFT folders, and runs without the frozen base."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tests.integrations.families import build
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.integrations import peft
+from anyrank.testing import run_ranks
+
+TOKENS = torch.arange(24).reshape(2, 12)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 2, "target_modules": "all-linear"},
+    "dora": {"r": 2, "target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "head": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def base() -> Any:
+    torch.manual_seed(3)
+    return build("llama").eval()
+
+
+def adapted(kind: str, **more: Any) -> Any:
+    """A model whose adapter does something, the same on each rank."""
+    options = copy.deepcopy(OPTIONS[kind])
+    model = get_peft_model(base(), LoraConfig(**(options | more)))
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+def wrapped(model: Any, wrapper: str) -> Any:
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    if wrapper == "fsdp2":
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+    return model
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def job(kind: str, wrapper: str, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save on these ranks, load into a fresh model on them. Returns what both compute."""
+    model = wrapped(adapted(kind), wrapper)
+    peft.save(model, folder)
+    torch.manual_seed(torch.distributed.get_rank())
+    fresh = wrapped(get_peft_model(base(), LoraConfig(**OPTIONS[kind])), wrapper)
+    report = peft.load(fresh, folder)
+    assert report.unexpected == []
+    return model(input_ids=TOKENS).logits.detach(), fresh(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_folder_of_several_ranks_is_what_peft_reads(
+    tmp_path: Path, kind: str, wrapper: str
+) -> None:
+    for saved, loaded in run_ranks(2, job, kind, wrapper, str(tmp_path / "ours")):
+        torch.testing.assert_close(loaded, saved)
+    one = adapted(kind)
+    one.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    ours = load_file(tmp_path / "ours" / peft.WEIGHTS)
+    theirs = load_file(tmp_path / "peft" / peft.WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    read = PeftModel.from_pretrained(base(), tmp_path / "ours")
+    torch.testing.assert_close(read(input_ids=TOKENS).logits, one(input_ids=TOKENS).logits)
+    assert sorted(os.listdir(tmp_path / "ours")) == ["adapter_config.json", peft.WEIGHTS]
+
+
+def job_merge(wrapper: str) -> dict[str, torch.Tensor]:
+    model = wrapped(adapted("lora"), wrapper)
+    merged: Any = peft.merge(model)
+    with pytest.raises(ValueError, match="merged already"):
+        peft.merge(model)
+    logits = model(input_ids=TOKENS).logits.detach()
+    weights = {k: full(v) for k, v in merged.state_dict().items() if "base_layer" in k}
+    return weights | {"logits": logits}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_merged_weights_are_those_of_peft(wrapper: str) -> None:
+    model = adapted("lora")
+    logits = model(input_ids=TOKENS).logits
+    model.merge_adapter()
+    wanted = {k: v for k, v in model.state_dict().items() if "base_layer" in k}
+    for found in run_ranks(2, job_merge, wrapper):
+        torch.testing.assert_close(found.pop("logits"), logits)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def job_refused(folder: str) -> list[str]:
+    told: list[str] = []
+    sharded = wrapped(adapted("dora"), "fsdp2")
+    for call in (
+        lambda: peft.merge(sharded),
+        lambda: peft.save(sharded, f"{folder}/file/below"),
+        lambda: peft.save(sharded, folder, adapter="other"),
+        lambda: peft.save(torch.nn.Linear(2, 2), folder),
+    ):
+        try:
+            call()
+        except (ValueError, anyrank.CheckpointError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_wrong_uses_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for told in run_ranks(2, job_refused, str(tmp_path)):
+        assert "only plain LoRA is merged while sharded" in told[0]
+        assert "rank 0 could not write the adapter: NotADirectoryError" in told[1]
+        assert "no adapter 'other': the model has ['default']" in told[2]
+        assert "Linear holds no PeftModel" in told[3]
+
+
+def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    peft.save(adapted("lora", lora_alpha=4), tmp_path)
+    model = adapted("lora")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"has lora_alpha=4, and the model's adapter 8"):
+        peft.load(model, tmp_path)
+    with pytest.raises(ValueError, match="the model's adapter 3"):
+        peft.load(adapted("lora", r=3, lora_alpha=4), tmp_path)
+    model = adapted("lora", lora_alpha=4, modules_to_save=["lm_head"])
+    with pytest.raises(anyrank.LoadError, match=r"lacks 1 tensors of the adapter.*lm_head"):
+        peft.load(model, tmp_path)
+    weights = load_file(tmp_path / peft.WEIGHTS)
+    save_file({**weights, "stray": torch.zeros(2)}, tmp_path / peft.WEIGHTS)
+    model = adapted("lora", lora_alpha=4)
+    with pytest.raises(anyrank.LoadError, match="stray"):
+        peft.load(model, tmp_path)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+# -- a run without its base -----------------------------------------------------------------------
+
+
+def job_run(folder: str, wrapper: str, steps: int, change: str = "") -> list[float]:
+    """Train adapters to a step. Returns the losses."""
+    model = get_peft_model(base(), LoraConfig(r=2, target_modules="all-linear"))
+    if change == "other base":
+        with torch.no_grad():
+            model.base_model.model.lm_head.weight[3, 5] += 1e-3
+    model = wrapped(model.double(), wrapper)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-6)
+    loader = anyrank.ElasticLoader(torch.arange(48).reshape(16, 3), global_batch=8, microbatch=2)
+    source = None if change == "no base" else "llama.safetensors"
+    state = anyrank.TrainState(model, optimizer, data=loader, base=source)
+    losses: list[float] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        ckpts.resume()
+        if change == "written":
+            next(p for p in model.parameters() if not p.requires_grad).mul_(2)
+        for step in ckpts.steps(until=steps):
+            for batch in step.microbatches(model):
+                step.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(step.loss())
+    return losses
+
+
+def job_refused_run(folder: str, change: str) -> str:
+    with pytest.raises(anyrank.CheckpointError) as caught:
+        job_run(folder, "ddp", 8, change)
+    return str(caught.value)
+
+
+def test_a_frozen_base_is_not_written_and_is_compared(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, job_run, str(tmp_path / "one"), "none", 6)
+    folder = str(tmp_path / "many")
+    losses = run_ranks(3, job_run, folder, "fsdp2", 2)[0]
+    losses += run_ranks(2, job_run, folder, "ddp", 4)[0]
+    losses += run_ranks(4, job_run, folder, "fsdp2", 6)[0]
+    assert losses == pytest.approx(whole, rel=1e-7)
+    step = anyrank.Checkpoints(folder, anyrank.TrainState()).latest()
+    assert step is not None
+    names = [one.name for one in anyrank.inspect(step).tensors if one.name.startswith("model.")]
+    assert names
+    assert all("lora_" in name for name in names)
+    assert '"llama.safetensors"' in (Path(step) / "anyrank.json").read_text()
+    for change, told in (
+        ("other base", "the frozen base has other values"),
+        ("no base", "its base llama.safetensors is not in the checkpoint"),
+        ("written", "belongs to the base llama.safetensors, and was written to"),
+    ):
+        assert all(told in one for one in run_ranks(2, job_refused_run, folder, change))
+
+
+def test_a_base_that_was_saved_or_is_missing_is_named(tmp_path: Path) -> None:
+    model = adapted("lora")
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    with (
+        anyrank.Checkpoints(tmp_path, anyrank.TrainState(model, base="x")) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match="its base was saved with the run"),
+    ):
+        ckpts.resume()
+    with pytest.raises(ValueError, match="give model="):
+        anyrank.TrainState(base="x")
+    with pytest.raises(TypeError, match="base is 3"):
+        anyrank.TrainState(model, base=3)
+    with torch.device("meta"):
+        outline = build("llama").requires_grad_(False)
+    ckpts = anyrank.Checkpoints(tmp_path / "new", anyrank.TrainState(outline, base="x"))
+    with pytest.raises(anyrank.CheckpointError, match="the base is on meta"):
+        ckpts.save()

@@ -1,0 +1,333 @@
+"""The transformers Trainer with `elastic`: saved on 3, resumed on 2, then on 4, as on one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from examples import trainer_resume
+from peft import PeftModel
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import anyrank
+from anyrank.integrations.transformers import elastic, enable_recompute
+from anyrank.testing import RanksFailed, run_ranks
+
+ROWS, GLOBAL, EPOCH = 46, 12, 4  # samples, of a step; steps of an epoch, the last one short
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows with labels on some of their tokens; remembers which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: 12 if index == 5 else index % 7] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Log(TrainerCallback):
+    """What the Trainer logs; stops it at a step, or kills it at a negative one."""
+
+    def __init__(self, stop: int | None) -> None:
+        self.lines: list[tuple[Any, ...]] = []
+        self.stop = stop
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            lr = logs["learning_rate"]
+            line = (state.global_step, logs["epoch"], logs["loss"], lr, logs["grad_norm"])
+            self.lines.append(line)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.stop is not None and state.global_step == -self.stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self.stop:
+            control.should_training_stop = True
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_dropout=0.1,
+    )
+    made: Any = transformers.Qwen2ForCausalLM(config)
+    if "lora" in kind:
+        from peft import LoraConfig, get_peft_model
+
+        made = get_peft_model(made, LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear"))
+    made = made.double()
+    if "fsdp2" in kind:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in made.model.layers:
+            fully_shard(layer)
+        fully_shard(made)
+    return made
+
+
+def arguments(out: str, **more: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 9,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "disable_tqdm": True,
+        "seed": 1,
+        "optim": "adamw_torch",
+        "ddp_backend": "gloo" if "RANK" in os.environ else None,
+        "include_num_input_tokens_seen": True,
+    }
+    return TrainingArguments(out, **(given | more))
+
+
+def job(out: str, kind: str = "ddp", stop: int | None = None, **more: Any) -> dict[str, Any]:
+    """Train on this rank. Returns what it logged and read."""
+    AcceleratorState._reset_state(True)
+    transformers.logging.set_verbosity_error()
+    if "gc" in kind:
+        more |= {"activation_checkpointing": True}
+        more |= {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    rows, log = Rows(), Log(stop)
+    trainer = Trainer(model(kind), arguments(out, **more), train_dataset=rows, callbacks=[log])
+    trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL, every=2)
+    trainer.train(resume_from_checkpoint=True)
+    report, loader, state = trainer.elastic.report, trainer.elastic.loader, trainer.state
+    return {
+        "lines": log.lines,
+        "read": rows.read,
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "flos": state.total_flos,
+        "tokens": state.num_input_tokens_seen,
+        "history": [line.get("loss") for line in state.log_history if "loss" in line],
+        "components": None if report is None else report.components,
+        "receipts": loader.receipts,
+        "samples": loader.samples,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """An uninterrupted run on one rank, for each kind of model."""
+    return cache(lambda kind: run_ranks(1, job, str(tmp_path_factory.mktemp("one")), kind)[0])
+
+
+def check(lines: list[Any], expected: list[Any]) -> None:
+    for line, wanted in zip(lines, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "lora gc", "fsdp2"])
+def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
+    tmp_path: Path, kind: str, whole: Callable[[str], dict[str, Any]]
+) -> None:
+    expected = whole(kind)
+    lines: list[Any] = []
+    for ranks, stop in ((3, 2), (2, 5), (4, None)):
+        results = run_ranks(ranks, job, str(tmp_path), kind, stop=stop)
+        assert all(result["lines"] == results[0]["lines"] for result in results)
+        lines += results[0]["lines"]
+    check(lines, expected["lines"])
+    assert [line[0] for line in lines] == list(range(1, 10))
+    for name in ("step", "epoch", "flos", "tokens", "receipts", "samples"):
+        assert results[0][name] == expected[name], name
+    assert results[0]["history"] == pytest.approx(expected["history"], rel=1e-6)
+    assert [epoch for epoch, *_ in expected["receipts"]] == [0, 1]
+    assert expected["samples"] == 2 * ROWS + GLOBAL
+
+
+def test_killed_in_the_middle_and_resumed(
+    tmp_path: Path, whole: Callable[[str], dict[str, Any]]
+) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(3, job, str(tmp_path), stop=-5)
+    result = run_ranks(2, job, str(tmp_path))[0]
+    check(result["lines"], whole("ddp")["lines"][4:])
+    again = run_ranks(1, job, str(tmp_path))[0]
+    assert (again["lines"], again["step"]) == ([], 9)  # nothing is left to train
+
+
+def test_log_lines_between_saves_go_on(tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, job, str(tmp_path / "one"), logging_steps=4)
+    run_ranks(2, job, str(tmp_path / "many"), logging_steps=4, stop=3)
+    result = run_ranks(1, job, str(tmp_path / "many"), logging_steps=4)[0]
+    check(result["lines"], expected["lines"])
+    assert [line[0] for line in result["lines"]] == [4, 8]
+
+
+def trainer(out: Path, kind: type[Trainer] = Trainer, **more: Any) -> Any:
+    AcceleratorState._reset_state(True)
+    return kind(model("plain"), arguments(str(out), **more), train_dataset=Rows())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gradient_accumulation_steps": 2}, "leave it at 1; global_batch decides"),
+        ({"auto_find_batch_size": True}, "would change the microbatch"),
+        ({"save_total_limit": 2}, "save_total_limit=2 is below keep=3"),
+        ({"save_only_model": True}, "writes no optimizer"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "no"},
+            "reads the Trainer's own checkpoint",
+        ),
+        ({"ignore_data_skip": True}, "would train samples twice"),
+        ({"enable_jit_checkpoint": True}, "saves on SIGTERM, and so does the run"),
+        ({"train_sampling_strategy": "group_by_length"}, "orders the samples by rank"),
+    ],
+)
+def test_an_option_that_cannot_hold_is_refused(
+    tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    made = trainer(tmp_path, **options)
+    with pytest.raises(ValueError, match=told):
+        elastic(made, tmp_path / "run", global_batch=GLOBAL)
+    assert type(made) is Trainer
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    made, run = trainer(tmp_path), tmp_path / "run"
+    with pytest.raises(ValueError, match="13 is not a multiple of microbatch 2"):
+        elastic(made, run, global_batch=13)
+    with pytest.raises(TypeError, match=r"global_batch is 12\.0"):
+        elastic(made, run, global_batch=12.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="keep=1: at least 2"):
+        elastic(made, run, global_batch=12, keep=1)
+    with pytest.raises(ValueError, match="'optimizer' is a part that the run has already"):
+        elastic(made, run, global_batch=12, optimizer=None)
+    with pytest.raises(TypeError, match="give a transformers Trainer"):
+        elastic(made.model, run, global_batch=12)
+    assert elastic(made, run, global_batch=12) is made
+    with pytest.raises(ValueError, match="elastic already"):
+        elastic(made, run, global_batch=12)
+
+
+def test_another_resume_beside_the_run_is_refused(tmp_path: Path) -> None:
+    plain = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    plain.train()
+    made = elastic(trainer(tmp_path, max_steps=1), tmp_path / "run", global_batch=12)
+    with pytest.raises(ValueError, match="is no saved step of the run"):
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    with pytest.raises(ValueError, match="checkpoint-1: is the Trainer's own checkpoint"):
+        made.train(resume_from_checkpoint=True)
+    made.train()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "run"]  # no second set of weights
+    made = elastic(trainer(tmp_path), tmp_path / "run", global_batch=12)
+    with pytest.raises(ValueError, match="holds a run, and train"):
+        made.train()
+    (saved,) = anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState()).saved()
+    made.train(resume_from_checkpoint=saved.path)
+    assert made.elastic.report.step == 1
+    assert made.state.global_step == 9
+
+
+class Sharded(Trainer):
+    """A subclass that divides its data among the ranks by itself."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.DistributedSampler(self.train_dataset, 2, 0)
+
+
+def test_data_that_is_sharded_already_is_refused(tmp_path: Path) -> None:
+    made = elastic(trainer(tmp_path, Sharded), tmp_path / "run", global_batch=12)
+    assert type(made).__name__ == "Sharded"
+    assert isinstance(made, Sharded)
+    with pytest.raises(ValueError, match="a second sharding would lose samples"):
+        made.train()
+
+
+def test_recompute_and_gradient_checkpointing_are_not_mixed(tmp_path: Path) -> None:
+    made = elastic(
+        trainer(tmp_path, activation_checkpointing=True), tmp_path / "run", global_batch=12
+    )
+    enable_recompute(made.model)
+    with pytest.raises(ValueError, match="would replace enable_recompute"):
+        made.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda it: setattr(it.args, "fsdp_plugin_args", {"fsdp_version": 1}), "FSDP1 is not"),
+        (lambda it: setattr(it, "is_deepspeed_enabled", True), "DeepSpeed owns"),
+        (lambda it: setattr(it.args, "_n_gpu", 2), "one process a GPU"),
+        (lambda it: setattr(it.model, "_tp_size", 2), "tensor parallelism"),
+    ],
+)
+def test_another_parallelism_is_refused(
+    tmp_path: Path, change: Callable[[Any], None], told: str
+) -> None:
+    made = trainer(tmp_path)  # what needs a GPU to be made is marked by hand
+    change(made)
+    with pytest.raises(ValueError, match=told):
+        elastic(made, tmp_path / "run", global_batch=12)
+
+
+def job_example(*arguments: str) -> dict[int, float]:
+    AcceleratorState._reset_state(True)
+    history = trainer_resume.main(arguments).state.log_history
+    return {line["step"]: line["loss"] for line in history if "loss" in line}
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    many, one = ["--folder", str(tmp_path / "many")], ["--folder", str(tmp_path / "one")]
+    (whole,) = run_ranks(1, job_example, *one)
+    run_ranks(3, job_example, *many, "--stop", "5")
+    losses = run_ranks(2, job_example, *many, "--adapter", str(tmp_path / "adapter"))[0]
+    assert list(losses) == list(range(1, trainer_resume.STEPS + 1))
+    assert losses == pytest.approx(whole, rel=1e-6)
+    assert losses[trainer_resume.STEPS] < losses[1]
+    base = trainer_resume.make_model().unload()
+    with torch.no_grad():
+        read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        row = trainer_resume.Rows()[0]["input_ids"][None]
+        assert read(input_ids=row, labels=row).loss < whole[1]
+
+
+def job_losses(out: str) -> float:
+    """A mean over samples instead of tokens, and an average of the weights as a part of the run."""
+    AcceleratorState._reset_state(True)
+    made = trainer(Path(out), max_steps=3)
+    made.model_accepts_loss_kwargs = False  # as a model of somebody's own
+    average = torch.optim.swa_utils.AveragedModel(made.model, avg_fn=lambda a, b, _: (a + b) / 2)
+
+    class Average(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            average.update_parameters(made.model)
+
+    made.add_callback(Average())
+    elastic(made, f"{out}/run", global_batch=GLOBAL, ema=average)
+    made.train(resume_from_checkpoint=True)
+    return float(sum(p.double().sum() for p in average.parameters()))
+
+
+def test_losses_by_sample_and_an_average_of_weights(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, job_losses, str(tmp_path / "one"))
+    assert run_ranks(3, job_losses, str(tmp_path / "three"))[0] == pytest.approx(one, 1e-9)

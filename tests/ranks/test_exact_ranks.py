@@ -1,0 +1,259 @@
+"""Promise 9 with exact=True: weights and optimizer state have the same bits on any rank count."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.data import exact_sync
+from anyrank.data.tree_sum import Span, TreeSum
+from anyrank.testing import run_ranks
+
+ROWS, BATCH, MICRO = 25, 12, 2  # K = 6, and a last step of one sample
+KINDS = ("plain", "ddp", "fsdp", "hsdp")
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    """Sample i: nine tokens of an alphabet of 37."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(i)
+        return torch.randint(0, 37, (9,), generator=g)
+
+
+class Model(nn.Module):
+    """Odd sizes, dropout, a tie, a frozen part, an unused part, and fewer rows than ranks."""
+
+    def __init__(self, rare: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 24)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(24, 3, 41, dropout=0.1, batch_first=True, norm_first=True)
+            for _ in range(1)
+        )
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1, 24))
+        self.unused = nn.Linear(5, 5) if rare else None
+        self.rare = nn.Linear(24, 24) if rare else None  # used by some microbatches only
+        self.head = nn.Linear(24, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.rare is not None and tokens[0, 0] % 2:
+            x = x + self.rare(x)
+        return self.head((x + self.frozen(x)) * self.scale)
+
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16_reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+}
+
+
+def wrap(net: Any, kind: str) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(net, bucket_cap_mb=1)
+    if kind != "plain":
+        options: dict[str, Any] = {"mp_policy": POLICIES.get(kind, MixedPrecisionPolicy())}
+        size = torch.distributed.get_world_size()
+        if kind == "hsdp" and size == 4:
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
+        for block in net.blocks:
+            fully_shard(block, **options)
+        fully_shard(net, **options)
+    return net
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def sha256(net: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.Tensor) -> str:
+    """Of all weights and of all optimizer state, in the order of the parameters."""
+    digest = hashlib.sha256()
+    tensors: list[Any] = list(others)
+    for parameter in net.parameters():
+        state = optimizer.state.get(parameter, {})
+        tensors += [parameter, *(state[name] for name in sorted(state))]
+    for tensor in tensors:
+        digest.update(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logits = logits[:, :-1].flatten(0, 1).float()
+    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def job_train(kind: str, exact: bool = True, rich: bool = False) -> str:
+    """Train an epoch; `rich` has weights of microbatches, clipping, a scheduler and an average."""
+    torch.manual_seed(0)
+    net = wrap(Model(rare=exact), kind)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    average = [whole(p).clone() for p in trained]
+    loader = anyrank.ElasticLoader(
+        Tokens(), global_batch=BATCH, microbatch=MICRO, seed=5, exact=exact
+    )
+    norms: list[torch.Tensor] = []
+    for step in loader:
+        for batch in step.microbatches(net):
+            weight = float(batch.sum()) if rich else None
+            step.backward(token_loss(net(batch), batch), weight)
+        if rich:
+            norms.append(step.clip_grad_norm_(0.5))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not rich)
+        if rich:
+            scheduler.step()
+            for mean, p in zip(average, trained, strict=True):
+                mean.lerp_(whole(p), 0.1)
+    assert loader.step == 3
+    return sha256(net, optimizer, *norms, *average)
+
+
+def job_kinds(exact: bool = True) -> dict[str, str]:
+    found = {kind: job_train(kind, exact) for kind in KINDS}
+    if exact:
+        found |= {f"rich {kind}": job_train(kind, rich=True) for kind in KINDS}
+        found |= {kind: job_train(kind) for kind in POLICIES}
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, str]:
+    """The digests of one process."""
+    return run_ranks(1, job_kinds, timeout=120)[0]
+
+
+def test_promise_9_the_same_bits_with_and_without_wrappers(alone: dict[str, str]) -> None:
+    assert len({alone[kind] for kind in KINDS}) == 1
+    assert len({alone[f"rich {kind}"] for kind in KINDS}) == 1
+    assert len(set(alone.values())) == 2 + len(POLICIES)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_promise_9_the_same_bits_on_any_number_of_ranks(size: int, alone: dict[str, str]) -> None:
+    for found in run_ranks(size, job_kinds, timeout=200):
+        assert found == alone
+
+
+def test_the_stock_reduction_gives_other_bits(alone: dict[str, str]) -> None:
+    """The digest can tell: without exact=True it differs on three ranks."""
+    assert alone["plain"] not in run_ranks(3, job_kinds, False, timeout=120)[0].values()
+
+
+def job_chain() -> str:
+    """A sum that adds the microbatches one after the other, instead of as a tree."""
+
+    class Chain(TreeSum):
+        def add(self, span: Span, value: torch.Tensor | None) -> None:
+            if self.nodes:
+                (start, _), other = self.nodes.pop()
+                both = value if other is None else other if value is None else other + value
+                self.nodes.append((Span(start, span.stop), both))
+            else:
+                self.nodes.append((span, value))
+
+    exact_sync.TreeSum = Chain  # type: ignore[misc]
+    try:
+        return job_train("plain")
+    finally:
+        exact_sync.TreeSum = TreeSum  # type: ignore[misc]
+
+
+def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> None:
+    assert run_ranks(1, job_chain, timeout=60)[0] != alone["plain"]
+
+
+def job_refused() -> list[str]:
+    """What is refused before the first backward, on all ranks."""
+    torch.manual_seed(0)
+    rows = torch.randn(8, 4)
+    found: list[str] = []
+
+    def attempt(model: nn.Module, **options: Any) -> None:
+        loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=True, **options)
+        try:
+            for step in loader:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).square().mean())
+        except (ValueError, anyrank.AnyrankError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    attempt(DistributedDataParallel(nn.Linear(4, 1), static_graph=True))
+    hooked = DistributedDataParallel(nn.Linear(4, 1))
+    hooked.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type]
+    attempt(hooked)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel = parallelize_module(nn.Linear(4, 2), mesh["tp"], ColwiseParallel())
+    attempt(tensor_parallel, process_group=mesh["dp"].get_group())
+    replicated = fully_shard(
+        nn.Linear(4, 1), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("rep", "shard"))
+    )
+    attempt(replicated)
+    if torch.distributed.get_rank():  # on one rank alone
+        torch.set_num_threads(torch.get_num_threads() + 1)
+    attempt(nn.Linear(4, 1))
+    return found
+
+
+def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(2, job_refused, timeout=60)
+    for found in (first, second):
+        texts = (
+            "static_graph=True",
+            "communication hook",
+            "tensor parallelism adds up",
+            "is only replicated over",
+            "threads= differs between ranks",
+        )
+        assert len(found) == len(texts)
+        assert all(text in one for text, one in zip(texts, found, strict=True)), found
+
+
+def job_resumed(folder: str, kind: str, until: int, leave_at: int | None = None) -> str | None:
+    """Go on with a run; `leave_at` ends the process's work in the middle of that step."""
+    torch.manual_seed(0)
+    net = wrap(Model(rare=False), kind)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+    loader = anyrank.ElasticLoader(
+        Tokens(), global_batch=BATCH, microbatch=MICRO, seed=5, exact=True
+    )
+    state = anyrank.TrainState(model=net, optimizer=optimizer, data=loader)
+    with anyrank.Checkpoints(folder, state, every=1) as ckpts:
+        ckpts.resume("auto")
+        for step in ckpts.steps(until=until):
+            for batch in step.microbatches(net):
+                step.backward(token_loss(net(batch), batch), float(batch.sum()))
+                if step.number == leave_at:
+                    return None
+            step.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return sha256(net, optimizer)
+
+
+def test_a_run_moved_between_rank_counts_and_wrappers_has_the_same_bits(tmp_path: Path) -> None:
+    whole = run_ranks(1, job_resumed, str(tmp_path / "whole"), "plain", 7, timeout=60)[0]
+    moved = str(tmp_path / "moved")
+    for size, kind, until, leave_at in ((4, "fsdp", 2, 1), (3, "ddp", 4, 3), (2, "fsdp", 6, None)):
+        run_ranks(size, job_resumed, moved, kind, until, leave_at, timeout=60)
+    assert run_ranks(4, job_resumed, moved, "hsdp", 7, timeout=60) == [whole] * 4

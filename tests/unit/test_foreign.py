@@ -1,0 +1,330 @@
+"""Checkpoints of other tools in one process: what comes over, what is refused, and why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return eval, ("1 / 0",)
+
+
+def net_of(seed: int = 0, width: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 2))
+
+
+def stepped(net: nn.Module, kind: Any = torch.optim.AdamW, steps: int = 5) -> Any:
+    optimizer = kind(net.parameters(), lr=1e-2)
+    for _ in range(steps):
+        net(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def accelerate_folder(folder: Path, ranks: int = 1, kind: Any = torch.optim.AdamW) -> Any:
+    """In the layout of `accelerate.checkpointing.save_accelerator_state`."""
+    folder.mkdir()
+    net = net_of()
+    optimizer = stepped(net, kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler.last_epoch = 5 * ranks
+    save_file(net.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    torch.save(scheduler.state_dict(), folder / "scheduler.bin")
+    for rank in range(ranks):
+        torch.save({"step": 5}, folder / f"random_states_{rank}.pkl")
+    return net, optimizer
+
+
+def begin(path: Path, source: Any, state: anyrank.TrainState, **options: Any) -> Any:
+    with anyrank.Checkpoints(path, state) as ckpts:
+        return ckpts.resume(source, **options)
+
+
+def state_of(net: nn.Module | None = None, **parts: Any) -> anyrank.TrainState:
+    net = net or net_of(1)
+    return anyrank.TrainState(net, torch.optim.AdamW(net.parameters(), lr=1.0), **parts)
+
+
+def test_what_is_not_there_is_fresh_with_a_reason(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a")
+    state = state_of(ema=net_of(2), scaler=torch.amp.GradScaler("cpu"))
+    report = begin(tmp_path / "run", tmp_path / "a", state, skip=["scaler"])
+    assert report.components["model"] == report.components["optimizer"] == "exact"
+    assert report.components["ema"] == "fresh"
+    assert report.components["ema"].reason == "the checkpoint of Accelerate has none"
+    assert report.components["scaler"] == "skipped"
+    assert any("not read: scheduler" in note for note in report.notes)
+    assert (state.step, state.run) == (5, None)
+
+
+def test_a_scheduler_that_counted_processes_is_divided(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a", ranks=2)
+    net = net_of(1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
+    report = begin(tmp_path / "run", tmp_path / "a", state)
+    assert report.components["scheduler"].reason.endswith("2 processes: 10 became 5")
+    assert (scheduler.last_epoch, scheduler.step_size) == (5, 1)
+
+
+def test_a_scheduler_that_cannot_be_divided_is_an_error(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a", ranks=2, kind=torch.optim.SGD)
+    net = net_of(1)
+    optimizer = torch.optim.SGD(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
+    with pytest.raises(anyrank.CheckpointError, match=r"does not count steps: leave .* skip="):
+        begin(tmp_path / "run", tmp_path / "a", state)
+
+
+def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a")
+    net = net_of(1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
+    with pytest.raises(anyrank.CheckpointError, match=r"LambdaLR, .* gamma, lr_lambdas, step_size"):
+        begin(tmp_path / "run", tmp_path / "a", state)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def run_code(path: Path) -> None:
+    torch.save({"state": {}, "param_groups": [], "extra": Payload()}, path)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], Any, str]] = {
+    "truncated weights": (lambda f: cut(f / "model.safetensors"), anyrank.UnsafeFile, "truncated"),
+    "truncated optimizer": (lambda f: cut(f / "optimizer.bin"), anyrank.UnsafeFile, "truncated"),
+    "code in the optimizer": (lambda f: run_code(f / "optimizer.bin"), anyrank.UnsafeFile, "eval"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        anyrank.CheckpointError,
+        "no weights of a model here",
+    ),
+    "no optimizer in it": (
+        lambda f: torch.save({"a": 1}, f / "optimizer.bin"),
+        anyrank.CheckpointError,
+        "not the state of a torch optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, what: str) -> None:
+    accelerate_folder(tmp_path / "a")
+    damage, error, match = BROKEN[what]
+    damage(tmp_path / "a")
+    state = state_of()
+    before = [p.clone() for p in net_of(1).parameters()]
+    with pytest.raises(error, match=match):
+        begin(tmp_path / "run", tmp_path / "a", state)
+    assert all(torch.equal(a, b) for a, b in zip(before, net_of(1).parameters(), strict=True))
+    assert state.step == 0
+
+
+def of_another_class(net: nn.Module) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=1.0)
+
+
+def of_half(net: nn.Module) -> Any:
+    return torch.optim.AdamW([*net.parameters()][:2])
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "class": (net_of, of_another_class, "is a SGD, whose dampening, momentum, nesterov"),
+    "adam": (net_of, lambda n: torch.optim.Adam(n.parameters()), "decays weights the other way"),
+    "adamax": (net_of, lambda n: torch.optim.Adamax(n.parameters()), "has no exp_inf"),
+    "number": (net_of, of_half, r"has groups of \[4\] parameters .* has \[2\]"),
+    "model": (lambda: net_of(1, 5), lambda n: torch.optim.AdamW(n.parameters()), r"shape \[4, 5\]"),
+    "order": (
+        net_of,
+        lambda n: torch.optim.AdamW(reversed([*n.parameters()])),
+        r"exp_avg: has shape \[4, 3\] in the checkpoint, and its parameter \[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_state_of_another_model_or_optimizer_is_refused(tmp_path: Path, what: str) -> None:
+    accelerate_folder(tmp_path / "a")
+    build, optimize, match = OTHERS[what]
+    net = build()
+    optimizer = optimize(net)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        begin(tmp_path / "run", tmp_path / "a", anyrank.TrainState(net, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert not optimizer.state
+    if what != "model":
+        state = anyrank.TrainState(net, optimizer)
+        report = begin(tmp_path / "run", tmp_path / "a", state, skip=["optimizer"])
+        assert report.components["optimizer"] == "skipped"
+
+
+def test_state_takes_the_dtype_of_its_parameter_and_says_so(tmp_path: Path) -> None:
+    net, saved = accelerate_folder(tmp_path / "a")
+    state = state_of(net_of(1).bfloat16())
+    report = begin(tmp_path / "run", tmp_path / "a", state)
+    assert report.components["optimizer"] == "derived"
+    assert report.components["model"].reason == "cast from float32 to bfloat16"
+    del net, saved
+
+
+def test_a_missing_path_names_what_resume_takes(tmp_path: Path) -> None:
+    with pytest.raises(anyrank.CheckpointError, match=r"does not exist .* 'auto', 'must', a step"):
+        begin(tmp_path / "run", "latest", state_of())
+
+
+def test_a_folder_of_no_known_tool_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(anyrank.CheckpointError, match=r"no checkpoint of a tool .* notes.txt"):
+        begin(tmp_path / "run", tmp_path, state_of())
+
+
+def test_a_training_scripts_file_with_an_ema(tmp_path: Path) -> None:
+    """With the keys that Sana's trainer writes."""
+    net, ema = net_of(), net_of(7)
+    optimizer = stepped(net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    numpy = pytest.importorskip("numpy")
+    streams = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
+    table = {
+        "state_dict": net.state_dict(),
+        "state_dict_ema": ema.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "epoch": 3,
+        "step": 12,
+        "generator": torch.Generator().get_state(),
+        "rng_state": streams,
+    }
+    torch.save(table, tmp_path / "sana.pth")
+    mine, my_ema = net_of(1), net_of(2)
+    opt = torch.optim.AdamW(mine.parameters())
+    curve = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0)
+    data = anyrank.ElasticLoader(torch.randn(8, 3), global_batch=4, microbatch=2)
+    state = anyrank.TrainState(mine, opt, scheduler=curve, data=data, ema=my_ema)
+    report = begin(tmp_path / "run", str(tmp_path / "sana.pth"), state)
+    for part in ("model", "optimizer", "ema", "scheduler"):
+        assert report.components[part] == "exact", report
+    assert report.components["data"].reason == "3 whole epochs: the next one begins"
+    assert (state.step, state.epoch, state.samples) == (12, 3, 24)
+    assert torch.equal(my_ema[0].weight, ema[0].weight)
+    assert opt.param_groups[0]["lr"] == 1e-2
+    assert any("rng_state" in note for note in report.notes)
+
+
+# -- another run, a step's place, and parameters that came later ----------------------------------
+
+
+@pytest.mark.parametrize("which", ["a", "a/step-00000002"])
+def test_another_run_begins_this_one(tmp_path: Path, which: str) -> None:
+    net = net_of()
+    state = anyrank.TrainState(net, stepped(net))
+    with anyrank.Checkpoints(tmp_path / "a", state) as ckpts:
+        for _ in range(3 if which == "a" else 4):
+            ckpts.step_done()
+            ckpts.save()
+    other = state_of()
+    report = begin(tmp_path / "b", tmp_path / which, other)
+    assert other.step == report.step == (3 if which == "a" else 2)
+    assert report.components["optimizer"] == "exact"
+    with anyrank.Checkpoints(tmp_path / "b", other) as ckpts:
+        ckpts.save()
+        assert [saved.step for saved in ckpts.saved()] == [other.step]
+    assert other.run not in (None, state.run)
+    assert begin(tmp_path / "b", tmp_path / which, state_of()).step == other.step
+
+
+def test_a_damaged_step_of_another_run_keeps_its_name(tmp_path: Path) -> None:
+    state = state_of()
+    with anyrank.Checkpoints(tmp_path / "a", state) as ckpts:
+        ckpts.save()
+    (tmp_path / "a/step-00000000/tensors.json").write_text("{}")
+    with pytest.raises(anyrank.CorruptCheckpoint, match="step 0 was asked for and is damaged"):
+        begin(tmp_path / "b", tmp_path / "a", state_of())
+    assert (tmp_path / "a/step-00000000").is_dir()
+
+
+def test_a_save_never_moves_another_tools_checkpoint(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a")
+    shutil.move(tmp_path / "a", tmp_path / "run-step")
+    (tmp_path / "run").mkdir()
+    shutil.move(tmp_path / "run-step", tmp_path / "run/step-00000000")
+    with pytest.raises(anyrank.CheckpointError, match="is the checkpoint of another tool"):
+        anyrank.Checkpoints(tmp_path / "run", state_of()).save()
+    assert (tmp_path / "run/step-00000000/model.safetensors").is_file()
+
+
+class Wide(nn.Module):
+    """The same model, with a part that came later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = net_of(1)
+        self.lora_a = nn.Parameter(torch.full((4, 2), 7.0))
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = net_of()
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_new_parameters_start_fresh_when_asked(tmp_path: Path, separate: bool) -> None:
+    old = Narrow()
+    saved = stepped(old.base)
+    curve = torch.optim.lr_scheduler.LambdaLR(saved, lambda n: 1.0)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(old, saved, scheduler=curve)) as ckpts:
+        ckpts.save()
+
+    def wide() -> tuple[Wide, anyrank.TrainState]:
+        net = Wide()
+        parts: Any = [*net.base.parameters()], [net.lora_a]
+        groups: Any = [{"params": one} for one in parts] if separate else net.parameters()
+        optimizer = torch.optim.AdamW(groups, lr=0.5)
+        curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+        return net, anyrank.TrainState(net, optimizer, scheduler=curve)
+
+    net, state = wide()
+    with pytest.raises(anyrank.CheckpointError, match=r"lora_a: if they are .* fresh=\['lora_a'\]"):
+        begin(tmp_path, "auto", state)
+    report = begin(tmp_path, "auto", state, fresh=["lora_*"])
+    assert report.components["model"].reason == "kept, as the checkpoint has none: lora_a"
+    assert report.components["optimizer"] == "derived"
+    assert torch.equal(net.lora_a.detach(), torch.full((4, 2), 7.0))
+    assert torch.equal(net.base[0].weight, old.base[0].weight)
+    optimizer = state._parts.parts["optimizer"]  # pyright: ignore[reportPrivateUsage]
+    assert len(optimizer.state) == 4
+    assert [group["lr"] for group in optimizer.param_groups] == (
+        [1e-2, 0.5] if separate else [1e-2]
+    )
+    net.lora_a.grad = torch.ones_like(net.lora_a)
+    optimizer.step()
+    state._parts.parts["scheduler"].step()  # pyright: ignore[reportPrivateUsage]
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
+    net, state = wide()  # a job that restarts with the same call has everything again
+    report = begin(tmp_path, "auto", state, fresh=["lora_*"])
+    assert report.components["optimizer"] == report.components["model"] == "exact"
+    assert len(state._parts.parts["optimizer"].state) == 5  # pyright: ignore[reportPrivateUsage]
