@@ -15,8 +15,10 @@ import anyrank
 from anyrank import faults
 from anyrank.testing import Died, Fault, run_ranks
 
-EVENTS = ["file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"]
-EVENTS += ["convert.commit"]
+EVENTS = [
+    *("file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"),
+    "convert.commit",
+]
 OLD = {"a": torch.zeros(50), "b": torch.zeros(3)}
 NEW = {"a": torch.ones(50), "b": torch.ones(3)}
 
