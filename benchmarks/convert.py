@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,8 @@ def anon_bytes() -> int:
 def measure(way: str, folder: Path) -> dict[str, float]:
     """Run one way in this process."""
     warnings.simplefilter("ignore")
-    import torch  # noqa: F401 - in every process, so that they differ in the tool alone
-    import xxhash  # noqa: F401
-
+    for module in ("torch", "xxhash"):  # in every process, so that they differ in the tool alone
+        import_module(module)
     out = folder / "out"
     work = prepare(way, folder, out)
     done = threading.Event()
@@ -138,7 +138,7 @@ def run_way(way: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Conversions beside cp.")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)

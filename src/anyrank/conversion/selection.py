@@ -19,7 +19,7 @@ OTHERS = (
     *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
 )
 
-FP8_SCALES = ("_scale_inv", "_scale", ".scale", ".scales", ".scale_inv")
+SCALES = ("scale", "scales", "scale_inv", "input_scale")  # after a dot or an underscore
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _check_scales(tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> No
     scaled = [
         name
         for name in small
-        if any(f"{stem}{end}" in tensors for stem in _stems(name) for end in FP8_SCALES)
+        if any(f"{s}{dot}{end}" in tensors for s in _stems(name) for dot in "._" for end in SCALES)
     ]
     if scaled:
         raise LoadError(
