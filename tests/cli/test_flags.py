@@ -21,7 +21,7 @@ INTERFACE = {
     "verify": {"PATH", "--finite", "--json", "-h", "--help"},
     "diff": {"A", "B", "--json", "-h", "--help"},
     "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}
-    | {"--overwrite", "--json", "-h", "--help"},
+    | {"--merge", "--overwrite", "--json", "-h", "--help"},
     "plan": {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),

@@ -148,6 +148,8 @@ def test_an_index_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new: 
         ("version", 2, "has format version 2, this anyrank reads 1"),
         ("samples", "many", "samples: 'many' is no int"),
         ("parts", [], "parts: "),
+        ("run", "../x", "run: '../x' is no id of a run"),
+        ("run", "", "run: '' is no id of a run"),
     ],
 )
 def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
@@ -229,6 +231,16 @@ def test_a_file_without_a_checksum_is_damage(step: Path, record: dict[str, Any])
     files = table["files"] | {"__0_0.distcp": record | {"size": size}}
     write(step, table | {"files": files})
     assert outcome(step) == "corrupt"
+
+
+@pytest.mark.parametrize("name", ["../outside", "", "..", "/etc/hosts", "a/b"])
+def test_a_file_outside_of_the_step_is_damage(step: Path, name: str) -> None:
+    (step.parent / "outside").write_bytes(b"abc")
+    table = json.loads((step / "anyrank.json").read_text())
+    record = {"size": 3, "xxh3_64": xxhash.xxh3_64_hexdigest(b"abc")}
+    write(step, table | {"files": table["files"] | {name: record}})
+    with pytest.raises(anyrank.CorruptCheckpoint, match="is no file of the step's folder"):
+        resume(step.parent, build())
 
 
 @pytest.mark.parametrize("name", ["anyrank.json", "tensors.json", "__0_0.distcp", "__0_0.xxh3"])

@@ -1,12 +1,13 @@
 """Runs that were saved with torch.distributed.checkpoint go on, in every layout in use.
 
 torch itself writes the folders, from FSDP2 models on two ranks. The layouts are those that the
-sources of torchtitan, torch's tutorials and Lightning's `ModelParallelStrategy` define; the folder
-of Accelerate with FSDP2 is written by Accelerate.
+sources of torchtitan, torch's tutorials, Megatron and Lightning's `ModelParallelStrategy` define;
+the folder of Accelerate with FSDP2 is written by Accelerate.
 """
 
 from __future__ import annotations
 
+import argparse
 import pickle
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,25 @@ def layouts(net: Any, optimizer: Any, scheduler: Any) -> dict[str, tuple[Any, An
         "plain": ({"model": model, "optimizer": nested}, None),
         "torchtitan": (titan, None),
         "app": ({"app": App(net, optimizer)}, None),
+        "megatron": (_megatron(net, optimizer), None),
         "lightning": ({"state_dict": model, "optimizer_0": nested}, rest),
     }
+
+
+def _megatron(net: Any, optimizer: Any) -> dict[str, Any]:
+    """Weights in bfloat16, moments and float32 weights by name; those of matrices flat."""
+    found: dict[str, Any] = {}
+    names = {id(p): name for name, p in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            found[name] = p.detach().full_tensor().bfloat16()
+            for key, value in {"fp32_param": p.detach(), **optimizer.state[p]}.items():
+                if key != "step":
+                    whole = value.full_tensor()
+                    whole = whole.reshape(1, 1, -1) if whole.ndim > 1 else whole
+                    found[f"optimizer.state.{key}.{name}"] = whole
+    return found
 
 
 def job_save(folder: str) -> list[float]:
@@ -83,12 +101,19 @@ def job_save(folder: str) -> list[float]:
         dcp.save(state, checkpoint_id=f"{folder}/{name}")
         if rest is not None and dist.get_rank() == 0:
             torch.save(rest, f"{folder}/{name}/meta.pt")
+        if name == "megatron" and dist.get_rank() == 0:
+            groups = [{"step": tools.SAVED, "lr": 1.0}]
+            common = {
+                "iteration": tools.SAVED,
+                "optimizer": {"optimizer": {"param_groups": groups}},
+            }
+            torch.save({**common, "args": argparse.Namespace(a=1)}, f"{folder}/{name}/common.pt")
     return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
 
 
 def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.ResumeReport, int]]:
     found: dict[str, Any] = {}
-    for name in ("plain", "torchtitan", "app", "lightning"):
+    for name in ("plain", "torchtitan", "app", "lightning", "megatron"):
         net = tools.wrapped(layout, tools.seeded(1))
         optimizer = tools.optimizer_of(net)
         scheduler = tools.cosine(optimizer)
@@ -96,8 +121,10 @@ def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.
         world = dist.get_world_size() if dist.is_initialized() else 1
         with anyrank.Checkpoints(f"{folder}/run-{name}-{layout}-{world}", state) as ckpts:
             report = ckpts.resume(f"{folder}/{name}")
-        if name in ("plain", "app"):  # they hold no scheduler
+        if name in ("plain", "app", "megatron"):  # they hold no scheduler of torch's
             scheduler.last_epoch = tools.SAVED
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](tools.SAVED)
         losses = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
         found[name] = losses, report, state.step
     return found
@@ -111,10 +138,12 @@ def test_dcp(tmp_path: Path) -> None:
             for name, (losses, report, step) in found.items():
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
                 parts = report.components
-                assert parts["model"] == parts["optimizer"] == "resharded"
-                assert report.saved_on.ranks == 2
+                is_whole = name == "megatron" and layout == "ddp"  # into whole tensors
+                kind = "exact" if is_whole else "resharded"
+                assert parts["model"] == parts["optimizer"] == kind
+                assert report.saved_on.ranks == (0 if name == "megatron" else 2)
                 known = name in ("torchtitan", "lightning")
-                assert step == (tools.SAVED if known else 0), name
+                assert step == (tools.SAVED if known or name == "megatron" else 0), name
                 assert parts["scheduler"] == ("exact" if known else "fresh")
 
 

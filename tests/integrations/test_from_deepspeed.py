@@ -183,6 +183,25 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert torch.equal(net.blocks[1][1].weight, reference()[0].blocks[1][1].weight)
 
 
+@pytest.mark.parametrize("tool", ["transformers Trainer", "Accelerate"])
+def test_frameworks_with_deepspeed(tmp_path: Path, tool: str) -> None:
+    """In the places where `Trainer` and `Accelerator.save_state` let DeepSpeed save."""
+    write_stage_2(tmp_path / "a", *reference(), world=2)
+    if tool == "Accelerate":
+        (tmp_path / "a/global_step3").rename(tmp_path / "a/pytorch_model")
+        torch.save({"step": 3}, tmp_path / "a/random_states_0.pkl")
+    else:
+        (tmp_path / "a/trainer_state.json").write_text('{"global_step": 3, "epoch": 0.5}')
+    net = tools.seeded(1)
+    optimizer = tools.optimizer_of(net)
+    state = anyrank.TrainState(net, optimizer, scheduler=tools.cosine(optimizer))
+    report = anyrank.Checkpoints(tmp_path / "run", state).resume(tmp_path / "a")
+    assert report is not None
+    assert (report.step, report.saved_on.layout) == (3, tool)
+    parts = {"model": "resharded", "optimizer": "resharded", "scheduler": "exact"}
+    assert report.components == parts | {"streams": "derived"}
+
+
 def lose(path: Path) -> None:
     path.unlink()
 

@@ -152,3 +152,79 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(anyrank.LoadError, match="stray"):
         peft.load(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+# -- a run without its base -----------------------------------------------------------------------
+
+
+def job_run(folder: str, wrapper: str, steps: int, change: str = "") -> list[float]:
+    """Train adapters to a step. Returns the losses."""
+    model = get_peft_model(base(), LoraConfig(r=2, target_modules="all-linear"))
+    if change == "other base":
+        with torch.no_grad():
+            model.base_model.model.lm_head.weight[3, 5] += 1e-3
+    model = wrapped(model.double(), wrapper)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-6)
+    loader = anyrank.ElasticLoader(torch.arange(48).reshape(16, 3), global_batch=8, microbatch=2)
+    source = None if change == "no base" else "llama.safetensors"
+    state = anyrank.TrainState(model, optimizer, data=loader, base=source)
+    losses: list[float] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        ckpts.resume()
+        if change == "written":
+            next(p for p in model.parameters() if not p.requires_grad).mul_(2)
+        for step in ckpts.steps(until=steps):
+            for batch in step.microbatches(model):
+                step.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(step.loss())
+    return losses
+
+
+def job_refused_run(folder: str, change: str) -> str:
+    with pytest.raises(anyrank.CheckpointError) as caught:
+        job_run(folder, "ddp", 8, change)
+    return str(caught.value)
+
+
+def test_a_frozen_base_is_not_written_and_is_compared(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, job_run, str(tmp_path / "one"), "none", 6)
+    folder = str(tmp_path / "many")
+    losses = run_ranks(3, job_run, folder, "fsdp2", 2)[0]
+    losses += run_ranks(2, job_run, folder, "ddp", 4)[0]
+    losses += run_ranks(4, job_run, folder, "fsdp2", 6)[0]
+    assert losses == pytest.approx(whole, rel=1e-7)
+    step = anyrank.Checkpoints(folder, anyrank.TrainState()).latest()
+    assert step is not None
+    names = [one.name for one in anyrank.inspect(step).tensors if one.name.startswith("model.")]
+    assert names
+    assert all("lora_" in name for name in names)
+    assert '"llama.safetensors"' in (Path(step) / "anyrank.json").read_text()
+    for change, told in (
+        ("other base", "the frozen base has other values"),
+        ("no base", "its base llama.safetensors is not in the checkpoint"),
+        ("written", "belongs to the base llama.safetensors, and was written to"),
+    ):
+        assert all(told in one for one in run_ranks(2, job_refused_run, folder, change))
+
+
+def test_a_base_that_was_saved_or_is_missing_is_named(tmp_path: Path) -> None:
+    model = adapted("lora")
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    with (
+        anyrank.Checkpoints(tmp_path, anyrank.TrainState(model, base="x")) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match="its base was saved with the run"),
+    ):
+        ckpts.resume()
+    with pytest.raises(ValueError, match="give model="):
+        anyrank.TrainState(base="x")
+    with pytest.raises(TypeError, match="base is 3"):
+        anyrank.TrainState(model, base=3)
+    with torch.device("meta"):
+        outline = build("llama").requires_grad_(False)
+    ckpts = anyrank.Checkpoints(tmp_path / "new", anyrank.TrainState(outline, base="x"))
+    with pytest.raises(anyrank.CheckpointError, match="the base is on meta"):
+        ckpts.save()

@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from examples import trainer_resume
+from peft import PeftModel
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -286,3 +288,46 @@ def test_another_parallelism_is_refused(
     change(made)
     with pytest.raises(ValueError, match=told):
         elastic(made, tmp_path / "run", global_batch=12)
+
+
+def job_example(*arguments: str) -> dict[int, float]:
+    AcceleratorState._reset_state(True)
+    history = trainer_resume.main(arguments).state.log_history
+    return {line["step"]: line["loss"] for line in history if "loss" in line}
+
+
+def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    many, one = ["--folder", str(tmp_path / "many")], ["--folder", str(tmp_path / "one")]
+    (whole,) = run_ranks(1, job_example, *one)
+    run_ranks(3, job_example, *many, "--stop", "5")
+    losses = run_ranks(2, job_example, *many, "--adapter", str(tmp_path / "adapter"))[0]
+    assert list(losses) == list(range(1, trainer_resume.STEPS + 1))
+    assert losses == pytest.approx(whole, rel=1e-6)
+    assert losses[trainer_resume.STEPS] < losses[1]
+    base = trainer_resume.make_model().unload()
+    with torch.no_grad():
+        read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        row = trainer_resume.Rows()[0]["input_ids"][None]
+        assert read(input_ids=row, labels=row).loss < whole[1]
+
+
+def job_losses(out: str) -> float:
+    """A mean over samples instead of tokens, and an average of the weights as a part of the run."""
+    AcceleratorState._reset_state(True)
+    made = trainer(Path(out), max_steps=3)
+    made.model_accepts_loss_kwargs = False  # as a model of somebody's own
+    average = torch.optim.swa_utils.AveragedModel(made.model, avg_fn=lambda a, b, _: (a + b) / 2)
+
+    class Average(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            average.update_parameters(made.model)
+
+    made.add_callback(Average())
+    elastic(made, f"{out}/run", global_batch=GLOBAL, ema=average)
+    made.train(resume_from_checkpoint=True)
+    return float(sum(p.double().sum() for p in average.parameters()))
+
+
+def test_losses_by_sample_and_an_average_of_weights(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, job_losses, str(tmp_path / "one"))
+    assert run_ranks(3, job_losses, str(tmp_path / "three"))[0] == pytest.approx(one, 1e-9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
+from anyrank import faults
 from anyrank.testing import Fault, run_ranks
 
 
@@ -143,3 +146,37 @@ def test_a_write_that_torch_does_not_count_is_noticed(tmp_path: Path, how: str) 
         for text in run_ranks(world, job_uncounted, str(tmp_path), how, False, faults=slow):
             assert "was written to between step_done and the optimizer's next step" in text
     assert not list(tmp_path.glob("step-*[0-9]"))
+
+
+def job_release(path: str, background: bool) -> str:
+    """Release the last rank's parameters while they are saved, or before."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    released = threading.Event()
+    if background:
+        faults.armed["save.stage"] = lambda: released.wait(20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = anyrank.TrainState(model, optimizer)
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    ckpts = anyrank.Checkpoints(path, state, background=background)
+    if background:
+        ckpts.save()
+    if is_last:
+        for parameter in model.parameters():
+            parameter.untyped_storage().resize_(0)
+    released.set()
+    with pytest.raises(anyrank.CheckpointError) as found:
+        (ckpts.wait if background else ckpts.save)()
+    ckpts.close()
+    faults.armed.clear()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_that_is_released_is_an_error_that_names_the_tensor(
+    tmp_path: Path, world: int, background: bool
+) -> None:
+    errors = set(run_ranks(world, job_release, str(tmp_path), background))
+    assert len(errors) == 1
+    assert "weight: its memory was released" in errors.pop()
+    assert not list(tmp_path.glob("step-*"))

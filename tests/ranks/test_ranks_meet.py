@@ -21,6 +21,7 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
+from anyrank.cli import torchrun
 from anyrank.data.order import Order
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import meeting, watch
@@ -297,6 +298,51 @@ def test_a_rank_that_is_gone_before_all_have_met_is_named_in_seconds(
     assert kind == "RankError"
     assert "rank 1" in text
     assert ("died" if how == "kill" else "has left load()") in text
+
+
+def job_ends_between_calls(absent: int) -> tuple[str, str]:
+    load()
+    with impatient():
+        if dist.get_rank() == absent:
+            faults.point("ranks.test")
+        return outcome(load)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_ended_before_the_call_is_named_in_seconds(absent: int) -> None:
+    fault = Fault(rank=absent, point="ranks.test", how="kill")
+    results = run_ranks(3, job_ends_between_calls, absent, faults=[fault])
+    for rank in {0, 1, 2} - {absent}:
+        kind, text = results[rank]
+        assert kind == "RankError"
+        assert text.startswith(f"rank {absent} has ended, and never came to load()")
+
+
+ENDS_EARLY = """
+import os, sys, time, torch, torch.distributed as dist, anyrank
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    os._exit(0)
+start = time.monotonic()
+try:
+    anyrank.load(torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.ones(1)})
+except anyrank.RankError as error:
+    print("after", time.monotonic() - start, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_ends_before_its_first_call_is_named_in_seconds(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_EARLY)
+    command = torchrun.line(2, str(script))
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    word, seconds, text = run.stdout.split(maxsplit=2)
+    assert word == "after"
+    assert float(seconds) < 2 * SECONDS
+    assert text.startswith("rank 1 has ended, and never came to load()")
 
 
 def test_a_busy_rank_is_not_taken_for_dead() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.resume.digests import digests_of, on_device
+from anyrank.resume.digests import on_device, start_digests
 from anyrank.resume.replicas import EVERY
 from anyrank.testing import run_ranks
 
@@ -143,6 +143,10 @@ def test_a_divergence_is_noticed_within_ten_saves(tmp_path: Path) -> None:
         assert len(set(noticed)) > 1  # each save compares another part
 
 
+def digests_of(*tensors: torch.Tensor) -> list[int]:
+    return start_digests([("", tensor) for tensor in tensors], lambda: None)()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (2, 3, 4)])
 def test_a_digest_depends_on_values_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -152,7 +156,7 @@ def test_a_digest_depends_on_values_alone(shape: tuple[int, ...], dtype: torch.d
     if tensor.numel():
         other.view(-1)[-1] = 0 if other.view(-1)[-1] else 1
     different = 1 + bool(tensor.numel())
-    assert digests_of([tensor], lambda: None) == digests_of([turned], lambda: None)
-    assert len(set(digests_of([tensor, other], lambda: None))) == different
+    assert digests_of(tensor) == digests_of(turned)
+    assert len({*digests_of(tensor, other)}) == different
     assert int(on_device(tensor)) == int(on_device(turned))
     assert len({int(on_device(tensor)), int(on_device(other))}) == different

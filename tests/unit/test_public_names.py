@@ -81,7 +81,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),
-        "source path format files tensors nbytes tied cast renamed copied skipped verified"
+        "source path format files tensors nbytes tied cast renamed merged copied skipped verified"
         " seconds to_json",
     ),
     "the result of diff": (
@@ -104,7 +104,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Share": (share, "weight is_last step k seed scale seeded"),
     "Step": (
         lambda: next(iter(loader())),
-        "number epoch samples k microbatches backward scale loss",
+        "number epoch samples k microbatches backward scale loss clip_grad_norm_",
     ),
     "Offload": (lambda: anyrank.Offload(1), "stats close"),
     "OffloadStats": (

@@ -29,11 +29,12 @@ from anyrank import faults
 from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalFile
 from anyrank.files.store import LocalStore, store_for
-from anyrank.resume import lock as lock_module
 from anyrank.resume.lock import RunLock
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.testing import run_ranks
+from anyrank.world import processes
+from anyrank.world.device import boot_id
 from anyrank.world.ranks import open_ranks
 
 NEWEST, BEFORE = "step-00000002", "step-00000001"
@@ -417,7 +418,7 @@ def test_a_signal_between_any_two_instructions_is_not_lost(
 def holder(**changed: Any) -> str:
     """A lock of the process that started this one, an hour old."""
     pid = os.getppid()
-    boot, started = lock_module.boot_id(), lock_module._started(pid)  # type: ignore[attr-defined]
+    boot, started = boot_id(), processes.started(pid)
     table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
     table["pid_namespace"] = os.readlink("/proc/self/ns/pid")
     return json.dumps(table | {"token": "theirs", "time": time.time() - 3600} | changed)

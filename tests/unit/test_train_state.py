@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import anyrank
+from anyrank import faults
 from anyrank.resume.cadence import cadence
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.state import run_parts
@@ -817,3 +819,29 @@ def test_a_scheduler_that_counts_processes_is_refused() -> None:
     for given in (AcceleratedScheduler(scheduler, optimizer), derived(scheduler, optimizer)):
         with pytest.raises(ValueError, match="steps once for each process"):
             anyrank.TrainState(net, optimizer, scheduler=given)
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way(tmp_path: Path) -> None:
+    state, inside, go_on = anyrank.TrainState(*build()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        faults.armed["save.write"] = hold
+        saving = threading.Thread(target=ckpts.save)
+        saving.start()
+        try:
+            assert inside.wait(30)
+            for call in (ckpts.save, ckpts.step_done, ckpts.resume, ckpts.wait, ckpts.close):
+                with pytest.raises(anyrank.CheckpointError, match="while another thread is in a"):
+                    call()
+        finally:
+            go_on.set()
+            saving.join()
+            faults.armed.clear()
+        assert [saved.step for saved in ckpts.saved()] == [0]
+        ckpts.step_done()
+        ckpts.save()
+    assert [record.step for record in ckpts.stats()] == [0, 1]

@@ -60,6 +60,7 @@ def parse_bytes(text: str | None) -> int | None:
     help="A name or a prefix of names; may be given several times.",
 )
 @click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
+@click.option("--merge", is_flag=True, help="Add the adapter to the base: BASE ADAPTER.")
 @click.option("--overwrite", is_flag=True, help="Replace a file or folder of weights.")
 @click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
 def command(
@@ -69,6 +70,7 @@ def command(
     dtype: str | None,
     rename: tuple[str, ...],
     shard_bytes: str | None,
+    merge: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -91,6 +93,7 @@ def command(
             dtype=dtype,
             rename=dict(pair.split("=", 1) for pair in rename) or None,
             shard_bytes=size,
+            merge=merge,
             overwrite=overwrite,
         )
     except ValueError as error:

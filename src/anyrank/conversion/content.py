@@ -57,8 +57,7 @@ class StoredContent:
         Raises:
             LoadError: one changed, or cannot be read.
         """
-        used = {chunk.file for stored in self.tensors.values() for chunk in stored.chunks}
-        self.reader.open(sorted(used))
+        self.reader.open(range(len(self.reader.listing.files)))
 
     def close(self) -> None:
         """Close the files."""

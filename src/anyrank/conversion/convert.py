@@ -4,47 +4,56 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from anyrank.conversion.content import StoredContent
+from anyrank.conversion.content import Content, StoredContent
 from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import Destination, destination
+from anyrank.conversion.file_names import as_files, configuration
+from anyrank.conversion.live import convert_live
+from anyrank.conversion.merge import LowRank, MergedContent, merged
 from anyrank.conversion.options import Options, options_of
+from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import Sealed, Writer, compare
-from anyrank.errors import CheckpointError
-from anyrank.files import dcp_output, torch_output
+from anyrank.errors import LoadError
 from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
-from anyrank.files.output import Output, OutputTensor
-from anyrank.files.safetensors_output import plan_file, plan_folder
+from anyrank.files.output import Output
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
-from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.names import Rename, of_adapter, renamer
+from anyrank.world.group import Group
 
-SAFETENSORS = ".safetensors"
-METADATA = {"format": "pt"}  # which transformers asks for
+STEMS = ("diffusion_pytorch_model",)
 
 
 def convert(
-    src: Source,
+    src: Source | nn.Module,
     dst: str | os.PathLike[str],
     *,
     to: Literal["safetensors", "dcp", "torch"] = "safetensors",
     dtype: torch.dtype | str | None = None,
     rename: Rename = None,
     shard_bytes: int | None = None,
+    model: nn.Module | None = None,
+    merge: bool = False,
     overwrite: bool = False,
+    process_group: Group = None,
 ) -> ConvertReport:
     """Write the weights of a source into a folder or file that other tools read.
 
     The destination is written beside its place, made durable, read again and compared byte by
     byte, and then renamed: it is whole, or it is not there. Tensors that are one tensor (tied) are
-    written once. Host memory: a few MiB, at any size. Called by one process.
+    written once. Host memory: a few MiB, at any size.
+
+    A source on disk is converted by one process. A live model is given by every rank of its group,
+    sharded or not: each writes its part of the files, into a folder that all of them see.
 
     Example::
 
@@ -55,7 +64,7 @@ def convert(
 
     Args:
         src: a path or URL, a list of files, or a dict of tensors; as for `load`. Of a run, the
-            weights of the newest step.
+            weights of the newest step. Or a model: plain, DDP, FSDP2, tensor parallel, compiled.
         dst: a path or URL that is not there yet. For "torch", and for "safetensors" if it ends with
             `.safetensors`, it is a file, else a folder.
         to: "safetensors", a Hugging Face folder with the configuration and tokenizer of the
@@ -65,40 +74,80 @@ def convert(
             replacement), or a callable. Names that wrappers put in (`module.`, `_orig_mod.`) are
             left out in any case.
         shard_bytes: most bytes of tensors in one file of safetensors. Default: 5 GB.
+        model: of a source with a model's own names (a run, DCP, `.pt`): that model, real or on
+            meta. Its tensors have to be there, ties are those of the model, and what transformers
+            renames, fuses or stacks while it loads is undone.
+        merge: of [base, adapter], a LoRA adapter that PEFT saved is added to the base's weights.
         overwrite: replace a file, or a folder that holds weights and nothing else.
+        process_group: the ranks that hold the model. Default: all, or this process alone where no
+            group is initialised.
 
     Returns:
         The report.
 
     Raises:
-        LoadError: the source cannot be read or is damaged, two keys get one name, a value does not
-            exist in `dtype`, or a tensor has no place in the format.
+        LoadError: the source cannot be read or is damaged, ranks hold different models, two keys
+            get one name, a value does not exist in `dtype`, or a tensor has no place in the format.
         UnsafeFile: a pickle that would run code, or a header that lies.
         CheckpointError: the destination cannot be written, or does not hold what was written; or a
             damaged run.
         ValueError, TypeError: an argument that is wrong in itself, a destination that is there
             already, or the source itself.
     """
-    start = time.perf_counter()
-    options = options_of(to, dtype, rename, shard_bytes, overwrite)
+    options = options_of(to, dtype, rename, shard_bytes, merge, overwrite)
+    given: Any = model  # whatever was given
+    if not isinstance(given, nn.Module | None):
+        raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
+    if isinstance(src, nn.Module):
+        if model is not None or merge:
+            raise ValueError("model= and merge= are for sources on disk: src is a model already")
+        return convert_live(src, dst, options, process_group)
+    if process_group is not None:
+        raise ValueError("process_group= is for a model: a source on disk is read by one process")
     check_source(src)
-    is_file = to == "torch" or (to == "safetensors" and os.fspath(dst).endswith(SAFETENSORS))
+    return _convert(src, dst, options, model)
+
+
+def _convert(
+    src: Source, dst: str | os.PathLike[str], options: Options, model: nn.Module | None
+) -> ConvertReport:
+    """Of a source that is at rest."""
+    start = time.perf_counter()
+    is_file = options.is_file(dst)
     place = destination(dst, _paths(src), is_file, options.overwrite)
     listing = list_source(src)
-    selection = select(listing, renamer(rename))
+    selection = select(listing, renamer(options.rename))
+    added: dict[str, LowRank] = {}
+    if options.merge:
+        selection, added = merged(selection, _paths(src))
+    elif len({of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
+    if model is not None:
+        selection = as_files(selection, listing, model)
     tensors = outputs_of(selection, options.dtype)
-    small = companions(src, listing, options.dtype) if not is_file and to == "safetensors" else {}
-    output = _plan(place, tensors, selection, options, listing)
+    small: dict[str, bytes] = {}
+    if not is_file and options.to == "safetensors":
+        small = {} if model is None else configuration(model, options.dtype)
+        small |= companions(_base_of(src), listing, options.dtype)
+    output = plan_output(
+        place,
+        tensors,
+        selection.tied,
+        options,
+        metadata=listing.metadata,
+        stem=_stem(listing, selection),
+    )
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
-        _write(place, Output(output.files, {**small, **output.small}), content)
+        merging = MergedContent(content, added) if added else content
+        _write(place, Output(output.files, {**small, **output.small}), merging)
     finally:
         content.close()
     return ConvertReport(
         source=", ".join(_paths(src)) or "memory",
         path=place.path,
-        format=to,
+        format=options.to,
         files=[*(file.name for file in output.files), *output.small, *small],
         tensors=len(tensors),
         nbytes=output.nbytes + sum(map(len, small.values())),
@@ -109,6 +158,7 @@ def convert(
             if tensor.dtype != selection.tensors[tensor.name].dtype
         },
         renamed=selection.renamed,
+        merged=list(added),
         copied=list(small),
         skipped=list(selection.skipped),
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
@@ -122,32 +172,23 @@ def _paths(src: Source) -> list[str]:
     return [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
 
 
-def _plan(
-    place: Destination,
-    tensors: Sequence[OutputTensor],
-    selection: Selection,
-    options: Options,
-    listing: Listing,
-) -> Output:
-    if options.to == "dcp":
-        return dcp_output.plan_folder(tensors, selection.tied)
-    if options.to == "torch":
-        return torch_output.plan_file(place.name, tensors, selection.tied)
-    metadata = {**listing.metadata, **METADATA, **selection.tied}
-    if place.is_file:
-        return Output((plan_file(place.name, tensors, metadata),))
-    return plan_folder(tensors, metadata, options.shard_bytes, _stem(listing, selection))
+def _base_of(src: Source) -> Source:
+    """The folder that configuration and tokenizer are copied from: the only one, or the first."""
+    return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
 
 
 def _stem(listing: Listing, selection: Selection) -> str:
     """What the files' names begin with, by which other tools find them."""
-    return "model"
+    if all(map(of_adapter, selection.tensors)):
+        return "adapter_model"
+    names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
+    return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
 
 
 def _write(
     place: Destination,
     output: Output,
-    content: StoredContent,
+    content: Content,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write, verify and commit; nothing is left where that fails.
@@ -166,24 +207,11 @@ def _write(
             compare(place.store, join_path(place.folder, name), seals, check)
         for name, data in output.small.items():
             write_file(place.store, join_path(place.folder, name), data)
-        _check_headers(place, output)
+        check_headers(place, output)
         place.commit()
     except BaseException:
         place.abandon()
         raise
-
-
-def _check_headers(place: Destination, output: Output) -> None:
-    """What was written, as a reader sees it."""
-    path = join_path(place.folder, place.name) if place.is_file else place.folder
-    found = {name: (t.shape, t.dtype) for name, t in list_source(path).tensors.items()}
-    planned = {span.tensor.name: span.tensor for file in output.files for span in file.spans}
-    for name, tensor in planned.items():
-        if found.get(name) != (tensor.shape, tensor.dtype):
-            raise CheckpointError(
-                f"{path}: {name} reads as {found.get(name)}, and was written as "
-                f"{tensor.shape}, {tensor.dtype}"
-            )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,13 @@ class Options:
     dtype: torch.dtype | None = None
     rename: Rename = None
     shard_bytes: int = SHARD_BYTES
+    merge: bool = False
     overwrite: bool = False
+
+    def is_file(self, dst: str | os.PathLike[str]) -> bool:
+        """Whether the destination is one file, and not a folder."""
+        one = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
+        return self.to == "torch" or one
 
 
 def options_of(
@@ -39,6 +46,7 @@ def options_of(
     dtype: object,
     rename: Rename,
     shard_bytes: object,
+    merge: object,
     overwrite: object,
 ) -> Options:
     """The options, checked.
@@ -57,10 +65,10 @@ def options_of(
         raise TypeError(f"shard_bytes={shard_bytes!r}: give a whole number of bytes")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} is not a positive number")
-    if not isinstance(overwrite, bool):
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    if not isinstance(merge, bool) or not isinstance(overwrite, bool):
+        raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
     renamer(rename)
-    return Options(str(to), _dtype(dtype), rename, shard_bytes, overwrite)
+    return Options(str(to), _dtype(dtype), rename, shard_bytes, merge, overwrite)
 
 
 def _dtype(given: object) -> torch.dtype | None:

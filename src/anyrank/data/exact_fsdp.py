@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term, reduce_scatter
@@ -85,13 +86,25 @@ class OrderedReduceScatter:
         if self.replicas is None:
             total = found.total()
         else:
-            like = torch.empty_like(output_tensor, dtype=term.dtype)
-            total = all_reduce(found, like, self.replicas)
+            total = self.across_replicas(found, output_tensor, term.dtype)
             # FSDP2 adds up the replicas' outputs afterwards: total + 0 + ... is the total.
             if dist.get_rank(self.replicas.group):
                 total = total.zero_()
         assert total is not None
         output_tensor.copy_(total)
+
+    def across_replicas(
+        self, found: TreeSum, output: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The sum of a shard over the ranks that hold the same one. All of them."""
+        assert self.replicas is not None
+        extra = -output.numel() % self.replicas.size
+        padded = TreeSum(found.count)
+        for span, value in found.nodes:
+            assert value is not None
+            padded.add(span, nn.functional.pad(value, (0, extra)))
+        like = output.new_empty(output.numel() + extra, dtype=dtype)
+        return all_reduce(padded, like, self.replicas)[: output.numel()]
 
     def add_up_to(self, leaf: int, term: torch.Tensor | None) -> None:
         """Add a microbatch's term; those before it in which the unit did not run have none."""

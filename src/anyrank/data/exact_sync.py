@@ -236,20 +236,24 @@ class ExactSync(GradientSync):
         """Add up some parameters' sums over the ranks, and deliver them. All ranks."""
         parts = [local(self.summed[name]) for name in names]
         sizes = [part.numel() for part in parts]
-        like = parts[0].new_empty(sum(sizes), dtype=sum_dtype(parts[0].dtype))
+        extra = -sum(sizes) % self.ranks.size  # a shard for each rank
+        like = parts[0].new_empty(sum(sizes) + extra, dtype=sum_dtype(parts[0].dtype))
         own = TreeSum(self.count)
         trees = [self.sums.pop(name) for name in names]
         for number, span in enumerate(self.spans[self.ranks.index]):
             values = [tree.nodes[number][1] for tree in trees]
             flat = torch.empty_like(like)
-            for place, value in zip(flat.split(sizes), values, strict=True):
+            *places, padding = flat.split([*sizes, extra])
+            padding.zero_()
+            for place, value in zip(places, values, strict=True):
                 if value is None:
                     place.zero_()
                 else:
                     place.view(value.shape).copy_(value)
             own.add(span, flat)
         total = all_reduce(own, like, OrderedGroup(self.group, self.count, self.spans))
-        for name, part, place in zip(names, parts, total.split(sizes), strict=True):
+        *places, _ = total.split([*sizes, extra])
+        for name, part, place in zip(names, parts, places, strict=True):
             self.deliver(name, place.view(part.shape))
 
     def deliver(self, name: str, total: torch.Tensor | None) -> None:
@@ -260,8 +264,10 @@ class ExactSync(GradientSync):
         total = total.to(self.rounded.get(id(parameter), total.dtype))
         earlier = self.earlier.pop(name, None)
         if earlier is None:
+            like = local(parameter.detach())
             # With the strides of the parameter, as autograd would give it.
-            earlier = torch.empty_like(local(parameter.detach())).copy_(total)
+            fits = total.dtype == like.dtype and total.stride() == like.stride()
+            earlier = total if fits else torch.empty_like(like).copy_(total)
         else:
             earlier.add_(total)
         put(parameter, earlier)

@@ -23,7 +23,8 @@ from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
 from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
-from anyrank.data.step import LoaderPass, Step, StepProgress
+from anyrank.data.step import Step
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError

@@ -55,7 +55,8 @@ def reduce_scatter(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
     shard = like.numel() // size
     values = [torch.zeros_like(like) if value is None else value for _, value in own.nodes]
     parts = [value.view(size, 1, shard) for value in values]
-    sent = torch.cat(parts, dim=1) if len(parts) != 1 else parts[0]  # the nodes for each owner
+    # The nodes for each owner; none on a rank that has no microbatch of a short step.
+    sent = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else like.new_empty(0)
     counts = [len(spans) * shard for spans in ordered_group.spans]
     received = like.new_empty(sum(counts))
     dist.all_to_all_single(
@@ -74,20 +75,18 @@ def all_reduce(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup) ->
     """The sum of all leaves, on every rank of a group whose ranks have all of them. All ranks.
 
     Args:
-        own: this rank's nodes, flat tensors.
+        own: this rank's nodes; flat tensors of a multiple of the group's size.
         like: gives their shape, dtype and device.
         ordered_group: the ranks.
     """
-    size = ordered_group.size
-    extra = -like.numel() % size
-    padded = TreeSum(own.count)
-    for span, value in own.nodes:
-        padded.add(span, value if value is None else torch.nn.functional.pad(value, (0, extra)))
-    root = reduce_scatter(padded, like.new_empty(like.numel() + extra), ordered_group).total()
+    root = reduce_scatter(own, like, ordered_group).total()
     assert root is not None
-    whole = root.new_empty(like.numel() + extra)
-    dist.all_gather(list(whole.chunk(size)), root, group=ordered_group.group)
-    return whole[: like.numel()]
+    whole = torch.empty_like(like)
+    # torch 2.13 has a new name for it, and warns of the old one.
+    names = vars(dist)
+    gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
+    gather(whole, root, group=ordered_group.group)
+    return whole
 
 
 def as_term(gradient: torch.Tensor) -> torch.Tensor:

@@ -4,75 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
-from anyrank.data.exact_checks import ExactRun
 from anyrank.data.exact_sync import ExactSync
-from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
+from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync
 from anyrank.data.norm import clip_gradients
-from anyrank.data.receipts import Receipt, receipt_of
-from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.data.receipts import receipt_of
+from anyrank.data.schedule import MicrobatchSlot, Schedule
+from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
 from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import accelerators_of, seeded
 from anyrank.world.ranks import Ranks
-
-
-@dataclass
-class LoaderPass:
-    """What the steps of one iteration of the loader share.
-
-    Attributes:
-        ranks: the data-parallel ranks; None after the iteration.
-        group: the user's process group of these ranks.
-        index: this rank's index among them.
-        size: their number.
-        batches: the batches still to be fetched.
-        dataset: fetches a batch again.
-        checked: models whose gradient exchange was verified, by id.
-        exact: sum gradients in an order that does not depend on the number of ranks.
-        notes: of the loader.
-        exponent: of the power of two near an ordinary `weight`, once a weight is known.
-    """
-
-    ranks: Ranks | None
-    group: Any
-    index: int
-    size: int
-    batches: Iterator[FetchedBatch]
-    dataset: MicrobatchDataset
-    checked: WeakValueDictionary[int, nn.Module]
-    exact: ExactRun | None = None
-    notes: list[str] = field(default_factory=list[str])
-    exponent: int | None = None
-
-    def close(self) -> None:
-        """Release workers and ranks: a user may keep a step after its loop."""
-        self.ranks, self.batches = None, iter(())
-
-
-@dataclass
-class StepProgress:
-    """How much of a step was run, shared by the step and its loader.
-
-    Attributes:
-        plan: the step.
-        is_started: whether `microbatches` was called.
-        is_complete: whether the last call of `microbatches` ran to its end.
-        seen: the samples that this rank fetched.
-    """
-
-    plan: StepPlan
-    is_started: bool = False
-    is_complete: bool = False
-    seen: Receipt = field(default_factory=Receipt)
 
 
 class Step:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError
-from anyrank.files import dcp, dcp_state, huggingface, safetensors, torch_file
+from anyrank.files import dcp, dcp_state, deepspeed, huggingface, safetensors, torch_file
 from anyrank.files.foreign import (
     Collector,
     ForeignCheckpoint,
@@ -39,6 +40,9 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     """
     files = Collector(storage, folder)
     names = storage.names(folder)
+    inner = files.named("pytorch_model")  # where its engine of DeepSpeed's saves
+    if "pytorch_model" in names and storage.is_dir(inner):
+        return replace(deepspeed.read(storage, inner), tool="Accelerate")
     models = model_files(files, names)
     optimizers = optimizer_files(files, names)
     states: dict[str, Any] = {}

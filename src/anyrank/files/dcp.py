@@ -17,21 +17,8 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 METADATA = ".metadata"
 
 
-class _Record(pickles.Inert):
-    """A pickled dataclass: its fields, whatever its class was."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.fields: Any = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self.fields = state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
-
-
 RECORDS = {
-    f"torch.distributed.checkpoint.{name}": type(name.rsplit(".", 1)[-1], (_Record,), {})
+    f"torch.distributed.checkpoint.{name}": type(name.rsplit(".", 1)[-1], (pickles.Record,), {})
     for name in (
         "metadata.Metadata",
         "metadata.TensorStorageMetadata",

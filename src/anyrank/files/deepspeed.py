@@ -43,6 +43,11 @@ def recognises(names: list[str]) -> bool:
     return step or ("latest" in names and any(name.startswith("global_step") for name in names))
 
 
+def has_only_its_own(names: list[str]) -> bool:
+    """As `recognises`, in a folder that holds no weights in safetensors besides."""
+    return recognises(names) and not any(".safetensors" in name for name in names)
+
+
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of such a folder: the float32 ones, where an optimizer holds them."""
     return read(storage, folder).model("model")

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files import pickles, torch_file
+from anyrank.files import pickles, shards, torch_file
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range
 from anyrank.tensors.spec import StoredTensor
@@ -209,6 +209,8 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
     def walk(value: Any, where: str) -> Any:
         if isinstance(value, pickles.TensorRef):
             return bind(where or "tensor", value)
+        if isinstance(value, pickles.DTensorRef):
+            return shards.shard_of(bind(where or "tensor", value.local), value.spec, path)
         if not isinstance(value, (dict, list, tuple)):
             return value if isinstance(value, PLAIN) else Unread(_class_of(value))
         known: Any = cast("Any", value)
@@ -221,8 +223,8 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
             ]
             items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in pairs]
             made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
-            if isinstance(known, OrderedDict) and hasattr(known, "_metadata"):
-                made._metadata = known._metadata
+            if (versions := getattr(known, "_metadata", None)) is not None:
+                made._metadata = versions  # as `nn.Module.state_dict` has it
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts

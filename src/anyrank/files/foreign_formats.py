@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files import accelerate, dcp, deepspeed, tables, trainer
+from anyrank.files import accelerate, dcp, deepspeed, megatron, per_rank, tables, trainer
 from anyrank.files.foreign import ForeignCheckpoint
 from anyrank.files.formats import with_ends
 from anyrank.files.storage import Storage, storage_for
@@ -19,6 +19,9 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Reader], ...] = (
     (trainer.recognises, trainer.read),
     (accelerate.recognises, accelerate.read),
     (deepspeed.recognises, deepspeed.read),
+    (per_rank.is_verl, per_rank.read_verl),
+    (per_rank.is_torch_checkpointing, per_rank.read_torch_checkpointing),
+    (megatron.recognises, megatron.read),
     (lambda names: dcp.METADATA in names, tables.read_dcp),
 )
 FILES = (".ckpt", ".pt", ".pth", ".bin")

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files import dcp, deepspeed, huggingface, run_folder, safetensors, torch_file
+from anyrank.files import (
+    dcp,
+    deepspeed,
+    huggingface,
+    megatron,
+    per_rank,
+    run_folder,
+    safetensors,
+    torch_file,
+)
 from anyrank.files.listing import (
     EXTRA_STATE,
     FileInfo,
@@ -29,8 +38,11 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 # Folder formats in order of their signs; the last one takes what is left.
 FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listing]], ...] = (
     (run_folder.recognises, run_folder.list_folder),
+    (megatron.recognises, megatron.list_folder),
     (lambda names: dcp.METADATA in names, dcp.list_folder),
-    (deepspeed.recognises, deepspeed.list_folder),
+    (deepspeed.has_only_its_own, deepspeed.list_folder),
+    (per_rank.is_verl, per_rank.list_folder),
+    (per_rank.is_torch_checkpointing, per_rank.list_folder),
     (lambda names: True, huggingface.list_folder),
 )
 
@@ -175,8 +187,8 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         if value.layout != torch.strided or wraps or value.is_meta:
             raise LoadError(
                 f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
-                "no bytes that anyrank can read: give plain tensors (DTensor: full_tensor(), or "
-                "save it with torch.distributed.checkpoint and load the folder)"
+                "no bytes that anyrank can read here: give plain tensors; a dict of DTensors goes "
+                "into a model by anyrank.load or anyrank.sync"
             )
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))

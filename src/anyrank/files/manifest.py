@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -141,6 +142,8 @@ def parse(data: bytes, path: str) -> Manifest:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
         values = {field.name: table[field.name] for field in fields(Manifest)}
         values["files"] = {name: FileRecord(**one) for name, one in values["files"].items()}
+        if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
+            raise ValueError(f"the manifest.run: {table['run'][:40]!r} is no id of a run")
         _check_files(values["files"])
         return Manifest(**values)
     except (TypeError, ValueError) as error:  # TypeError: a field of a file that there is not
@@ -148,12 +151,15 @@ def parse(data: bytes, path: str) -> Manifest:
 
 
 def _check_files(files: Mapping[str, FileRecord]) -> None:
-    """Every file has a checksum: its own, or those of its blocks in another file.
+    """Every file is in the step's folder, and has a checksum: its own, or those of its blocks in
+    another file.
 
     Raises:
-        ValueError: names the first that has none.
+        ValueError: names the first that is wrong.
     """
     for name, one in files.items():
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ValueError(f"the manifest.files: {name[:40]!r} is no file of the step's folder")
         other = files.get(one.blocks)
         if bool(one.xxh3_64) == bool(one.blocks) or (one.blocks and not (other and other.xxh3_64)):
             raise ValueError(f"the manifest.files.{name}: has not one checksum")

@@ -67,6 +67,37 @@ class Inert:
         return id(self)
 
 
+class Record(Inert):
+    """Stands for an object whose arguments and fields are data that is needed.
+
+    Attributes:
+        arguments: that it was made with.
+        fields: that its pickle gives it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: object) -> Record:
+        made = object.__new__(cls)
+        made.arguments, made.fields = args, {}
+        return made
+
+    arguments: tuple[Any, ...]
+    fields: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorRef:
+    """A rank's share of a DTensor: its local tensor, and the pickled description of the whole."""
+
+    local: TensorRef
+    spec: Record
+
+
 @dataclass(frozen=True, slots=True)
 class StorageType:
     """A storage class such as torch.FloatStorage; only its dtype matters."""
@@ -106,7 +137,6 @@ INERT_MODULES = (
     "torch.optim.",
     "torch.device",
     "torch.distributed.checkpoint.",
-    "torch.distributed.tensor.",
     "collections.",
     "enum.",
     "typing.Any",
@@ -130,6 +160,15 @@ INERT_MODULES = (
 )
 
 
+# What describes a DTensor: kept as data, never constructed.
+RECORD_MODULES = (
+    "torch.distributed.tensor.",
+    "torch.distributed._tensor.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed._mesh_layout.",
+)
+
+
 def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> TensorRef:
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
     flags: Any = next((item for item in rest[2:] if isinstance(item, dict)), {})
@@ -141,8 +180,17 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+def _rebuild_wrapper(*args: Any) -> Inert:
+    """Stands for a tensor subclass, of which only DTensor is known."""
+    return Inert()
+
+
 def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
-    return function(*args)
+    if function is not _rebuild_wrapper:
+        return function(*args)
+    fields: Any = state[1] if isinstance(state, tuple) and len(cast("Any", state)) == 2 else state
+    local, spec = fields.get("_local_tensor"), fields.get("_spec")
+    return DTensorRef(local, spec) if isinstance(local, TensorRef) else Inert()
 
 
 TABLE: dict[str, Any] = {
@@ -154,6 +202,7 @@ TABLE: dict[str, Any] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
     "torch.nn.parameter.Parameter": Inert,
     "torch.nn.parameter.Buffer": Inert,
     "torch.Tensor": Inert,
@@ -199,6 +248,8 @@ class TensorUnpickler(pickle.Unpickler):
         value = getattr(torch, global_name, None) if module_name == "torch" else None
         if isinstance(value, torch.dtype):
             return value
+        if name.startswith(RECORD_MODULES):
+            return type(global_name.rsplit(".", 1)[-1], (Record,), {})
         if name.startswith(INERT_MODULES) or name in _trusted_by_user():
             return type(global_name.rsplit(".", 1)[-1], (Inert,), {})
         raise UnsafeFile(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError
+from anyrank.files import deepspeed
 from anyrank.files.accelerate import exported, model_files, optimizer_files
 from anyrank.files.foreign import (
     Collector,
@@ -35,6 +37,12 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     files = Collector(storage, folder)
     names = storage.names(folder)
     progress = _progress(files)
+    epoch = progress.get("epoch")
+    epoch = float(epoch) if is_plain_number(epoch) else None
+    step = count_of(progress, "global_step")
+    if deepspeed.recognises(names):
+        made = deepspeed.read(storage, folder)
+        return replace(made, tool="transformers Trainer", step=step, epoch=epoch)
     is_sharded = any(name.startswith("pytorch_model_fsdp") for name in names)
     if is_sharded and not any(".safetensors" in name for name in names):
         weights = model_files(files, names)
@@ -50,7 +58,6 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         if f"{name}.pt" in names
     }
     random = [name for name in names if RANDOM.match(name)]
-    epoch = progress.get("epoch")
     return ForeignCheckpoint(
         "transformers Trainer",
         files.listing("trainer"),
@@ -58,8 +65,8 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         optimizers,
         states,
         files.extras,
-        step=count_of(progress, "global_step"),
-        epoch=float(epoch) if is_plain_number(epoch) else None,
+        step=step,
+        epoch=epoch,
         ranks=len(random) or None,
         not_read=dict.fromkeys(random, "random streams belong to the processes that saved them"),
     )

@@ -6,7 +6,7 @@ Tested with transformers 5.23.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,7 @@ def elastic(
     background: bool = False,
     verify: Literal["size", "full", "off"] = "full",
     on_commit: Callable[[Any], object] | None = None,
+    base: str | os.PathLike[str] | Sequence[str] | None = None,
     **parts: Any,
 ) -> T:
     """Make a Trainer's run independent of the number of ranks, and saved in a folder of its own.
@@ -62,6 +63,8 @@ def elastic(
         background: hold the training only for a copy.
         verify: what a resume compares, as in `Checkpoints`.
         on_commit: called on the first rank with each `SaveRecord`.
+        base: where the frozen weights under adapters come from; the run is saved without them, see
+            `TrainState`.
         parts: further parts of the run, as in `TrainState`: `ema=averaged_model`.
 
     Returns:
@@ -99,7 +102,7 @@ def elastic(
     # Both raise what is wrong with the sizes, the ranks and the options.
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
     anyrank.Checkpoints(folder, anyrank.TrainState(), **options)  # pyright: ignore[reportArgumentType]
-    run, work = ElasticRun(os.fspath(folder)), Work(global_batch, options, parts)
+    run, work = ElasticRun(os.fspath(folder)), Work(global_batch, options, {"base": base, **parts})
     trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
     vars(trainer).update(elastic=run, _elastic_work=work)
     return trainer

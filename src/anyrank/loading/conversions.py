@@ -34,7 +34,7 @@ def converted(
     Raises:
         LoadError: a conversion that computes values, or whose parts are not all in the source.
     """
-    inner = _pretrained(model)
+    inner = pretrained(model)
     if inner is None:
         return listing, rename
     live = {
@@ -86,12 +86,12 @@ def _fits_as_it_is(
 
 def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
     """Whether the model declares that a key of its checkpoints can be ignored."""
-    inner = _pretrained(model)
+    inner = pretrained(model)
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)
 
 
-def _pretrained(model: nn.Module) -> Any:
+def pretrained(model: nn.Module) -> Any:
     """The transformers model inside the wrappers, as its class was before FSDP2 changed it."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
@@ -117,7 +117,7 @@ class _Converter:
 
         self.model = model
         self.live = dict.fromkeys(live, True)
-        mapping: list[Any] = get_model_conversion_mapping(_unsharded(model))
+        mapping: list[Any] = get_model_conversion_mapping(unsharded(model))
         self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
@@ -188,13 +188,13 @@ class _Converter:
         return fused
 
 
-def _unsharded(module: nn.Module) -> Any:
+def unsharded(module: nn.Module) -> Any:
     """The same module tree with the user's classes, which the mapping looks up by name."""
     kind = plain_class(module)
     copy: Any = kind.__new__(kind)
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_modules"] = {
-        name: None if child is None else _unsharded(child)
+        name: None if child is None else unsharded(child)
         for name, child in module.__dict__["_modules"].items()
     }
     return copy

@@ -11,9 +11,10 @@ from torch import nn
 
 from anyrank.files.formats import Source
 from anyrank.loading.execute_load import execute_load
+from anyrank.loading.load_live import load_live
 from anyrank.loading.memory_meter import Meter, collector_paused
 from anyrank.loading.options import Options
-from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.plan_load import AgreedPlan, look_at_sources, plan_load
 from anyrank.loading.report import LoadReport
 from anyrank.loading.verify import (
     check_files,
@@ -65,8 +66,8 @@ def load(
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
             real or on meta, or half of both.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
-            folder, anyrank run), a list of files, or a dict of tensors. None on ranks that have
-            no source: they receive their share from ranks that do.
+            folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
+            ranks that have no source: they receive their share from ranks that do.
         missing: what to do with tensors that the source does not hold: "error"; "init" gives them
             the model's own initial values, the same on any number of ranks; "keep" leaves them.
         unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
@@ -100,7 +101,10 @@ def load(
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
         options.agree(ranks, "load", model, source)
-        plan = plan_load(model, source, ranks, options)
+        sources = look_at_sources(source, ranks)
+        if any(info.is_live for info in sources):
+            return load_live(model, source, options, ranks, meter)
+        plan = plan_load(model, source, ranks, options, sources=sources)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
         result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}

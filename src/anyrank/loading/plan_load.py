@@ -24,18 +24,20 @@ from anyrank.world.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class _SourceInfo:
+class SourceInfo:
     """What a rank was given as a source, and whether it is there.
 
     Attributes:
         given: the paths, or "a dict of tensors", or "" for None or an empty dict.
         visible: whether this rank can read it.
         seed: this rank's torch seed.
+        is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
     """
 
     given: str
     visible: bool
     seed: int
+    is_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,35 @@ class _MatchSummary:
     buffer_bytes: int
 
 
+def look_at_sources(source: Source | None, ranks: Ranks) -> list[SourceInfo]:
+    """What each rank was given. All ranks.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    return ranks.together("looking at the source", lambda: _look(source))
+
+
 def plan_load(
     model: nn.Module,
     source: Source | None,
     ranks: Ranks,
     options: Options,
+    *,
+    sources: Sequence[SourceInfo] | None = None,
     known: Listing | None = None,
 ) -> AgreedPlan:
     """Plan a load and agree on it. All ranks; nothing is changed.
 
     Args:
         model, source, ranks, options: of the load.
+        sources: what each rank was given, where that is known already.
         known: what the source holds, where all ranks know it already.
 
     Raises:
         LoadError: of any rank, on all ranks.
     """
-    sources = ranks.together("looking at the source", lambda: _look(source))
+    sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
     listing = known or ranks.from_one(
         "reading the headers", first, lambda: list_source(_given(source)).without_memory()
@@ -167,10 +181,11 @@ def _given(source: Source | None) -> Source:
     return source
 
 
-def _look(source: Source | None) -> _SourceInfo:
+def _look(source: Source | None) -> SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
-        return _SourceInfo("a dict of tensors" if source else "", bool(source), seed)
+        is_live = any(hasattr(value, "placements") for value in (source or {}).values())
+        return SourceInfo("a dict of tensors" if source else "", bool(source), seed, is_live)
     several = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
     visible = True
@@ -182,10 +197,10 @@ def _look(source: Source | None) -> _SourceInfo:
             raise
         except Exception as error:  # each of fsspec's file systems has errors of its own
             raise LoadError(f"{path}: cannot be reached: {error}") from error
-    return _SourceInfo(", ".join(paths), visible, seed)
+    return SourceInfo(", ".join(paths), visible, seed)
 
 
-def _agreed_reader(sources: Sequence[_SourceInfo], ranks: Ranks) -> int:
+def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
     """The rank whose headers count: the first that sees the source.
 
     Raises:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from anyrank.errors import AnyrankError, LoadError
-from anyrank.loading.buffers import rebuilt_values
-from anyrank.loading.match_model import ModelMatch
+from anyrank.errors import LoadError
 from anyrank.loading.memory_meter import Meter, collector_paused
 from anyrank.loading.options import Options
-from anyrank.loading.replace import Replacement
-from anyrank.loading.share import Share
-from anyrank.loading.sync_ends import End, look
-from anyrank.loading.sync_move import WHAT, Mover, Places
-from anyrank.loading.sync_planning import Agreement, agree_plan
-from anyrank.loading.sync_report import SyncReport, forget, remember
-from anyrank.loading.sync_verify import check_before, check_equal
-from anyrank.loading.verify import compare_replicas
+from anyrank.loading.sync_execute import execute_sync
+from anyrank.loading.sync_report import SyncReport
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -97,13 +88,7 @@ def sync(
         open_ranks(process_group, "sync()") as ranks,
     ):
         _agree_arguments(ranks, dst, src, options, atomic, version)
-        last = SyncReport.last(dst) if isinstance(dst, nn.Module) else None
-        agreed = agree_plan(
-            lambda: (look(dst), look(src)), options, ranks, version, last.version if last else 0
-        )
-        report = _Sync(agreed, dst, ranks, meter, verify, atomic).run()
-        _take_back_renewed(dst, agreed.dst)
-        remember(dst, report)
+        report = execute_sync(dst, src, options, ranks, meter, atomic=atomic, version=version)
     if ranks.index == 0:
         _log(report)
     return report
@@ -151,103 +136,6 @@ def _check_end(name: str, given: Any) -> None:
             f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict of "
             "tensors"
         )
-
-
-@dataclass
-class _Sync:
-    """One sync on one rank, as planned."""
-
-    agreed: Agreement
-    given: object
-    ranks: Ranks
-    meter: Meter
-    verify: bool
-    atomic: bool
-
-    def run(self) -> SyncReport:
-        """Carry it out. All ranks.
-
-        Raises:
-            AnyrankError: of any rank, on all ranks.
-        """
-        agreed, plan = self.agreed, self.agreed.plan
-        match: ModelMatch = plan.match.of(agreed.dst.tensors)
-        share = Share(agreed.dst.module, match, agreed.seed, self.meter)
-
-        def prepare() -> tuple[tuple[Places, Mover], None]:
-            share.allocate(real_too=self.atomic)
-            places = self._places(share, match)
-            return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
-
-        (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
-        check_before(plan.flows, places, self.ranks)
-        verified = self._move(mover, places, share)
-        rebuilt: dict[str, str] = {}
-        replacements: list[Replacement] = []
-        if plan.rebuild:
-            rebuilt, replacements = rebuilt_values(
-                agreed.dst.tensors, self.ranks, share.initialiser, share.device, agreed.src.tensors
-            )
-
-        def commit() -> tuple[tuple[int, ...], float, dict[str, str], list[str]]:
-            renewed = share.commit(replacements)
-            share.move_buffers()
-            moved = (mover.sent, mover.received, mover.copied, *self.meter.peaks())
-            return moved, self.meter.seconds(), share.rules, renewed
-
-        answers = self.ranks.together("putting the weights in place", commit)
-        sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
-        return SyncReport(
-            **vars(plan.facts),
-            initialised={n: rule for _, _, rules, _ in answers for n, rule in rules.items()},
-            rebuilt=rebuilt,
-            renewed=sorted({name for *_, names in answers for name in names}),
-            bytes_sent=list(sent),
-            bytes_received=list(received),
-            bytes_copied=list(copied),
-            peak_host_bytes=list(host),
-            peak_device_bytes=list(device),
-            is_planned=agreed.is_planned,
-            verified=verified,
-            version=agreed.version,
-            seconds=max(seconds for _, seconds, *_ in answers),
-        )
-
-    def _move(self, mover: Mover, places: Places, share: Share) -> str:
-        """Move the bytes, and compare both ends; what was compared, in words. All ranks."""
-        replicas = 0
-        if self.verify:
-            sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
-            replicas = compare_replicas(sent, self.ranks)
-        if not self.atomic:
-            forget(self.given)
-        try:
-            self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
-            if not self.verify:
-                return ""
-            moved = [flow for flow in self.agreed.plan.flows if not flow.is_compared]
-            check_equal(moved, places, self.ranks)
-        except AnyrankError as error:
-            left = "tensors of dst that were real are partly overwritten: sync again before use"
-            left = "dst keeps its values" if self.atomic else left
-            raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
-        return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
-
-    def _places(self, share: Share, match: ModelMatch) -> Places:
-        sources = {
-            number: self.agreed.src.tensors[index].local()
-            for number, index in self.agreed.plan.locals.items()
-        }
-        filled = (*match.stored, *match.compared)
-        return Places(sources, {index: share.local(index) for index in filled})
-
-
-def _take_back_renewed(given: object, end: End) -> None:
-    """A dict gets the new tensor objects of what was on meta, as a module does."""
-    if isinstance(given, dict) and not isinstance(given, nn.Module):
-        for key, tensor in end.module.__dict__["_parameters"].items():
-            if given[key] is not tensor:
-                given[key] = tensor
 
 
 def _log(report: SyncReport) -> None:

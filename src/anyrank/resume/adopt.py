@@ -134,7 +134,7 @@ class Adopting(Resuming):
         options = Options(rename=self.request.rename)
         listing = self.source.model(part)
         try:
-            plan = plan_load(module, self.request.path, self.ranks, options, listing)
+            plan = plan_load(module, self.request.path, self.ranks, options, known=listing)
         except LoadError as error:
             text = self._mismatch([f"{part}: {error}"])
             raise CheckpointError(text, causes=error.causes) from error

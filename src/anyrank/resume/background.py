@@ -83,7 +83,8 @@ class Background:
 
         def copy() -> None:
             copied.extend(self.now.take(mutable, ranks))
-            before.append(start_digests([item.source for item in steady], ranks.check))
+            named = [(item.name, item.source) for item in steady]
+            before.append(start_digests(named, ranks.check))
 
         ranks.together("copying the state", copy)
         self.failure = self.record = self.spoiled = None
@@ -116,7 +117,7 @@ class Background:
                 copies.extend(self.later.begin(steady, ranks))
                 # Of the same values as the copies: a device takes them before the optimizer steps.
                 copied = [
-                    copy.source if item.source.is_cpu else item.source
+                    (item.name, copy.source if item.source.is_cpu else item.source)
                     for item, copy in zip(steady, copies, strict=True)
                 ]
                 after = start_digests(copied, ranks.check)

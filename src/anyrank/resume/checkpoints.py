@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
@@ -26,6 +26,7 @@ from anyrank.resume.loop import (
     loader_of,
     stop_condition,
 )
+from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import RunOptions
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments, resume_run
@@ -110,6 +111,7 @@ class Checkpoints:
         self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
+        self._calling = threading.RLock()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._last_save = time.monotonic()
@@ -118,6 +120,7 @@ class Checkpoints:
 
     # -- resume -----------------------------------------------------------------------------------
 
+    @one_thread
     def resume(
         self,
         which: str | int | os.PathLike[str] = "auto",
@@ -240,6 +243,7 @@ class Checkpoints:
         if self._counter.completed:
             self.save()
 
+    @one_thread
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
 
@@ -293,6 +297,7 @@ class Checkpoints:
 
     # -- save -------------------------------------------------------------------------------------
 
+    @one_thread
     def save(self) -> None:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
@@ -313,6 +318,7 @@ class Checkpoints:
         self._writer.save(ranks, self._writers)
         self._last_save = time.monotonic()
 
+    @one_thread
     def wait(self) -> None:
         """Return when no save is in flight. All ranks.
 
@@ -343,6 +349,7 @@ class Checkpoints:
             )
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
+            run_parts(self._state).measure_base(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
@@ -354,6 +361,7 @@ class Checkpoints:
     def _is_first(self) -> bool:
         return self._ranks is not None and self._ranks.index == 0
 
+    @one_thread
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
 
@@ -377,12 +385,7 @@ class Checkpoints:
         self._signals.watch()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             # A generator around the `with` is closed by GeneratorExit when its loop is left.
             is_left = isinstance(error, GeneratorExit) and not self._counter.was_broken_off

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from anyrank.errors import CheckpointError
 from anyrank.files.reader import memory_of
 from anyrank.random_state.hashing import mix64, signed
 from anyrank.tensors.box import Box
@@ -14,29 +15,29 @@ PART_BYTES = 8 << 20  # of a tensor at a time: on a device, a few times as much 
 SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
 
 
-def digests_of(tensors: Sequence[torch.Tensor], check: Callable[[], None]) -> list[int]:
-    """64 bits of each tensor's values in row-major order, whatever its strides.
+def start_digests(
+    tensors: Sequence[tuple[str, torch.Tensor]], check: Callable[[], None]
+) -> Callable[[], list[int]]:
+    """64 bits of the values that each tensor has now, in row-major order, whatever its strides.
 
     Digests compare with others of the same kind of device only: xxh3 on the CPU, elsewhere a sum
-    of mixed words. Returns when the devices are done with the tensors.
+    of mixed words.
 
     Args:
-        tensors: on any device.
+        tensors: with their names, on any device.
         check: called between tensors; raises to stop early.
-    """
-    return start_digests(tensors, check)()
 
+    Returns:
+        What waits for the devices, and returns the digests.
 
-def start_digests(
-    tensors: Sequence[torch.Tensor], check: Callable[[], None]
-) -> Callable[[], list[int]]:
-    """As `digests_of`, of the values that the tensors have now; what is returned waits for the
-    devices.
+    Raises:
+        CheckpointError: a tensor's memory was released.
     """
     found = [0] * len(tensors)
     waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
+    for number, (name, tensor) in enumerate(tensors):
         check()
+        check_memory(name, tensor)
         if tensor.is_cpu:
             found[number] = on_cpu(tensor.detach())
         else:
@@ -50,6 +51,23 @@ def start_digests(
         return found
 
     return finish
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Look before reading, as to read memory that was released ends the process.
+
+    Raises:
+        CheckpointError: the tensor's storage does not hold its elements.
+    """
+    if not tensor.numel() or tensor.is_meta:
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    if tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+        raise CheckpointError(
+            f"{name}: its memory was released (untyped_storage().resize_), and there is nothing "
+            "to save: release it after the save; with background=True, after wait()"
+        )
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

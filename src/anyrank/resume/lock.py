@@ -19,6 +19,7 @@ from anyrank.files.storage import join_path
 from anyrank.files.store import Store, storing, write_file
 from anyrank.settings import LOCK_SEC
 from anyrank.world.device import boot_id
+from anyrank.world.processes import is_running, own_process, pid_namespace
 
 log = logging.getLogger("anyrank.resume")
 
@@ -92,7 +93,7 @@ class RunLock:
             holder = None if seen is None else self._by_the_clock_here(_parse(seen))
             if holder is not None and not _is_stale(holder):
                 raise CheckpointError(
-                    f"{self.folder}: another run writes here: {_told(holder)}: stop it, or use "
+                    f"{self.folder}: another run writes here: {_in_words(holder)}: stop it, or use "
                     f"another folder; remove {LOCK} if it is surely dead"
                 )
             if (seen is None or self._clear(seen)) and self._create():
@@ -167,14 +168,8 @@ class RunLock:
         self.store.rename(fresh, self.path)
 
     def _write(self, path: str) -> None:
-        pid = os.getpid()
-        table = {"pid": pid, "started": _started(pid), "host": socket.gethostname()}
-        table |= {
-            "boot": boot_id(),
-            "pid_namespace": _pid_namespace(),
-            "token": self.token,
-            "time": time.time(),
-        }
+        table = own_process() | {"host": socket.gethostname()}
+        table |= {"token": self.token, "time": time.time()}
         write_file(self.store, path, json.dumps(table).encode())
         self.renewed = time.monotonic()
 
@@ -199,7 +194,7 @@ class RunLock:
             holder = _parse(self._read(self.path) or b"")
         except OSError:
             holder = None
-        return "its owner is unknown" if holder is None else _told(holder)
+        return "its owner is unknown" if holder is None else _in_words(holder)
 
 
 def _parse(seen: bytes) -> dict[str, Any] | None:
@@ -219,44 +214,20 @@ def _is_stale(holder: dict[str, Any]) -> bool:
     if holder.get("boot") != boot_id():
         return True
     # Containers of one machine number their processes each for themselves.
-    if holder.get("pid_namespace") != _pid_namespace():
+    if holder.get("pid_namespace") != pid_namespace():
         return _silent_sec(holder) > LOCK_SEC.get()
     try:
         pid = int(holder["pid"])
     except (KeyError, ValueError, TypeError):
         return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # it is another user's
-    then, now = holder.get("started"), _started(pid)
     # This process's own number: an earlier lock of its own, or of a process before it.
-    return pid == os.getpid() or bool(then and now and then != now)
+    return pid == os.getpid() or not is_running(pid, str(holder.get("started") or ""))
 
 
 def _silent_sec(holder: dict[str, Any]) -> float:
     return max(0.0, time.time() - float(holder["time"]))
 
 
-def _told(holder: dict[str, Any]) -> str:
+def _in_words(holder: dict[str, Any]) -> str:
     seen = f"last seen {_silent_sec(holder):.0f} s ago"
     return f"process {holder.get('pid')} on {holder.get('host')}, {seen}"
-
-
-def _pid_namespace() -> str:
-    """Within which process ids mean something; "" where the system has no such thing."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot: numbers are used again, also by others."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]  # the name before may hold anything
-    except (OSError, IndexError):
-        return ""

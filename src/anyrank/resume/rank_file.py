@@ -16,6 +16,7 @@ from anyrank.files.run_folder import SavedBox
 from anyrank.files.storage import join_path, split
 from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.files.torch_blob import ALIGN, wrap
+from anyrank.resume.digests import check_memory
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.sharded_tensor import ShardedTensor, version_of
@@ -117,6 +118,7 @@ class Staging:
             ranks.check()
             part = self.memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
+            check_memory(item.name, item.source)
             copy_into(copy, item.source, non_blocking=True)
             check_unwritten(item)
             copies.append(replace(item, source=copy))

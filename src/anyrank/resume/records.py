@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.manifest import Manifest
-from anyrank.files.schema import ANY, Optional, Table, check
+from anyrank.files.schema import ANY, DIGEST, Optional, Table, check
 from anyrank.random_state.saved_streams import check_saved, from_json
 
 BY_METHODS = {
@@ -26,6 +26,7 @@ RECORDS = {
         "layout": str,
         "frozen": Table({"source": (str, [str]), "digest": str}),
         "extra": Table(ANY),
+        "base": Optional({"source": [str], "digest": DIGEST}),
     },
     "optimizer": {
         "kind": str,

@@ -85,7 +85,7 @@ class Replicas:
             torch.accelerator.current_stream(device).wait_event(event)
         left = [one for one in self.replicas if one.key not in self.digests]
         now = [one for one in left if steady or not one.steady]
-        found = start_digests([one.local for one in now], ranks.check)
+        found = start_digests([(one.name, one.local) for one in now], ranks.check)
 
         def finish() -> None:
             self.digests |= {one.key: digest for one, digest in zip(now, found(), strict=True)}

@@ -29,8 +29,8 @@ class SavedOn:
     """Where a checkpoint came from.
 
     Attributes:
-        ranks: how many wrote it.
-        layout: how the tensors lay on them, in words.
+        ranks: how many wrote it; 0 where another tool's checkpoint does not say.
+        layout: how the tensors lay on them, in words; or the other tool.
     """
 
     ranks: int
@@ -92,7 +92,7 @@ class ResumeReport:
         lines = [
             f"resumed {self.path} in {self.seconds:.2f} s",
             f"  at           step {self.step}, epoch {self.epoch}, {self.samples} samples",
-            f"  saved on     {self.saved_on.ranks} ranks ({self.saved_on.layout})",
+            f"  saved on     {self.saved_on.ranks or 'unknown'} ranks ({self.saved_on.layout})",
             f"  resumed on   {self.ranks} ranks",
         ]
         if self.set_aside:

@@ -28,6 +28,7 @@ from anyrank.random_state.saved_streams import (
     capture,
     digests_of,
 )
+from anyrank.resume.digests import check_memory
 from anyrank.resume.part_types import Saved
 from anyrank.resume.rank_file import Item, items_of, write_share
 from anyrank.resume.replicas import History, Replicas, choose
@@ -111,6 +112,8 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         inner = run_parts(state)
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
+        for held in tensors_of(parts):
+            check_memory(held.name, held.local())
         local.append((parts, streams))
         return summarize(state, parts, rank_coords(state, ranks), digests_of(streams))
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.loading.model_tensors import ModelTensor
+from anyrank.resume.base import Base, base_problems
 from anyrank.resume.modules import kept, match_module, save_module, targets_of
 from anyrank.resume.optimizer import match_optimizer, save_optimizer
 from anyrank.resume.part_types import Matched, Saved, Stored
@@ -20,6 +21,7 @@ from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, match_stateful, save_stateful
 from anyrank.resume.wrappers import unwrapped
+from anyrank.world.ranks import Ranks
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
 
@@ -43,6 +45,10 @@ class TrainState:
         first_rank: names of stateful parts whose state may differ between ranks, and of which the
             first rank's is saved for all. Without it, a part that differs is saved for each rank,
             and resumed on the same number of ranks only.
+        base: where the model's frozen parameters come from: a path, a URL or a list. Parameters
+            that need no gradient, and belong to no optimizer and no adapter, are not written then;
+            the source is, and a digest of their values, which a resume compares. Load the base
+            before the first call of `Checkpoints`, and freeze it before this one.
         others: further modules, optimizers, or anything with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
 
@@ -55,7 +61,8 @@ class TrainState:
 
     Raises:
         TypeError: a part that is neither module nor optimizer nor stateful.
-        ValueError: a part with a reserved name; a scheduler that steps once for each process.
+        ValueError: a part with a reserved name; a scheduler that steps once for each process; base
+            without a model.
 
     Example::
 
@@ -80,6 +87,7 @@ class TrainState:
         seed: int = 0,
         generators: Mapping[str, torch.Generator] | None = None,
         first_rank: Sequence[str] = (),
+        base: Any = None,
         **others: Any,
     ) -> None:
         given = {
@@ -90,7 +98,7 @@ class TrainState:
             "data": data,
         }
         parts = {name: part for name, part in (given | others).items() if part is not None}
-        self._parts = RunParts(parts, seed, generators or {}, first_rank)
+        self._parts = RunParts(parts, seed, generators or {}, first_rank, base)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -116,6 +124,7 @@ class RunParts:
         seed: of the run.
         generators: the run's own, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
+        base: the model's frozen base, which is not written; None to write all of the model.
         unusable: why the values are those of no step, or None.
         compared: which replicas earlier saves compared.
     """
@@ -126,6 +135,7 @@ class RunParts:
         seed: int,
         generators: Mapping[str, torch.Generator],
         first_rank: Sequence[str],
+        base: Any,
     ) -> None:
         self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
         for name, part in self.parts.items():
@@ -145,6 +155,9 @@ class RunParts:
                     f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
                 )
         self.first_rank = frozenset(first_rank)
+        self.base = None if base is None else Base(base)
+        if base is not None and not isinstance(self.parts.get("model"), nn.Module):
+            raise ValueError("base= is where a model's frozen parameters come from: give model=")
         self.seed = seed
         self.generators = dict(generators)
         self.unusable: str | None = None
@@ -164,9 +177,26 @@ class RunParts:
             raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
 
     def targets(self) -> dict[str, list[ModelTensor]]:
-        """The tensors of each module, by part."""
+        """The tensors of each module that a run writes, by part."""
         modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
-        return {part: targets_of(module) for part, module in modules.items()}
+        found = {part: targets_of(module) for part, module in modules.items()}
+        if self.base is not None:
+            found["model"] = self.base.without(found["model"], self._trained())
+        return found
+
+    def _trained(self) -> set[int]:
+        """Ids of the parameters that the optimizers hold."""
+        groups = [group for one in self.optimizers() for group in one.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def measure_base(self, ranks: Ranks) -> None:
+        """Compute the digest of the model's base, if it has one. All ranks.
+
+        Raises:
+            CheckpointError: the base is on meta, or differs between ranks.
+        """
+        if self.base is not None:
+            self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
@@ -175,17 +205,13 @@ class RunParts:
         except LoadError as error:  # what it says of reading holds for writing
             raise CheckpointError(str(error)) from error
         names = names_of(targets)
-        stepped = {
-            id(parameter)
-            for one in self.parts.values()
-            if isinstance(one, Optimizer)
-            for group in one.param_groups
-            for parameter in group["params"]
-        }
+        stepped = self._trained()
         saved: dict[str, Saved] = {}
         for part, one in self.parts.items():
             if isinstance(one, nn.Module):
                 saved[part] = save_module(part, one, targets[part], stepped)
+                if part == "model" and self.base is not None:
+                    saved[part].record["base"] = self.base.record(targets_of(one), stepped)
             elif isinstance(one, Optimizer):
                 saved[part] = save_optimizer(part, one, names, rank)
             else:
@@ -207,6 +233,8 @@ class RunParts:
                 )
             if isinstance(one, nn.Module):
                 matched[part] = match_module(part, one, targets[part], record, stored)
+                wrong = base_problems(self.base if part == "model" else None, record)
+                matched[part].problems = wrong or matched[part].problems
             elif isinstance(one, Optimizer):
                 matched[part] = match_optimizer(part, one, record, stored, names, rank)
             else:

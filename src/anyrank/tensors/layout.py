@@ -45,6 +45,10 @@ class Piece:
         inside = box.relative_to(self.box.offsets).shifted(self.local)
         return Piece(box, inside.offsets)
 
+    def local_slices(self) -> tuple[slice, ...]:
+        """Index of the box in the rank's local tensor."""
+        return Box(self.local, self.box.sizes).slices()
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

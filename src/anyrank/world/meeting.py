@@ -20,6 +20,7 @@ from anyrank import faults
 from anyrank.errors import RankError
 from anyrank.world.device import boot_id
 from anyrank.world.group import SHOWN, key_of, named
+from anyrank.world.processes import has_ended, own_process, sibling_has_ended
 from anyrank.world.store import Store, StoreLost
 
 log = logging.getLogger("anyrank.world")
@@ -93,7 +94,8 @@ class Meeting:
             RankError: a rank has not come, has died or has left, or calls something else.
         """
         index = self.ranks.index(self.rank)
-        self.store.set(f"host/{self.rank}", self.machine[0])  # for those who miss it later
+        process = own_process() | {"host": self.machine[0]}
+        self.store.set(f"process/{self.rank}", json.dumps(process))  # for those who miss it later
         self.post()
         try:
             met = self.lead() if index == 0 else self.follow()
@@ -214,7 +216,7 @@ class Meeting:
             pause = min(POLL_SEC, pause * 2)
 
     def watch_all(self) -> None:
-        """Notice a rank that waited here, and is gone. The first rank; it lets the others know."""
+        """Notice a rank that is gone. The first rank; it lets the others know."""
         try:
             for index in range(1, len(self.ranks)):
                 self.watch(index)
@@ -224,12 +226,20 @@ class Meeting:
             raise
 
     def watch_first(self) -> None:
-        """Notice that the first rank waited here, and is gone."""
+        """Notice that the first rank is gone."""
         self.watch(0)
 
     def watch(self, index: int) -> None:
-        """Raise when a rank that waited here has left, or gives no more signs of life."""
+        """Raise when a rank has ended before it came, or waited here and has left, or gives no more
+        signs of life.
+        """
         text, now = self.store.get(self.posts[index]), time.monotonic()
+        if not text and self.has_ended(self.ranks[index]):
+            raise RankError(
+                f"rank {self.ranks[index]} has ended, and never came to {self.call}: look at its "
+                "log for the cause",
+                causes={self.ranks[index]: "it has ended"},
+            )
         before, since = self.seen.get(index, ("", now))
         if text != before:
             self.seen[index] = (text, now)
@@ -248,14 +258,20 @@ class Meeting:
                 causes={self.ranks[index]: "no answer"},
             )
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process has ended; False where that cannot be seen from here."""
+        known = self.store.get(f"process/{rank}")  # of a rank that has met others before
+        return has_ended(json.loads(known)) if known else sibling_has_ended(rank)
+
     def missing(self) -> list[int]:
         """Ranks that have not posted, some of them where they are many."""
         return [self.ranks[index] for index in self.store.absent(self.posts, SHOWN + 1)]
 
     def named(self, missing: Sequence[int]) -> str:
         """Missing ranks in words, with the machines of those that have met others before."""
-        hosts = {rank: self.store.get(f"host/{rank}") for rank in missing[:SHOWN]}
-        known = sorted(set(filter(None, hosts.values())) - {self.machine[0]})
+        found = [self.store.get(f"process/{rank}") for rank in missing[:SHOWN]]
+        hosts = {json.loads(text)["host"] for text in found if text}
+        known = sorted(hosts - {self.machine[0]})
         return named(missing) + (f" on {', '.join(known)}" if known else "")
 
     def warn(self, seconds: int) -> None:

@@ -1,0 +1,252 @@
+"""The cost of exact=True beside the stock reduction, and its bits on many rank counts.
+
+    python benchmarks/exact.py                # step times, 2 and 4 ranks: DDP and FSDP2
+    python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks
+    python benchmarks/exact.py --quick        # small, nothing is written; with --bits too
+
+Times are of forward, backward and exchange of a step of four Linear(1024, 1024) with GELU on 256
+rows a microbatch; the contenders take turns, step by step, in the same processes. Bits are of a
+small transformer with dropout, AdamW, clipping and a short step at the end of each epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launch import Launcher
+from machine import describe_machine
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+
+RESULTS = Path(__file__).parent / "results" / "exact.json"
+CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
+RATIOS = (
+    # contender, measured against, at most
+    ("ddp exact", "ddp stock", 1.10),
+    ("fsdp exact", "fsdp each", 1.00),
+    ("fsdp exact", "fsdp stock", 1.05),
+)
+KINDS = ("plain", "ddp", "fsdp", "hsdp", "fsdp bf16")
+WIDTH, ROWS = 1024, 256
+
+
+class Ready(torch.utils.data.Dataset[Any]):
+    """Microbatches that cost nothing to fetch: sample i is a batch."""
+
+    def __init__(self, width: int) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.batches = torch.randn(4, ROWS, width, generator=g)
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.batches[i % 4]
+
+
+def first(samples: list[torch.Tensor]) -> torch.Tensor:
+    return samples[0]
+
+
+def mlp(kind: str, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    net = nn.Sequential(*layers)
+    if kind == "ddp":
+        return DistributedDataParallel(net)
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def time_steps(
+    rank: int, size: int, rounds: int, width: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Seconds of each contender's steps."""
+    data = Ready(width)
+    models = {name: mlp(name.split()[0], width) for name in CONTENDERS}
+    loaders = {
+        name: iter(
+            anyrank.ElasticLoader(
+                data,
+                global_batch=rounds * size,
+                microbatch=1,
+                collate_fn=first,
+                exact=name.endswith("exact"),
+            )
+        )
+        for name in CONTENDERS
+        if not name.endswith("each")
+    }
+    yield {}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for repeat in range(repeats + 2):
+        for name in CONTENDERS:
+            net = models[name]
+            step = next(loaders[name]) if name in loaders else None
+            dist.barrier()
+            start = time.perf_counter()
+            if step is None:  # FSDP2's own reduction, in every microbatch
+                for number in range(rounds):
+                    (net(data[number]).square().mean() / rounds).backward()
+            else:
+                for batch in step.microbatches(net):
+                    step.backward(net(batch).square().mean())
+            dist.barrier()
+            if repeat > 1:  # DDP rebuilds its buckets after the first
+                seconds[name].append(time.perf_counter() - start)
+            net.zero_grad()
+    for loader in loaders.values():
+        loader.close()
+    yield {"seconds": seconds}
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    """Sample i: nine tokens of an alphabet of 37."""
+
+    def __len__(self) -> int:
+        return 393  # 24 steps of 16, and one of 9
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.randint(0, 37, (9,), generator=torch.Generator().manual_seed(i))
+
+
+def transformer(kind: str, size: int) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [
+        nn.TransformerEncoderLayer(24, 3, 41, dropout=0.1, batch_first=True, norm_first=True)
+        for _ in range(2)
+    ]
+    net = nn.Sequential(nn.Embedding(37, 24), *blocks, nn.Linear(24, 37))
+    if kind == "plain":
+        return net
+    if kind == "ddp":
+        return DistributedDataParallel(net)
+    options: dict[str, Any] = {}
+    if kind == "fsdp bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if kind == "hsdp" and size % 2 == 0 and size > 2:
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def train(rank: int, size: int, kind: str, steps: int) -> Iterator[dict[str, Any]]:
+    """SHA-256 of all weights and Adam state after a number of steps."""
+    yield {}
+    net = transformer(kind, size)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    loader = anyrank.ElasticLoader(Tokens(), global_batch=16, microbatch=2, exact=True)
+    while loader.step < steps:
+        for step in loader:
+            for batch in step.microbatches(net):
+                logits = net(batch)[:, :-1].flatten(0, 1).float()
+                loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+                step.backward(loss, float(batch.sum()))
+            step.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            loader.commit()
+            if loader.step == steps:
+                break
+    digest = hashlib.sha256()
+    for parameter in net.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter, *(state[name] for name in sorted(state))):
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    yield {"sha256": digest.hexdigest()}
+
+
+def measure_times(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
+    """One row for each number of ranks and of microbatches of a rank."""
+    rows: list[dict[str, Any]] = []
+    for size in (2,) if quick else (2, 4):
+        for rounds in (1, 3):
+            width, repeats = (64, 3) if quick else (WIDTH, 15)
+            outcome = launcher.run(size, time_steps, rounds, width, repeats)
+            if outcome.error:
+                raise RuntimeError(outcome.error)
+            seconds: dict[str, list[float]] = outcome.stages[1][0]["seconds"]
+            row: dict[str, Any] = {"ranks": size, "rounds": rounds, "n": repeats}
+            row["seconds"] = {name: statistics.median(times) for name, times in seconds.items()}
+            row["spread"] = {name: quartiles(times) for name, times in seconds.items()}
+            row["ratios"] = {
+                f"{name} / {other}": statistics.median(
+                    one / two for one, two in zip(seconds[name], seconds[other], strict=True)
+                )
+                for name, other, _ in RATIOS
+            }
+            rows.append(row)
+            print(f"{size} ranks, {rounds} microbatches each, medians of {repeats}")
+            for name, other, most in RATIOS:
+                ratio = row["ratios"][f"{name} / {other}"]
+                print(f"  {name} / {other}: {ratio:.2f} (goal: at most {most:.2f})", flush=True)
+    return rows
+
+
+def quartiles(times: Sequence[float]) -> list[float]:
+    low, _, high = statistics.quantiles(times, n=4)
+    return [low, high]
+
+
+def measure_bits(launcher: Launcher, quick: bool, steps: int) -> list[dict[str, Any]]:
+    """One row for each kind and number of ranks."""
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        for size in (1, 2) if quick else (1, 2, 3, 4, 5, 6, 8):
+            outcome = launcher.run(size, train, kind, steps)
+            if outcome.error:
+                raise RuntimeError(outcome.error)
+            found = {table["sha256"] for table in outcome.stages[1]}
+            rows.append({"kind": kind, "ranks": size, "sha256": " ".join(sorted(found))})
+            print(f"{kind:10} {size} ranks: {rows[-1]['sha256'][:16]}", flush=True)
+    return rows
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether all runs of the same arithmetic have the same bits."""
+    by_arithmetic: dict[bool, set[str]] = {}
+    for row in rows:
+        by_arithmetic.setdefault("bf16" in row["kind"], set()).add(row["sha256"])
+    return all(len(found) == 1 for found in by_arithmetic.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
+    parser.add_argument("--bits", action="store_true", help="compare bits, not times")
+    parser.add_argument("--steps", type=int, default=200, help="of the runs whose bits compare")
+    options = parser.parse_args()
+    launcher = Launcher("exact")
+    steps = min(options.steps, 10) if options.quick else options.steps
+    recorded = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.bits:
+        rows = measure_bits(launcher, options.quick, steps)
+        print("the same bits" if verdict(rows) else "DIFFERENT BITS")
+        recorded["bits"] = describe_machine() | {"steps": steps, "rows": rows}
+    else:
+        recorded["times"] = describe_machine() | {"rows": measure_times(launcher, options.quick)}
+    if not options.quick:
+        RESULTS.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Live weights from one layout into another: `anyrank.sync`, and what trainers do today.
+
+    python benchmarks/sync.py                # 256 MiB, 4 ranks, 5 repeats, in turn
+    python benchmarks/sync.py --mib 64 --repeats 3
+
+Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
+tensor parallel on the same 4. Every result is compared bit by bit with the weights that were sent.
+Memory is anonymous memory of each rank above the shares, sampled every 2 ms. Bytes are those that
+each rank has sent: as the kernel counts those of its sockets for what trainers do; as the report
+has them for anyrank, whose sockets are closed when it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from frozen import quiet_bytes
+from machine import describe_machine, load_average
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import anyrank
+from anyrank.testing import PeakMemory, run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "sync.json"
+MIB = 1 << 20
+LAYERS, WIDTH = 8, 1024
+CASES = {"2 to 2 others": ([0, 1], [2, 3]), "the same 4": ([0, 1, 2, 3], [0, 1, 2, 3])}
+BASELINES = {"2 to 2 others": "gather and broadcast", "the same 4": "full_tensor, keep own part"}
+
+
+class Block(nn.Module):
+    """Two matrices, one cut by rows and one by columns."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+
+def build(mib: int, seed: int) -> nn.Sequential:
+    """`mib` MiB of float32."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block(mib * MIB // 4 // LAYERS // WIDTH // 2) for _ in range(LAYERS)))
+
+
+def part(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a whole tensor, cut as a DTensor is."""
+    for axis, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            number, index = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+            whole = whole.chunk(number, placement.dim)[index]
+    return whole
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def by_hand(dst: Any, src: Any, names: list[tuple[str, torch.Size]], disjoint: bool) -> None:
+    """What trainers do: each tensor whole on every rank, which keeps its own part."""
+    have = dict(src.named_parameters()) if src is not None else {}
+    want = dict(dst.named_parameters()) if dst is not None else {}
+    for name, shape in names:
+        full = have[name].detach().full_tensor() if have else torch.empty(shape)
+        if disjoint:
+            dist.broadcast(full, 0)
+        if want:
+            local(want[name]).copy_(part(want[name], full))
+
+
+def job(mib: int, case: str, repeats: int) -> list[dict[str, Any]]:
+    """One rank: the contenders in turn; a row for each."""
+    torch.set_num_threads(1)
+    from_ranks, to_ranks = CASES[case]
+    meshes = DeviceMesh("cpu", from_ranks), DeviceMesh("cpu", to_ranks)
+    src: Any = None
+    dst: Any = None
+    if dist.get_rank() in from_ranks:
+        src = build(mib, 1)
+        for layer in src:
+            fully_shard(layer, mesh=meshes[0])
+        fully_shard(src, mesh=meshes[0])
+    if dist.get_rank() in to_ranks:
+        dst = build(mib, 2)
+        plan = {f"{n}.up": ColwiseParallel() for n in range(LAYERS)}
+        plan |= {f"{n}.down": RowwiseParallel() for n in range(LAYERS)}
+        parallelize_module(dst, meshes[1], plan, src_data_rank=None)
+    expected = {name: p.detach().clone() for name, p in build(mib, 1).named_parameters()}
+    wanted = {n: part(p, expected[n]).clone() for n, p in dst.named_parameters()} if dst else {}
+    names = [(name, p.shape) for name, p in expected.items()]
+    del expected
+    disjoint = from_ranks != to_ranks
+
+    def ours() -> int:
+        return anyrank.sync(dst, src).bytes_sent[dist.get_rank()]
+
+    def theirs() -> None:
+        with torch.no_grad():
+            by_hand(dst, src, names, disjoint)
+
+    rows: list[dict[str, Any]] = []
+    for repeat in range(-1, repeats):  # the first is a warm-up
+        for name, work in (("anyrank.sync", ours), (BASELINES[case], theirs)):
+            for tensor in dst.parameters() if dst is not None else ():
+                with torch.no_grad():
+                    local(tensor).fill_(7)
+            gc.collect()
+            before = quiet_bytes()
+            dist.barrier()
+            with PeakMemory() as peak:
+                start = time.perf_counter()
+                counted = work()
+                dist.barrier()
+                seconds = time.perf_counter() - start
+            sent = quiet_bytes() - before if counted is None else counted
+            right = (
+                all(torch.equal(local(p), wanted[n]) for n, p in dst.named_parameters())
+                if dst is not None
+                else True
+            )
+            assert right, (case, name)
+            row = {"way": name, "seconds": seconds, "memory": peak.peak_bytes, "sent": sent}
+            rows.append(row | {"is_timed": repeat >= 0})
+    return rows
+
+
+def summary(case: str, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row a contender: the median, all times, and each rank's most memory and bytes sent."""
+    found: list[dict[str, Any]] = []
+    for way in dict.fromkeys(row["way"] for row in ranks[0]):
+        mine = [[row for row in rows if row["way"] == way] for rows in ranks]
+        # The warm-up counts for memory alone: later, malloc has the pages already.
+        together = [same for same in zip(*mine, strict=True) if same[0]["is_timed"]]
+        times = [max(row["seconds"] for row in same) for same in together]
+        found.append(
+            {
+                "case": case,
+                "way": way,
+                "median_sec": round(statistics.median(times), 3),
+                "times_sec": [round(seconds, 3) for seconds in times],
+                "memory_mib": [round(max(row["memory"] for row in rows) / MIB, 1) for rows in mine],
+                "sent_mib": [
+                    round(statistics.median(row["sent"] for row in rows) / MIB, 1) for rows in mine
+                ],
+            }
+        )
+    ours, theirs = found[0], found[-1]
+    ratios = [a / b for a, b in zip(ours["times_sec"], theirs["times_sec"], strict=True)]
+    ours["of_baseline"] = round(statistics.median(ratios), 2)
+    return found
+
+
+def main() -> None:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        made = run_ranks(4, job, options.mib, case, options.repeats, timeout=600)
+        rows += summary(case, made)
+        print(*map(json.dumps, rows[-2:]), sep="\n", flush=True)
+    result = describe_machine() | {"load_average": load_average(), "mib": options.mib}
+    result |= {"repeats": options.repeats, "rows": rows}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""A LoRA adapter merged into its base while both are read: W + scaling * B @ A, rounded once.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; the scaling by the square
+root of the rank is Kalajdzievski's rsLoRA, 2023. Files are as PEFT writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anyrank.conversion.content import StoredContent, cast_into
+from anyrank.conversion.selection import Selection
+from anyrank.errors import LoadError
+from anyrank.files.output import Span
+from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.tensors.box import Box
+from anyrank.tensors.names import PEFT_PREFIX, of_adapter
+from anyrank.tensors.spec import StoredTensor
+
+CONFIG = "adapter_config.json"
+MOST_BYTES = 16 << 20  # of a configuration
+KEPT = 8  # factors that stay in memory
+FACTOR = re.compile(
+    r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
+)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to one weight: scaling * B @ A, or its transpose.
+
+    Attributes:
+        a: [rank, columns].
+        b: [rows, rank].
+        scaling: as PEFT computes it.
+        transposed: whether the weight is stored [in, out].
+    """
+
+    a: StoredTensor
+    b: StoredTensor
+    scaling: float
+    transposed: bool
+
+
+def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[str, LowRank]]:
+    """The base's tensors, with what an adapter adds to them.
+
+    Args:
+        selection: of the base and the adapter together.
+        paths: the sources, of which one is the adapter's folder.
+
+    Raises:
+        LoadError: no adapter, one that is not plain LoRA, or that does not fit the base.
+    """
+    config = _config(paths)
+    adapter = {name: t for name, t in selection.tensors.items() if of_adapter(name)}
+    base = {name: t for name, t in selection.tensors.items() if name not in adapter}
+    if not adapter or not base:
+        raise LoadError("merge=True takes [base, adapter]: a base, and a folder that PEFT saved")
+    factors: dict[str, dict[str, StoredTensor]] = {}
+    for key, stored in adapter.items():
+        name = key.removeprefix(PEFT_PREFIX)
+        found = FACTOR.match(name)
+        if found is not None:
+            factors.setdefault(found["module"], {})[found["kind"]] = stored
+        elif name in base and base[name].shape == stored.shape:
+            base[name] = stored  # of a module that was trained whole
+        else:
+            raise LoadError(
+                f"{key}: is no factor of LoRA and no tensor of the base, so it cannot be merged: "
+                "merge with PEFT (merge_and_unload), and convert the result"
+            )
+    added = {
+        f"{module}.weight": _low_rank(module, kinds, base, config)
+        for module, kinds in factors.items()
+    }
+    return replace(selection, tensors=base), added
+
+
+def _config(paths: Sequence[str]) -> dict[str, Any]:
+    for path in paths:
+        storage = storage_for(path)
+        if storage.is_dir(path) and CONFIG in storage.names(path):
+            break
+    else:
+        raise LoadError(f"merge=True takes [base, adapter], and no {CONFIG} is in any of {paths}")
+    where = join_path(path, CONFIG)
+    file = storage.open(where)
+    try:
+        size = min(storage.info(where).size, MOST_BYTES)
+        config: Any = json.loads(read_range(file, where, 0, size))
+        kind, alpha = config["peft_type"], float(config["lora_alpha"])
+        patterns = config.get("alpha_pattern") or {}
+        alphas = {str(key): float(value) for key, value in patterns.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{where}: is no configuration of a LoRA adapter ({error!r})") from error
+    finally:
+        file.close()
+    odd = [
+        key for key in ("use_dora", "use_qalora", "lora_bias", "megatron_config") if config.get(key)
+    ]
+    if kind != "LORA" or odd:
+        raise LoadError(
+            f"{where}: is {kind}{' with ' + ', '.join(odd) if odd else ''}, and only plain LoRA is "
+            "merged: merge with PEFT (merge_and_unload), and convert the result"
+        )
+    return {**config, "lora_alpha": alpha, "alpha_pattern": alphas}
+
+
+def _low_rank(
+    module: str,
+    kinds: Mapping[str, StoredTensor],
+    base: Mapping[str, StoredTensor],
+    config: Mapping[str, Any],
+) -> LowRank:
+    weight = base.get(f"{module}.weight")
+    ends = ("lora_embedding_A", "lora_embedding_B")
+    is_embedding = ends[0] in kinds
+    names = ends if is_embedding else ("lora_A", "lora_B")
+    if weight is None or set(kinds) != set(names):
+        what = "is not in the base" if weight is None else f"has only {sorted(kinds)}"
+        raise LoadError(
+            f"{module}.weight: {what}: give the base that the adapter was trained on, or rename="
+        )
+    a, b = (kinds[name] for name in names)
+    transposed = is_embedding or bool(config.get("fan_in_fan_out"))
+    fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
+    shape = (b.shape[0], a.shape[1]) if fits else ()
+    if not fits or weight.shape != (shape[::-1] if transposed else shape):
+        raise LoadError(
+            f"{module}.weight: is {list(weight.shape)} in the base; the adapter's factors are "
+            f"{list(b.shape)} and {list(a.shape)}: merge with PEFT (merge_and_unload)"
+        )
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        raise LoadError(
+            f"{module}.weight: is {weight.dtype}: give the base before it was quantised"
+        )
+    patterns: Mapping[str, float] = config["alpha_pattern"]
+    key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", module)), None)
+    alpha = config["lora_alpha"] if key is None else patterns[key]
+    rank = a.shape[0]
+    return LowRank(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank), transposed)
+
+
+class MergedContent:
+    """The base's tensors, with the adapter's products added to some.
+
+    Args:
+        base: of all tensors.
+        added: name -> what is added.
+    """
+
+    def __init__(self, base: StoredContent, added: Mapping[str, LowRank]) -> None:
+        self.base, self.added = base, added
+        self.lock = threading.Lock()
+        self.factors: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+
+    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+        plain = [piece for piece in pieces if piece[0].tensor.name not in self.added]
+        self.base.fill(plain)
+        for span, memory in pieces:
+            low = self.added.get(span.tensor.name)
+            if low is not None:
+                cast_into(memory, self._sum(span.tensor.name, span.box, low), span.tensor.name)
+
+    def _sum(self, name: str, box: Box, low: LowRank) -> torch.Tensor:
+        given = self.base.read(self.base.tensors[name], box)
+        wide = torch.promote_types(given.dtype, torch.float32)
+        a, b = (factor.to(wide) for factor in self._factors(name, low))
+        rows, columns = box.slices()
+        product = (b[columns] @ a[:, rows]).T if low.transposed else b[rows] @ a[:, columns]
+        return given.to(wide) + product * low.scaling
+
+    def _factors(self, name: str, low: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.lock:
+            if name not in self.factors:
+                a, b = (self.base.read(each, Box.whole(each.shape)) for each in (low.a, low.b))
+                self.factors[name] = a, b
+                while len(self.factors) > KEPT:
+                    self.factors.popitem(last=False)
+            return self.factors[name]

@@ -1,0 +1,66 @@
+"""What the steps of a loader share, and how far the current one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from anyrank.data.exact_checks import ExactRun
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
+from anyrank.data.receipts import Receipt
+from anyrank.data.schedule import StepPlan
+from anyrank.world.ranks import Ranks
+
+
+@dataclass
+class LoaderPass:
+    """What the steps of one iteration of the loader share.
+
+    Attributes:
+        ranks: the data-parallel ranks; None after the iteration.
+        group: the user's process group of these ranks.
+        index: this rank's index among them.
+        size: their number.
+        batches: the batches still to be fetched.
+        dataset: fetches a batch again.
+        checked: models whose gradient exchange was verified, by id.
+        exact: sum gradients in an order that does not depend on the number of ranks.
+        notes: of the loader.
+        exponent: of the power of two near an ordinary `weight`, once a weight is known.
+    """
+
+    ranks: Ranks | None
+    group: Any
+    index: int
+    size: int
+    batches: Iterator[FetchedBatch]
+    dataset: MicrobatchDataset
+    checked: WeakValueDictionary[int, nn.Module]
+    exact: ExactRun | None = None
+    notes: list[str] = field(default_factory=list[str])
+    exponent: int | None = None
+
+    def close(self) -> None:
+        """Release workers and ranks: a user may keep a step after its loop."""
+        self.ranks, self.batches = None, iter(())
+
+
+@dataclass
+class StepProgress:
+    """How much of a step was run, shared by the step and its loader.
+
+    Attributes:
+        plan: the step.
+        is_started: whether `microbatches` was called.
+        is_complete: whether the last call of `microbatches` ran to its end.
+        seen: the samples that this rank fetched.
+    """
+
+    plan: StepPlan
+    is_started: bool = False
+    is_complete: bool = False
+    seen: Receipt = field(default_factory=Receipt)

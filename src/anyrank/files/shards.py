@@ -1,0 +1,130 @@
+"""Files of which each rank wrote its own: shares of DTensors, put together by their placements."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from anyrank.errors import LoadError, UnsafeFile
+from anyrank.tensors.layout import Layout, Placement, local_pieces, local_shape
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A rank's share of a tensor.
+
+    Attributes:
+        local: the share, as it is stored.
+        shape: of the whole tensor.
+        layout: how it lies on the ranks.
+        coordinate: of the rank in the layout's mesh.
+    """
+
+    local: StoredTensor
+    shape: tuple[int, ...]
+    layout: Layout
+    coordinate: tuple[int, ...]
+
+
+def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
+    """A rank's share, from the pickled description of a DTensor.
+
+    Raises:
+        UnsafeFile: the description is not torch's, or the share is not what it says.
+        LoadError: a placement that holds no value, or a mesh of unknown shape.
+    """
+    try:
+        shape = tuple(int(n) for n in spec["tensor_meta"].arguments[0])
+        mesh_shape, coordinate = _mesh(spec["mesh"].fields)
+        placements = tuple(_placement(one, path) for one in spec["placements"])
+        layout = Layout(mesh_shape, placements)
+        sound = len(mesh_shape) == len(placements) == len(coordinate)
+        sound = sound and all(0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True))
+        sound = sound and all(0 <= p.dim < max(1, len(shape)) for p in placements)
+        sound = sound and local.shape == local_shape(shape, layout, coordinate)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise UnsafeFile(
+            f"{path}: {local.name}: not a DTensor that torch saved ({error})"
+        ) from error
+    if not sound:
+        raise UnsafeFile(
+            f"{path}: {local.name}: holds a share of shape {list(local.shape)}, which is not "
+            f"that of rank {list(coordinate)} of a mesh {list(mesh_shape)} of a {list(shape)}"
+        )
+    return StoredShard(local, shape, layout, coordinate)
+
+
+def _mesh(fields: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of a pickled mesh, and this rank's place in it."""
+    coordinate = tuple(int(n) for n in fields["_coordinate_on_dim"])
+    if "_layout" in fields:
+        axes = fields["_layout"].fields.get("axes")
+        if axes is not None:
+            return tuple(math.prod(axis.fields["shape"]) for axis in axes), coordinate
+        shape = fields["_layout"].fields["shape"]  # torch 2.9 to 2.12
+        return (tuple(shape) if isinstance(shape, tuple) else (int(shape),)), coordinate
+    mesh: Any = fields.get("mesh", fields.get("_mesh"))
+    return tuple(mesh.shape), coordinate
+
+
+def _placement(given: Any, path: str) -> Placement:
+    kind = type(given).__name__
+    if kind == "Replicate":
+        return Placement("replicate")
+    if kind not in ("Shard", "_StridedShard"):
+        raise LoadError(f"{path}: a tensor has the placement {kind}, which holds no value")
+    fields: Any = given.fields
+    fields = fields[1] if isinstance(fields, tuple) else fields
+    return Placement("shard", int(fields["dim"]), int(fields.get("split_factor", 1)))
+
+
+def merged(trees: Sequence[Any], path: str) -> Any:
+    """One tree of the trees of all ranks, whose shares become whole tensors.
+
+    What is no share is the first rank's.
+
+    Raises:
+        LoadError: the shares do not make up a tensor.
+    """
+    first = trees[0]
+    if isinstance(first, StoredShard):
+        return _whole([one for one in trees if isinstance(one, StoredShard)], path)
+    if isinstance(first, dict):
+        tables = [cast("dict[Any, Any]", one) for one in trees if isinstance(one, dict)]
+        keys = dict.fromkeys(key for one in tables for key in one)
+        made = {key: merged([one[key] for one in tables if key in one], path) for key in keys}
+        return OrderedDict(made) if isinstance(first, OrderedDict) else made
+    if isinstance(first, (list, tuple)):
+        rows = [cast("list[Any]", one) for one in trees if isinstance(one, (list, tuple))]
+        parts = [
+            merged([row[n] for row in rows if n < len(row)], path) for n in range(len(rows[0]))
+        ]
+        return tuple(parts) if isinstance(first, tuple) else parts
+    return first
+
+
+def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:
+    first = shards[0]
+    chunks: dict[tuple[int, ...], Chunk] = {}
+    for shard in shards:
+        if (shard.shape, shard.local.dtype) != (first.shape, first.local.dtype):
+            raise LoadError(
+                f"{path}: {first.local.name} is {first.local.dtype}{list(first.shape)} on one rank "
+                f"and {shard.local.dtype}{list(shard.shape)} on another: files of several saves"
+            )
+        for piece in local_pieces(shard.shape, shard.layout, shard.coordinate):
+            inner = shard.local.chunks[0]
+            at = sum(n * stride for n, stride in zip(piece.local, inner.strides, strict=True))
+            offset = inner.offset + at * shard.local.dtype.itemsize
+            chunks.setdefault(piece.box.offsets, replace(inner, box=piece.box, offset=offset))
+    held = sum(chunk.box.numel for chunk in chunks.values())
+    if held != math.prod(first.shape):
+        raise LoadError(
+            f"{path}: {first.local.name}: the files of all ranks hold {held} of its "
+            f"{math.prod(first.shape)} elements: a file is missing, or of another save"
+        )
+    return StoredTensor(first.local.name, first.shape, first.local.dtype, tuple(chunks.values()))

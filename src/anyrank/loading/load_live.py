@@ -1,0 +1,70 @@
+"""A load from a dict of sharded tensors, which is a sync: no rank has all bytes of the source."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.files.listing import Listing
+from anyrank.loading.match_model import LIVE
+from anyrank.loading.memory_meter import Meter
+from anyrank.loading.options import Options
+from anyrank.loading.own_code import OwnCode
+from anyrank.loading.report import LoadReport
+from anyrank.loading.sync_execute import execute_sync
+from anyrank.tensors.names import renamer
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.load")
+
+
+def load_live(
+    model: nn.Module, source: object, options: Options, ranks: Ranks, meter: Meter
+) -> LoadReport:
+    """Load from tensors that lie on several ranks. All ranks.
+
+    Raises:
+        LoadError: as `anyrank.load`.
+    """
+    given: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    done = execute_sync(model, tensors, options, ranks, meter)
+    own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
+    skipped = [f"{key}: not a tensor" for key in given if key not in tensors]
+    report = LoadReport(
+        missing=done.missing,
+        unexpected=done.unexpected,
+        initialised=done.initialised,
+        rebuilt=done.rebuilt,
+        kept=done.kept,
+        tied=done.tied,
+        duplicates=done.duplicates,
+        cast=done.cast,
+        renewed=done.renewed,
+        own_code_not_run={
+            name or "the model": "is given sharded tensors, and its own load_state_dict code was "
+            "not run"
+            for name, _ in own
+        },
+        format="sharded tensors in memory",
+        strategy="sync",
+        reason="no rank has all bytes of the source",
+        verified=done.verified,
+        skipped=sorted(set().union(*ranks.gather(skipped, "naming what was skipped"))),
+        tensors=done.tensors,
+        bytes_read=done.bytes_copied,
+        bytes_sent=done.bytes_sent,
+        peak_host_bytes=done.peak_host_bytes,
+        peak_device_bytes=done.peak_device_bytes,
+        seconds=done.seconds,
+    )
+    if ranks.index == 0:
+        log.info("%s", report)
+        differing = report.kept + list(report.initialised) + list(report.own_code_not_run)
+        if differing:
+            log.warning("%d names differ from the source: %s", len(differing), differing[:10])
+    return report

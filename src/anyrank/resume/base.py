@@ -1,0 +1,180 @@
+"""The frozen base of a model whose adapters are trained: recorded in a run, and not written.
+
+Of the base a run keeps the source and a digest of the values, which does not depend on how they lie
+on the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from anyrank.errors import CheckpointError
+from anyrank.loading.model_tensors import ModelTensor
+from anyrank.random_state.hashing import mix64, signed
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.sharded_tensor import version_of
+from anyrank.world.ranks import Ranks
+
+PART_ELEMENTS = 1 << 20  # of a tensor at a time; each takes some 32 bytes meanwhile
+SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Base:
+    """The parameters of a model that need no gradient, and are in no optimizer and no adapter.
+
+    Attributes:
+        source: paths or URLs that they come from.
+        digest: of their names, shapes, dtypes and values; None before `measure`.
+    """
+
+    def __init__(self, source: Any) -> None:
+        several = [source] if isinstance(source, str | os.PathLike) else source
+        if not isinstance(several, Sequence) or not several:
+            raise TypeError(f"base is {source!r}: give a path, a URL or a list of them")
+        self.source = [os.fspath(one) for one in several]
+        self.digest: str | None = None
+        self._writes: dict[str, int] = {}
+
+    def without(
+        self, targets: Sequence[ModelTensor], trained: Collection[int]
+    ) -> list[ModelTensor]:
+        """The tensors that a run writes.
+
+        Args:
+            targets: all of the model's.
+            trained: ids of the parameters that optimizers hold.
+        """
+        return [target for target in targets if not _is_of_base(target, trained)]
+
+    def measure(
+        self, targets: Sequence[ModelTensor], trained: Collection[int], ranks: Ranks
+    ) -> None:
+        """Compute the digest, unless the values are those of the last one. All ranks.
+
+        Raises:
+            CheckpointError: the base is on meta; replicas of it differ; on all ranks.
+        """
+        ranks.same_arguments("TrainState", {"base": self.source}, CheckpointError)
+        mine = [target for target in targets if _is_of_base(target, trained)]
+
+        def is_known() -> bool:
+            on_meta = [target.name for target in mine if target.is_meta]
+            if on_meta:
+                raise CheckpointError(
+                    f"{on_meta[0]}: the base is on meta: anyrank.load(model, "
+                    f"{self.source[0]!r}) before the run is resumed or saved"
+                )
+            return self.digest is not None and self._writes == _writes(mine)
+
+        if not all(ranks.together("looking at the base", is_known)):
+            described = [[t.name, list(t.shape), str(t.dtype)] for t in mine]
+            rows = ranks.together("comparing the base", lambda: (described, _digests(mine)))
+            self.digest, self._writes = _joined(rows), _writes(mine)
+
+    def record(self, targets: Sequence[ModelTensor], trained: Collection[int]) -> dict[str, Any]:
+        """What a save keeps of the base.
+
+        Raises:
+            CheckpointError: it was written to since it was measured.
+        """
+        now = _writes([target for target in targets if _is_of_base(target, trained)])
+        names = now.keys() | self._writes.keys()
+        wrong = sorted(name for name in names if now.get(name) != self._writes.get(name))
+        if wrong:
+            raise CheckpointError(
+                f"model.{wrong[0]}: belongs to the base {self.source[0]}, and was written to or "
+                "frozen since the run began: a base stays as it is; load it before Checkpoints is "
+                "used, or leave base= out to save it with the run"
+            )
+        return {"source": self.source, "digest": self.digest}
+
+
+def base_problems(base: Base | None, record: Any) -> list[str]:
+    """How the base of a saved model and the one that is here differ."""
+    known = record.get("base")
+    if known is None and base is None:
+        return []
+    if known is None:
+        return ["model: its base was saved with the run: leave out TrainState(base=...)"]
+    if base is None:
+        return [
+            f"model: its base {', '.join(known['source'])} is not in the checkpoint: load it, "
+            "freeze its parameters, and give TrainState(base=...) that source"
+        ]
+    if known["digest"] != base.digest:
+        return [
+            f"model: the frozen base has other values ({base.digest}) than in the run "
+            f"({known['digest']}, from {', '.join(known['source'])}): load the run's own base"
+        ]
+    return []
+
+
+def _is_of_base(target: ModelTensor, trained: Collection[int]) -> bool:
+    tensor = target.tensor
+    free = target.kind == "parameter" and not tensor.requires_grad and not target.adapter
+    return free and target.frozen is None and id(tensor) not in trained
+
+
+def _writes(mine: Sequence[ModelTensor]) -> dict[str, int]:
+    return {target.name: version_of(target.tensor) for target in mine}
+
+
+def _digests(mine: Sequence[ModelTensor]) -> list[list[Any]]:
+    """Of each piece that this rank holds: number of its tensor, box, digest."""
+    rows: list[list[Any]] = []
+    for number, target in enumerate(mine):
+        local = target.local()
+        for piece in target.pieces:
+            where = [list(piece.box.offsets), list(piece.box.sizes)]
+            rows.append([number, *where, _digest(local, piece, target.shape)])
+    return rows
+
+
+def _digest(local: torch.Tensor, piece: Piece, shape: Sequence[int]) -> int:
+    """A sum over elements of their mixed value and position in the global tensor."""
+    strides, total = row_major(shape), 0
+    for box in piece.box.cut(PART_ELEMENTS):
+        data = local[Box(piece.part(box).local, box.sizes).slices()].contiguous().reshape(-1)
+        # A complex128 is two words of 8 bytes.
+        kind = WORDS.get(data.itemsize, torch.int64)
+        words = data.view(kind).to(torch.int64).reshape(data.numel(), -1)
+        places = torch.zeros(box.sizes, dtype=torch.int64, device=data.device)
+        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            line = torch.arange(start, start + size, device=data.device) * strides[dim]
+            places += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        mixed = mix64(words ^ mix64(places.reshape(-1, 1) * SPREAD))
+        total += int(mixed.sum())
+    return total % (1 << 64)
+
+
+def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:
+    """One digest of what all ranks hold, each element counted once.
+
+    Raises:
+        CheckpointError: two ranks hold different values of the same part.
+    """
+    described = answers[0][0]
+    totals, found = [0] * len(described), dict[str, int]()
+    for others, rows in answers:
+        if others != described:
+            raise CheckpointError("model: the ranks have different frozen parameters: freeze alike")
+        for number, offsets, sizes, digest in rows:
+            place = f"{number} {offsets} {sizes}"
+            if place not in found:
+                found[place] = digest
+                totals[number] = (totals[number] + digest) % (1 << 64)
+            elif found[place] != digest:
+                raise CheckpointError(
+                    f"model.{described[number][0]}: the frozen base differs between the ranks: "
+                    "load the same on all of them"
+                )
+    text = json.dumps([described, totals])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,109 @@
+"""Processes of this machine as far as the system shows them: which one, and whether it ended."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from anyrank.world.device import boot_id
+
+ENDED = ("Z", "X")  # a process that ended, and that its parent has not asked for yet
+
+
+def own_process() -> dict[str, Any]:
+    """What distinguishes this process from all others, for a process that looks for it later."""
+    pid = os.getpid()
+    place = {"boot": boot_id(), "pid_namespace": pid_namespace()}
+    return {"pid": pid, "started": started(pid), **place}
+
+
+def has_ended(process: dict[str, Any]) -> bool:
+    """Whether a process that `own_process` described has ended; False where nothing shows it."""
+    here = own_process()
+    if not here["boot"] or any(process.get(k) != here[k] for k in ("boot", "pid_namespace")):
+        return False
+    return not is_running(int(process["pid"]), str(process["started"]))
+
+
+def is_running(pid: int, start: str) -> bool:
+    """Whether the process of this number runs, and is the one that started then.
+
+    Args:
+        pid: within this process's namespace.
+        start: as `started` gave it, or "" for any.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    stat = _stat(pid)
+    if not stat:
+        return True  # no /proc: the number is all there is
+    return stat[0] not in ENDED and (not start or stat[19] == start)
+
+
+def started(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "" where the system does not say.
+
+    Numbers are used again, also by other users' processes.
+    """
+    stat = _stat(pid)
+    return stat[19] if stat else ""
+
+
+def pid_namespace() -> str:
+    """Within which process ids mean something; "" where the system has no such thing."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def sibling_has_ended(rank: int) -> bool:
+    """Whether this process's launcher started a rank on this machine that has ended.
+
+    A launcher such as torchrun starts all ranks of a machine itself, each with its RANK in the
+    environment. False for a rank of another machine, and where no such launcher is seen.
+    """
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    parent = os.getppid()
+    ranks = {_rank_of(pid) for pid in _children(parent)}
+    is_launcher = os.environ.get("RANK") in ranks and _rank_of(parent) is None
+    return is_launcher and rank in range(first, first + count) and str(rank) not in ranks
+
+
+def _rank_of(pid: int) -> str | None:
+    """The RANK that a running process was started with."""
+    stat = _stat(pid)
+    if not stat or stat[0] in ENDED:
+        return None
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return None
+    found = next((one for one in variables if one.startswith(b"RANK=")), None)
+    return None if found is None else found[len("RANK=") :].decode()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    except OSError:
+        return []
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()  # the name before may hold anything
+    except OSError:
+        return []

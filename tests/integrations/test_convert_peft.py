@@ -1,0 +1,93 @@
+"""`convert(merge=True)` of a base and an adapter that PEFT saved, against PEFT's own merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import anyrank
+from anyrank.errors import LoadError
+
+peft = pytest.importorskip("peft")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 700)
+        self.down = nn.Linear(700, 6, bias=False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(self.embed(tokens))))
+
+
+def adapter(folder: Path, **options: Any) -> Any:
+    """Saves a base and a trained adapter; the model that PEFT makes of them."""
+    torch.manual_seed(0)
+    base = Net()
+    save_file(base.state_dict(), folder / "base.safetensors")
+    config = peft.LoraConfig(target_modules=["embed", "up", "down"], r=4, **options)
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_alpha": 16},
+        {"lora_alpha": 16, "use_rslora": True, "modules_to_save": ["head"]},
+        {"lora_alpha": 8, "alpha_pattern": {"up": 3}, "rank_pattern": {"down": 2}},
+    ],
+)
+def test_an_adapter_is_merged_as_peft_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = adapter(tmp_path, **options)
+    sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
+    report = anyrank.convert(sources, tmp_path / "out", merge=True)
+    assert report.merged == ["embed.weight", "up.weight", "down.weight"] or (
+        sorted(report.merged) == ["down.weight", "embed.weight", "up.weight"]
+    )
+    wanted = model.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_plain_lora_is_refused(tmp_path: Path) -> None:
+    adapter(tmp_path, use_dora=True)
+    sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
+    with pytest.raises(LoadError, match="use_dora"):
+        anyrank.convert(sources, tmp_path / "out", merge=True)
+    with pytest.raises(LoadError, match="merge=True"):
+        anyrank.convert(sources, tmp_path / "out")
+    with pytest.raises(LoadError, match=r"no adapter_config\.json"):
+        anyrank.convert(sources[0], tmp_path / "out", merge=True)
+    save_file({"other.weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    adapter(plain)
+    with pytest.raises(LoadError, match=r"\.weight: is not in the base"):
+        anyrank.convert(
+            [tmp_path / "other.safetensors", plain / "adapter"], tmp_path / "out", merge=True
+        )
+
+
+def test_an_adapter_by_itself_stays_one(tmp_path: Path) -> None:
+    adapter(tmp_path)
+    report = anyrank.convert(tmp_path / "adapter", tmp_path / "out", dtype="bfloat16")
+    assert "adapter_model.safetensors" in report.files
+    assert "adapter_config.json" in report.copied
+    model = peft.PeftModel.from_pretrained(Net(), tmp_path / "out")
+    assert model.peft_config

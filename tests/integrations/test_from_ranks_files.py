@@ -1,0 +1,105 @@
+"""Runs whose ranks saved a file each go on: torch_checkpointing's (torchtitan) and verl's.
+
+torch_checkpointing writes its folders itself; its exchange of metadata asks for CUDA, and is done
+on the CPU here. verl's are written in the layout of its `fsdp_checkpoint_manager.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integrations import tools
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import anyrank
+from anyrank.testing import run_ranks
+
+WORLD = 2
+
+
+def manager_of(folder: str) -> Any:
+    import torch_checkpointing as tc
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    class Manager(tc.DefaultMetadataManager):
+        def _all_gather_pickled_data(self, data: Any, process_group: Any = None) -> Any:
+            found: list[Any] = [None] * dist.get_world_size(process_group)
+            dist.all_gather_object(found, data, group=process_group)
+            return dict(enumerate(found))
+
+    config = tc.CheckpointManager.Config.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    items = {key: tc.ItemSpec(resharder=DefaultResharder()) for key in ("model", "optimizer")}
+    config.items = items
+    rank, world = dist.get_rank(), dist.get_world_size()
+    info = tc.RankInfo(rank, world, rank, world)
+    saver = tc.make_sync_checkpoint_saver(
+        rank_info=info,
+        storage_config=config.storage_config,
+        checkpoint_metadata_manager=Manager(rank_info=info),
+    )
+    manager = tc.CheckpointManager(config)
+    manager._saver = saver
+    return manager
+
+
+def job_save(folder: str) -> list[float]:
+    net = tools.wrapped("fsdp", tools.seeded())
+    optimizer = tools.optimizer_of(net)
+    scheduler = tools.cosine(optimizer)
+    tools.train(net, optimizer, scheduler, 0, tools.SAVED)
+    manager = manager_of(folder)
+    state = {
+        "model": get_model_state_dict(net),
+        "optimizer": get_optimizer_state_dict(net, optimizer),
+        "lr_scheduler": scheduler.state_dict(),
+        "train_state": {"step": tools.SAVED},
+    }
+    manager.save(f"{folder}/tc", state)
+    manager.close()
+    verl = Path(folder, "global_step_3/actor")
+    verl.mkdir(parents=True, exist_ok=True)
+    end = f"world_size_{WORLD}_rank_{dist.get_rank()}.pt"
+    torch.save(get_model_state_dict(net), verl / f"model_{end}")
+    torch.save(optimizer.state_dict(), verl / f"optim_{end}")
+    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
+    torch.save(extra, verl / f"extra_state_{end}")
+    return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
+
+
+def job_adopt(sources: dict[str, str], folder: str, layout: str) -> dict[str, Any]:
+    return {
+        kind: tools.job_adopt(source, f"{folder}-{layout}-{kind}", layout)
+        for kind, source in sources.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch_checkpointing")
+    expected = run_ranks(WORLD, job_save, str(tmp_path), timeout=120)[0]
+    sources = {"tc": str(tmp_path / "tc"), "verl": str(tmp_path / "global_step_3/actor")}
+    for world, layout in ((1, "ddp"), (3, "fsdp")):
+        folder = str(tmp_path / f"run-{world}")
+        for found in run_ranks(world, job_adopt, sources, folder, layout, timeout=120):
+            for kind, (losses, report, _) in found.items():
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=kind)
+                assert (report.step, report.saved_on.ranks) == (3, WORLD)
+                assert report.components["scheduler"] == "exact"
+                assert report.components["model"] == "resharded"
+    net = tools.seeded(1)
+    for source in sources.values():
+        anyrank.load(net, source)
+    for name, match in (
+        ("tc/model_1.pt", r"model_1.pt is missing"),
+        ("global_step_3/actor/optim_world_size_2_rank_1.pt", r"rank_1.pt is missing \(1 of 2"),
+    ):
+        (tmp_path / name).unlink()
+        state = anyrank.TrainState(net, tools.optimizer_of(net))
+        with pytest.raises(anyrank.CheckpointError, match=match):
+            anyrank.Checkpoints(tmp_path / "x", state).resume((tmp_path / name).parent)

@@ -1,0 +1,119 @@
+"""`convert` of a live model: all ranks write one set of files, which hold the whole model."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tests.ranks.models import LAYOUTS, Net, reference
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank import faults
+from anyrank.testing import run_ranks
+
+SIZES = {"width": 7, "hidden": 9}
+
+
+def job_convert(folder: str, layouts: list[str]) -> list[Any]:
+    reports: list[Any] = []
+    for layout in layouts:
+        for to in ("safetensors", "dcp", "torch"):
+            model = LAYOUTS[layout](reference(**SIZES))
+            out = os.path.join(folder, f"{layout}-{to}")
+            reports.append(anyrank.convert(model, out, to=to))  # type: ignore[arg-type]
+    model = LAYOUTS[layouts[-1]](reference(**SIZES))
+    out = os.path.join(folder, "cast")
+    reports.append(anyrank.convert(model, out, dtype="bfloat16", shard_bytes=200))
+    return reports
+
+
+CASES = [
+    (1, ["plain", "fsdp"]),
+    (2, ["plain", "fsdp", "tp", "fsdp_mixed", "fsdp_ignored"]),
+    (3, ["fsdp", "tp"]),
+    (4, ["hsdp", "fsdp_tp"]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), CASES, ids=lambda value: str(value)[:1])
+def test_all_ranks_write_the_whole_model(tmp_path: Path, ranks: int, layouts: list[str]) -> None:
+    results = run_ranks(ranks, job_convert, str(tmp_path), layouts)
+    wanted = reference(**SIZES).state_dict()
+    untied = {name: tensor for name, tensor in wanted.items() if name != "head.weight"}
+    for layout in layouts:
+        single = load_file(tmp_path / f"{layout}-safetensors/model.safetensors")
+        assert single.keys() == untied.keys()
+        assert all(torch.equal(single[name], untied[name]) for name in untied), layout
+        made = torch.load(tmp_path / f"{layout}-torch", weights_only=True)
+        assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+        assert made["head.weight"].data_ptr() == made["embed.weight"].data_ptr()
+        assert anyrank.diff(tmp_path / f"{layout}-dcp", wanted)
+    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in untied.items()}
+    assert anyrank.diff(tmp_path / "cast", half)
+    assert len(list((tmp_path / "cast").glob("*.safetensors"))) > 2
+    assert not list(tmp_path.glob("*.unfinished-*"))
+    for reports in results:
+        assert [r.files for r in reports] == [r.files for r in results[0]]
+        assert reports[0].tied == {"head.weight": "embed.weight"}
+
+
+def job_refuse(folder: str) -> list[str]:
+    rank, said = dist.get_rank(), list[str]()
+
+    def attempt(work: Any) -> None:
+        try:
+            work()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+
+    model: Any = fully_shard(Net())
+    attempt(lambda: anyrank.convert(model, f"{folder}/{rank}"))
+    attempt(lambda: anyrank.convert(model, f"{folder}/a", to="nothing"))  # type: ignore[arg-type]
+    attempt(lambda: anyrank.convert(model, folder))
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        faults.armed["file.write"] = refuse
+    attempt(lambda: anyrank.convert(model, f"{folder}/full"))
+    faults.armed.clear()
+    alike = nn.Linear(4, 4)
+    with torch.no_grad():
+        alike.weight.fill_(rank)
+        alike.bias.fill_(0)
+    attempt(lambda: anyrank.convert(alike, f"{folder}/differ"))
+    attempt(lambda: anyrank.convert(nn.Linear(4, 4 + rank), f"{folder}/shapes"))
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
+    said += anyrank.convert(norm, f"{folder}/norm").skipped
+    return said
+
+
+def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    results = run_ranks(2, job_refuse, str(tmp_path))
+    for said in results:
+        assert said[0].startswith("LoadError: ")
+        assert "dst" in said[0]
+        assert said[1].startswith("ValueError: ")
+        assert "is there already" in said[2]
+        assert said[3].startswith("CheckpointError: ")
+        assert "No space left" in said[3]
+        assert "differ" in said[4]
+        assert "rank 1" in said[5]
+        assert said[6] == "running_mean: differs between ranks; the first rank's was written"
+    assert sorted(os.listdir(tmp_path)) == ["norm", "there"]
+    assert torch.equal(
+        load_file(tmp_path / "norm/model.safetensors")["running_mean"], torch.zeros(2)
+    )
