@@ -198,7 +198,7 @@ def test_a_frozen_base_is_not_written_and_is_compared(tmp_path: Path) -> None:
     assert losses == pytest.approx(whole, rel=1e-7)
     step = anyrank.Checkpoints(folder, anyrank.TrainState()).latest()
     assert step is not None
-    names = [one.name for one in anyrank.inspect(step).tensors if one.name.startswith("model.")]
+    names = [one.name for one in anyrank.inspect(step).tensors]
     assert names
     assert all("lora_" in name for name in names)
     assert '"llama.safetensors"' in (Path(step) / "anyrank.json").read_text()

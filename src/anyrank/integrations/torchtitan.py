@@ -1,0 +1,182 @@
+"""A CheckpointManager in torchtitan's shape, over a run that is resumed on any number of ranks.
+
+Written against torchtitan 0.3, of which it imports nothing: what it takes are torchtitan's own
+objects, or any of the same shape.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import anyrank
+from anyrank.integrations.versions import warn_if_untested
+
+warn_if_untested("torchtitan", "0.3", "0.3")
+
+
+class CheckpointManager:
+    """What a torchtitan trainer calls to save and load, with its arguments. All ranks.
+
+    Files are those of `anyrank.Checkpoints`, in `base_folder/config.folder`. Of the configuration
+    these count: enable, folder, interval, keep_latest_k (0 keeps all), async_mode, load_only,
+    exclude_from_loading, enable_first_step_checkpoint, initial_load_path. The last save is whole,
+    whatever last_save_model_only says.
+
+    torchtitan's own data loader has a state for each rank, which is resumed on the same number of
+    ranks, or left out with exclude_from_loading=["dataloader"]. With an `ElasticLoader` in its
+    place every sample is seen once on any number of ranks.
+
+    Attributes:
+        enable: whether anything is saved or loaded.
+        states: the parts, by torchtitan's names.
+        report: the `ResumeReport` of the last load; None if there was nothing.
+
+    Args:
+        config: torchtitan's `CheckpointManager.Config`.
+        dataloader: the data loader, or None.
+        model_parts: the model, as the only entry.
+        optimizers: an `OptimizersContainer`.
+        lr_schedulers: an `LRSchedulersContainer`.
+        states: further parts with a `state_dict`, as {"train_state": trainer}.
+        sd_adapter: not used.
+        base_folder: of the job.
+        seed: of the run.
+
+    Raises:
+        ValueError: several model parts (pipeline stages); Hugging Face files, which anyrank does
+            not rename to torchtitan's names.
+
+    Example::
+
+        from types import SimpleNamespace as Shape
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager = anyrank.integrations.torchtitan.CheckpointManager(
+            Shape(enable=True, folder="checkpoint", interval=2),
+            dataloader=None,
+            model_parts=[model],
+            optimizers=Shape(optimizers=[optimizer]),
+            lr_schedulers=Shape(schedulers=[]),
+            states={},
+        )
+        assert not manager.load()
+        assert [manager.save(step) for step in (1, 2)] == [False, True]
+        assert manager.load(step=2)
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dataloader: Any,
+        model_parts: Sequence[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: Mapping[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.enable = bool(config.enable)
+        self.states = dict(states)
+        self.report: anyrank.ResumeReport | None = None
+        self.save_future = None  # a save in the background is known to Checkpoints alone
+        if not self.enable:
+            return
+        if len(model_parts) != 1:
+            raise ValueError(
+                f"{len(model_parts)} model parts: pipeline stages differ between ranks, and a run "
+                "holds one model: use torchtitan's own CheckpointManager"
+            )
+        for name in ("initial_load_in_hf", "last_save_in_hf"):
+            if getattr(config, name, False):
+                raise ValueError(
+                    f"checkpoint.{name}: the names in Hugging Face files are not torchtitan's: "
+                    "convert them with torchtitan's scripts, or use its own CheckpointManager"
+                )
+        self._config = config
+        self._model = model_parts[0]
+        steppers = _numbered("optimizer", optimizers.optimizers)
+        schedulers = _numbered("scheduler", lr_schedulers.schedulers)
+        self._names = {  # of torchtitan's parts in the run
+            "dataloader": ["data"],
+            "optimizer": list(steppers),
+            "lr_scheduler": list(schedulers),
+        }
+        parts = steppers | schedulers | self.states
+        self._state = anyrank.TrainState(self._model, data=dataloader, seed=seed, **parts)
+        keep = getattr(config, "keep_latest_k", 10)
+        self._checkpoints = anyrank.Checkpoints(
+            os.path.join(base_folder, config.folder),
+            self._state,
+            keep=keep or 1 << 30,
+            background=str(getattr(config, "async_mode", "disabled")).lower() != "disabled",
+        )
+
+    def load(self, step: int = -1) -> bool:
+        """Restore a step, or the newest for -1. Whether there was one.
+
+        In an empty folder the weights of `initial_load_path` are loaded, if it is given.
+
+        Raises:
+            CheckpointError: as `Checkpoints.resume`.
+        """
+        if not self.enable:
+            return False
+        left = getattr(self._config, "exclude_from_loading", ())
+        skip = [part for name in left for part in self._names.get(name, [name])]
+        self.report = self._checkpoints.resume("auto" if step == -1 else step, skip=skip)
+        if self.report is not None:
+            return True
+        source = getattr(self._config, "initial_load_path", None)
+        if source is None:
+            return False
+        if not getattr(self._config, "initial_load_model_only", True):
+            raise ValueError(
+                "initial_load_model_only=False: what a checkpoint of torchtitan holds beside the "
+                "weights belongs to its own CheckpointManager: load the weights alone"
+            )
+        anyrank.load(self._model, source)
+        return True
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save a step that is due, or the last. Whether it was saved.
+
+        Raises:
+            CheckpointError: as `Checkpoints.save`.
+        """
+        if not self.enable or getattr(self._config, "load_only", False):
+            return False
+        is_first = curr_step == 1 and getattr(self._config, "enable_first_step_checkpoint", False)
+        if not (last_step or is_first or curr_step % self._config.interval == 0):
+            return False
+        self._state.step = curr_step
+        self._checkpoints.save()
+        return True
+
+    def maybe_wait_for_staging(self) -> None:
+        """Nothing: the optimizer's step waits by itself for what is still to be copied."""
+
+    def maybe_wait_for_saving(self) -> None:
+        """Return when no save is in flight.
+
+        Raises:
+            CheckpointError: the save that was in flight failed.
+        """
+        if self.enable:
+            self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Finish what is in flight, and release the folder."""
+        if self.enable:
+            self._checkpoints.close()
+
+
+def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
+    """The members of a container as parts: `optimizer`, `optimizer_1` and so on."""
+    return {f"{name}_{n}" if n else name: one for n, one in enumerate(several)}
