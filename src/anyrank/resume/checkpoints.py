@@ -344,9 +344,8 @@ class Checkpoints:
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
         if self._ranks is None:
-            ranks = self._groups.enter_context(
-                open_ranks(self._process_group, f"Checkpoints.{call}()")
-            )
+            opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
+            ranks = self._groups.enter_context(opened)
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
             run_parts(self._state).measure_base(ranks)
