@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anyrank
-from anyrank.files.receipts import Parting, first_parting
 from anyrank.resume import receipt
 from anyrank.resume.receipt import digest_of_box, receipt_of_step
 from anyrank.tensors.box import Box
@@ -69,19 +68,19 @@ def test_negative_zero_is_another_value() -> None:
     assert whole(torch.tensor([0.0])) != whole(torch.tensor([-0.0]))
 
 
+DATA = {"seed": 0, "epoch": 0, "step": 1, "samples": 8, "receipt": [1, 2, 3]}
+
+
 def table(**tensors: int) -> dict[str, Any]:
-    data = {"seed": 0, "epoch": 0, "step": 1, "samples": 8, "receipt": [1, 2, 3]}
-    return receipt_of_step([tensors], data)
+    return receipt_of_step([tensors], DATA)
 
 
-def test_where_runs_part() -> None:
-    run = {1: table(a=1, b=2), 2: table(a=3, b=4), 3: table(a=5, b=6)}
-    assert first_parting(run, run | {4: table(a=7)}) is None
-    assert first_parting(run, run | {2: table(a=3, b=9), 3: table(a=0, b=0)}) == Parting(2, ["b"])
-    assert first_parting(run, run | {3: table(a=5)}) == Parting(3, ["b"])
-    assert first_parting(run, {1: {}, 2: {}}) is None  # without receipts nothing is known
-    other_data = run[1] | {"digest": "0" * 32}
-    assert first_parting(run, {1: other_data}) == Parting(1, [])
+def test_a_receipt_differs_with_values_and_with_data() -> None:
+    first = table(a=1, b=2)
+    assert table(b=2, a=1) == first
+    assert table(a=1, b=3)["digest"] != first["digest"]
+    assert receipt_of_step([{"a": 1}, {"b": 2}], DATA) == first
+    assert receipt_of_step([{"a": 1, "b": 2}], DATA | {"epoch": 1})["digest"] != first["digest"]
 
 
 @pytest.mark.parametrize("exact", [False, True])

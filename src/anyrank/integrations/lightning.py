@@ -1,6 +1,6 @@
 """Lightning: a callback that saves a run, and resumes it on any number of ranks.
 
-Tested with lightning and pytorch_lightning 2.6.
+Tested with lightning 2.6.
 
 What Lightning iterates is one `Step` for each optimizer step, so that all that it counts (steps,
 epochs, validation intervals, schedulers) is the same on any number of ranks. Its `training_step`
