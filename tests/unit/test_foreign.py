@@ -328,3 +328,15 @@ def test_new_parameters_start_fresh_when_asked(tmp_path: Path, separate: bool) -
     report = begin(tmp_path, "auto", state, fresh=["lora_*"])
     assert report.components["optimizer"] == report.components["model"] == "exact"
     assert len(state._parts.parts["optimizer"].state) == 5  # pyright: ignore[reportPrivateUsage]
+
+
+def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    apart = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.save({"state_dict": apart.state_dict(), "step": 1}, tmp_path / "last.pt")
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    before = tied[0].weight.detach().clone()
+    with pytest.raises(anyrank.CheckpointError, match=r"1\.weight and 0\.weight are one tensor"):
+        begin(tmp_path / "run", tmp_path / "last.pt", anyrank.TrainState(tied))
+    assert torch.equal(tied[0].weight, before)

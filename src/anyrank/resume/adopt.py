@@ -23,6 +23,7 @@ from anyrank.loading.execute_load import execute_load
 from anyrank.loading.memory_meter import Meter
 from anyrank.loading.options import Options
 from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.verify import compare_duplicates
 from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
 from anyrank.resume.opaque import unwrapped
@@ -135,6 +136,13 @@ class Adopting(Resuming):
         listing = self.source.model(part)
         try:
             plan = plan_load(module, self.request.path, self.ranks, options, known=listing)
+            ends = plan.match.duplicates  # a tied tensor keeps the values of one of them alone
+            if ends:
+                self.ranks.from_one(
+                    "comparing tied tensors",
+                    self.ranks.ranks[0],
+                    lambda: compare_duplicates(plan.match.listing, ends),
+                )
         except LoadError as error:
             text = self._mismatch([f"{part}: {error}"])
             raise CheckpointError(text, causes=error.causes) from error
