@@ -201,6 +201,8 @@ def test_a_loop_goes_on_where_it_was_left(
     assert len(first.data) == 5
     losses = [*steps(first, stop)]
     path = getattr(first.accelerator, end)()
+    run = first.accelerator.run
+    assert run is None if end == "free_memory" else run.step == stop
     second = setup(tmp_path / "run")
     second.accelerator.load_state(path if end == "save_state" else None)
     assert second.accelerator.run.step == stop

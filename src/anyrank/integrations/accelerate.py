@@ -294,5 +294,6 @@ class Accelerator(_Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """As usual, after the last step is saved: what is prepared next is another run's."""
         self._elastic.close()
+        self._elastic.state = None  # which holds the model
         self._batches, self._wrapped = None, []
         return super().free_memory(*objects)

@@ -103,13 +103,16 @@ class ElasticRun:
         return os.fspath(given)  # from elsewhere
 
     def close(self) -> None:
-        """Save the last step that was trained, if one was, and release the folder. All ranks."""
+        """Save the last step that was trained, if one was, and release the folder. All ranks.
+
+        The state stays: its counts are asked for after the end.
+        """
         if self._checkpoints is not None and self.state is not None:
             self.count_step()
             if self.state.step:
                 self._checkpoints.save()
             self._checkpoints.close()
-        self._checkpoints = self.state = None
+        self._checkpoints = None
         self._is_resumed = False
 
 
