@@ -152,7 +152,7 @@ class Machines:
         """What a rank has written."""
         return self.folder / f"log-{rank}.txt"
 
-    def wait_for(self, path: Path, seconds: float = 30.0) -> None:
+    def wait_for(self, path: Path, seconds: float = 120.0) -> None:
         """Wait until a file of the shared folder is there."""
         end = time.monotonic() + seconds
         while not path.exists():
