@@ -181,7 +181,7 @@ def job_chain() -> str:
 
 
 def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> None:
-    assert run_ranks(1, job_chain, timeout=60)[0] != alone["plain"]
+    assert run_ranks(1, job_chain, timeout=150)[0] != alone["plain"]
 
 
 def job_refused() -> list[str]:
@@ -217,7 +217,7 @@ def job_refused() -> list[str]:
 
 
 def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(2, job_refused, timeout=60)
+    first, second = run_ranks(2, job_refused, timeout=150)
     for found in (first, second):
         texts = (
             "static_graph=True",
@@ -253,11 +253,11 @@ def job_resumed(folder: str, kind: str, until: int, leave_at: int | None = None)
 
 
 def test_a_run_moved_between_rank_counts_and_wrappers_has_the_same_bits(tmp_path: Path) -> None:
-    whole = run_ranks(1, job_resumed, str(tmp_path / "whole"), "plain", 7, timeout=60)[0]
+    whole = run_ranks(1, job_resumed, str(tmp_path / "whole"), "plain", 7, timeout=150)[0]
     moved = str(tmp_path / "moved")
     for size, kind, until, leave_at in ((4, "fsdp", 2, 1), (3, "ddp", 4, 3), (2, "fsdp", 6, None)):
-        run_ranks(size, job_resumed, moved, kind, until, leave_at, timeout=60)
-    assert run_ranks(4, job_resumed, moved, "hsdp", 7, timeout=60) == [whole] * 4
+        run_ranks(size, job_resumed, moved, kind, until, leave_at, timeout=150)
+    assert run_ranks(4, job_resumed, moved, "hsdp", 7, timeout=150) == [whole] * 4
     one, other = receipts(tmp_path / "whole"), receipts(Path(moved))
     common = set(one) & set(other)
     assert len(common) >= 2

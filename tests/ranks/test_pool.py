@@ -535,7 +535,7 @@ SCRIPT = """
 
 def run_python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, timeout=50, check=False, capture_output=True, text=True
+        [sys.executable, *args], cwd=cwd, timeout=200, check=False, capture_output=True, text=True
     )
 
 
