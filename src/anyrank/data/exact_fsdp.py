@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from anyrank.data.gradient_sync import units
 from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term, reduce_scatter
 from anyrank.data.tree_sum import Span, TreeSum, merged
 
@@ -186,6 +187,21 @@ def installed(
 
 
 @contextmanager
+def exchanging(unit: Any) -> Generator[None, None, None]:
+    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside.
+
+    There is no public way to read the former settings, which are restored.
+    """
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in units(unit)]
+    unit.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+@contextmanager
 def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator[None, None, None]:
     """Record which of a unit's parameters get gradients. All ranks of the unit.
 
@@ -202,6 +218,8 @@ def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator
         if parameter.sharded_param.grad is None:
             reduction.without.add(number)
         if parameter.sharded_param.requires_grad:
+            # FSDP2 sets it in the next forward: the parameter may have been frozen in the last.
+            parameter.unsharded_param.requires_grad_(True)
             hooks.append(
                 parameter.unsharded_param.register_post_accumulate_grad_hook(
                     lambda _, number=number: reduction.used.add(number)

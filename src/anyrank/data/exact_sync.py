@@ -18,7 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.data.exact_checks import BufferWatch
-from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups, watched
+from anyrank.data.exact_fsdp import (
+    OrderedReduceScatter,
+    Round,
+    exchanging,
+    installed,
+    unit_groups,
+    watched,
+)
 from anyrank.data.gradient_sync import (
     FROZEN,
     GRADIENT,
@@ -105,7 +112,12 @@ class ExactSync(GradientSync):
         """Run the pass over the microbatches: wrappers reduce as this object says."""
         with ExitStack() as stack:
             for module in self.ddp:
+                # A forward outside of the pass has prepared DDP to exchange in the next backward,
+                # whatever no_sync() says then.
+                module.reducer._reset_state()  # pyright: ignore[reportPrivateUsage]
                 stack.enter_context(module.no_sync())
+            for module in self.fsdp:
+                stack.enter_context(exchanging(module))
             for unit, group, reduction in self.reductions:
                 stack.enter_context(installed(unit, group, reduction))
                 stack.enter_context(watched(unit, group, reduction))
