@@ -26,10 +26,12 @@ class Round:
     """Which microbatch runs; shared by all units.
 
     Attributes:
+        number: how many this rank has begun in the pass.
         leaf: its index in the step; None for a copy, which is in no sum.
         is_last: whether it is the rank's last.
     """
 
+    number: int = 0
     leaf: int | None = None
     is_last: bool = False
 
@@ -54,6 +56,8 @@ class OrderedReduceScatter:
         self.now, self.leaves, self.shards, self.replicas = now, leaves, shards, replicas
         self.own = TreeSum(shards.count)
         self.num_added = 0
+        self.number = 0  # of the last microbatch with a gradient
+        self.is_repeated = False  # there were several gradients in a microbatch
         self.is_complete = True  # nothing is kept that was not exchanged
         self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
         self.without: set[int] = set()  # those that had no gradient before the pass
@@ -72,6 +76,12 @@ class OrderedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Keep a microbatch's gradient; in the last one, reduce-scatter the sum of all."""
+        if self.now.number == self.number:
+            # The last microbatch's first gradient is exchanged when a second comes.
+            self.is_repeated = True
+            output_tensor.zero_()
+            return
+        self.number = self.now.number
         term = as_term(input_tensor)
         self.is_complete = self.now.is_last
         if self.now.leaf is not None:
