@@ -161,6 +161,96 @@ def test_the_stock_reduction_gives_other_bits(alone: dict[str, str]) -> None:
     assert alone["plain"] not in run_ranks(3, job_kinds, False, timeout=120)[0].values()
 
 
+def job_validated(kind: str) -> str:
+    """Run the wrapped model with gradients between the steps, and on the first rank alone once."""
+    torch.manual_seed(0)
+    net = wrap(Model(rare=False), kind)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    loader = anyrank.ElasticLoader(
+        Tokens(), global_batch=BATCH, microbatch=MICRO, seed=5, exact=True
+    )
+    rows = torch.stack([Tokens()[i] for i in range(4)])
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    for step in loader:
+        if kind == "ddp" and step.number == 1 and is_first:
+            token_loss(net(rows), rows).item()
+        for batch in step.microbatches(net):
+            step.backward(token_loss(net(batch), batch))
+        token_loss(net(rows), rows).item()
+        step.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        token_loss(net(rows), rows).item()
+    return sha256(net, optimizer)
+
+
+def job_adversaries(kind: str) -> str:
+    """A generator and a discriminator, which is frozen in the generator's pass."""
+    torch.manual_seed(0)
+    nets: list[Any] = []
+    for sizes in ((4, 8, 6), (6, 8, 1)):
+        layers = nn.Linear(*sizes[:2]), nn.ReLU(), nn.Linear(*sizes[1:])
+        net: nn.Module = nn.Sequential(*layers)
+        if kind == "fsdp":
+            fully_shard(net)
+        nets.append(DistributedDataParallel(net) if kind == "ddp" else net)
+    make, judge = nets
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    rows = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(rows, global_batch=10, microbatch=2, exact=True)
+    softplus = nn.functional.softplus
+    for step in loader:
+        for batch in step.microbatches(judge):
+            fake = make(torch.randn(len(batch), 4)).detach()
+            step.backward(softplus(-judge(batch)).mean() + softplus(judge(fake)).mean())
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        judge.requires_grad_(False)
+        for batch in step.microbatches(nn.ModuleList(nets)):
+            step.backward(softplus(-judge(make(torch.randn(len(batch), 4)))).mean())
+        judge.requires_grad_(True)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert loader.step == 2
+    return sha256(make, optimizers[0], *(whole(p) for p in judge.parameters()))
+
+
+def job_left_unsynced(kind: str) -> str:
+    """FSDP2 units that were left without gradient exchange, and must be left so again."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    if kind == "fsdp":
+        fully_shard(net[0]).set_requires_gradient_sync(False)
+        fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = torch.randn(24, 4)
+    loader = anyrank.ElasticLoader(rows, global_batch=12, microbatch=2, exact=True)
+    for step in loader:
+        net[2].bias.requires_grad_(step.number > 0)
+        for batch in step.microbatches(net):
+            step.backward(net(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "fsdp":
+        net(rows).sum().backward()
+        assert net[0].weight.grad is None
+        assert net[2].weight.grad is not None
+    return sha256(net, optimizer)
+
+
+def job_habits() -> dict[str, str]:
+    jobs = (job_validated, job_adversaries, job_left_unsynced)
+    return {
+        f"{job.__name__} {kind}": job(kind) for job in jobs for kind in ("plain", "ddp", "fsdp")
+    }
+
+
+def test_what_runs_outside_of_a_pass_does_not_change_its_bits() -> None:
+    alone = run_ranks(1, job_habits, timeout=150)[0]
+    assert len(set(alone.values())) == 3, alone
+    assert run_ranks(3, job_habits, timeout=120) == [alone] * 3
+
+
 def job_chain() -> str:
     """A sum that adds the microbatches one after the other, instead of as a tree."""
 
@@ -184,18 +274,19 @@ def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> Non
     assert run_ranks(1, job_chain, timeout=150)[0] != alone["plain"]
 
 
-def job_refused() -> list[str]:
+def job_refused(folder: str) -> list[str]:
     """What is refused before the first backward, on all ranks."""
     torch.manual_seed(0)
     rows = torch.randn(8, 4)
     found: list[str] = []
 
-    def attempt(model: nn.Module, **options: Any) -> None:
+    def attempt(model: nn.Module, times: int = 1, **options: Any) -> None:
         loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=True, **options)
         try:
             for step in loader:
                 for batch in step.microbatches(model):
-                    step.backward(model(batch).square().mean())
+                    for _ in range(times):
+                        step.backward(model(batch).square().mean())
         except (ValueError, anyrank.AnyrankError) as error:
             found.append(f"{type(error).__name__}: {error}")
 
@@ -210,20 +301,34 @@ def job_refused() -> list[str]:
         nn.Linear(4, 1), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("rep", "shard"))
     )
     attempt(replicated)
+    attempt(fully_shard(nn.Linear(4, 1)), times=2)
+    sharded = fully_shard(nn.Linear(4, 1))
+    fused = torch.optim.AdamW(sharded.parameters(), fused=True)
+    loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=True)
+    ckpts = anyrank.Checkpoints(folder, anyrank.TrainState(sharded, fused, data=loader))
+    for call in (lambda: list(ckpts.steps(until=1)), ckpts.step_done):
+        try:
+            call()
+        except (ValueError, anyrank.AnyrankError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    ckpts.close()
     if torch.distributed.get_rank():  # on one rank alone
         torch.set_num_threads(torch.get_num_threads() + 1)
     attempt(nn.Linear(4, 1))
     return found
 
 
-def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(2, job_refused, timeout=150)
+def test_what_cannot_be_exact_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job_refused, str(tmp_path), timeout=150)
     for found in (first, second):
         texts = (
             "static_graph=True",
             "communication hook",
             "tensor parallelism adds up",
             "is only replicated over",
+            "more than once in a microbatch",
+            "AdamW(fused=True) steps sharded parameters",
+            "AdamW(fused=True) steps sharded parameters",
             "threads= differs between ranks",
         )
         assert len(found) == len(texts)

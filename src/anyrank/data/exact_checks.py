@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -172,6 +172,23 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
             "exact=True: kernels of accelerators may add in any order: call "
             "torch.use_deterministic_algorithms(True) before the first step"
         )
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers whose results depend on how parameters are sharded.
+
+    Raises:
+        ValueError: names the optimizer, and the way out.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("fused") and any(isinstance(one, DTensor) for one in group["params"]):
+                title = type(optimizer).__name__
+                raise ValueError(
+                    f"exact=True: {title}(fused=True) steps sharded parameters, and its kernel "
+                    "rounds the elements at the end of a shard in another way: build it with "
+                    "foreach=True or foreach=False"
+                )
 
 
 def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:

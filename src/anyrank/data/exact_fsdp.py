@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from anyrank.data.gradient_sync import units
 from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term, reduce_scatter
 from anyrank.data.tree_sum import Span, TreeSum, merged
 
@@ -25,10 +26,12 @@ class Round:
     """Which microbatch runs; shared by all units.
 
     Attributes:
+        number: how many this rank has begun in the pass.
         leaf: its index in the step; None for a copy, which is in no sum.
         is_last: whether it is the rank's last.
     """
 
+    number: int = 0
     leaf: int | None = None
     is_last: bool = False
 
@@ -53,6 +56,8 @@ class OrderedReduceScatter:
         self.now, self.leaves, self.shards, self.replicas = now, leaves, shards, replicas
         self.own = TreeSum(shards.count)
         self.num_added = 0
+        self.number = 0  # of the last microbatch with a gradient
+        self.is_repeated = False  # there were several gradients in a microbatch
         self.is_complete = True  # nothing is kept that was not exchanged
         self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
         self.without: set[int] = set()  # those that had no gradient before the pass
@@ -71,6 +76,12 @@ class OrderedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Keep a microbatch's gradient; in the last one, reduce-scatter the sum of all."""
+        if self.now.number == self.number:
+            # The last microbatch's first gradient is exchanged when a second comes.
+            self.is_repeated = True
+            output_tensor.zero_()
+            return
+        self.number = self.now.number
         term = as_term(input_tensor)
         self.is_complete = self.now.is_last
         if self.now.leaf is not None:
@@ -186,6 +197,21 @@ def installed(
 
 
 @contextmanager
+def exchanging(unit: Any) -> Generator[None, None, None]:
+    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside.
+
+    There is no public way to read the former settings, which are restored.
+    """
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in units(unit)]
+    unit.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+@contextmanager
 def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator[None, None, None]:
     """Record which of a unit's parameters get gradients. All ranks of the unit.
 
@@ -202,6 +228,8 @@ def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator
         if parameter.sharded_param.grad is None:
             reduction.without.add(number)
         if parameter.sharded_param.requires_grad:
+            # FSDP2 sets it in the next forward: the parameter may have been frozen in the last.
+            parameter.unsharded_param.requires_grad_(True)
             hooks.append(
                 parameter.unsharded_param.register_post_accumulate_grad_hook(
                     lambda _, number=number: reduction.used.add(number)

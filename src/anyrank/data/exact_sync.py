@@ -18,7 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.data.exact_checks import BufferWatch
-from anyrank.data.exact_fsdp import OrderedReduceScatter, Round, installed, unit_groups, watched
+from anyrank.data.exact_fsdp import (
+    OrderedReduceScatter,
+    Round,
+    exchanging,
+    installed,
+    unit_groups,
+    watched,
+)
 from anyrank.data.gradient_sync import (
     FROZEN,
     GRADIENT,
@@ -105,7 +112,12 @@ class ExactSync(GradientSync):
         """Run the pass over the microbatches: wrappers reduce as this object says."""
         with ExitStack() as stack:
             for module in self.ddp:
+                # A forward outside of the pass has prepared DDP to exchange in the next backward,
+                # whatever no_sync() says then.
+                module.reducer._reset_state()  # pyright: ignore[reportPrivateUsage]
                 stack.enter_context(module.no_sync())
+            for module in self.fsdp:
+                stack.enter_context(exchanging(module))
             for unit, group, reduction in self.reductions:
                 stack.enter_context(installed(unit, group, reduction))
                 stack.enter_context(watched(unit, group, reduction))
@@ -118,6 +130,7 @@ class ExactSync(GradientSync):
     @contextmanager
     def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
+        self.now.number += 1
         self.now.leaf, self.now.is_last = None if slot.is_copy else slot.k, is_last
         yield
         if self.watch is not None:
@@ -149,7 +162,8 @@ class ExactSync(GradientSync):
         Arguments, result and errors are those of `GradientSync.finish`.
 
         Raises:
-            ValueError: an FSDP2 module was not part of the last microbatch.
+            ValueError: an FSDP2 module was not part of the last microbatch, or got gradients
+                several times in one.
         """
         self.exchange_sums(is_first)
         if factor is not None:
@@ -162,7 +176,8 @@ class ExactSync(GradientSync):
         complete = [reduction.is_complete for _, _, reduction in self.reductions]
         used = [reduction.used for _, _, reduction in self.reductions]
         norm = self.norm() if is_first else 0.0
-        rows = self.ranks.gather((states, norm, complete, used, self.changed_buffers))
+        repeated = any(reduction.is_repeated for _, _, reduction in self.reductions)
+        rows = self.ranks.gather((states, norm, complete, used, self.changed_buffers, repeated))
         if changed := {name for row in rows for name in row[4]}:
             raise ValueError(
                 f"exact=True: the forward pass changes the buffers {sorted(changed)[:8]}, so each "
@@ -174,6 +189,12 @@ class ExactSync(GradientSync):
             raise ValueError(
                 "exact=True: an FSDP2 module has gradients in some microbatches, and was not part "
                 "of the last one: run the same modules in every microbatch"
+            )
+        if any(row[5] for row in rows):
+            raise ValueError(
+                "exact=True: an FSDP2 module got gradients more than once in a microbatch: add up "
+                "the losses for one step.backward, and run each module that fully_shard wraps "
+                "inside of another once in it, or wrap the outermost module alone"
             )
         if self.ranks.size > 1 and rows[0][1] and len({row[1] for row in rows}) == 1:
             raise ValueError(

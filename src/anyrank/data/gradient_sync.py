@@ -44,6 +44,7 @@ class GradientSync:
         modules = list(model.modules())
         if any(isinstance(module, FullyShardedDataParallel) for module in modules):
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
+        reshard(model)
         self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in modules if isinstance(module, FSDPModule)]
@@ -244,6 +245,16 @@ def units(module: Any) -> Sequence[Any]:
     if groups is None:  # torch before 2.13
         groups = [state._fsdp_param_group]  # pyright: ignore[reportPrivateUsage]
     return [group for group in groups if group]
+
+
+def reshard(model: nn.Module) -> None:
+    """Make a model's parameters the sharded ones, which have the gradients.
+
+    FSDP2's root keeps its parameters whole after a forward that had no backward.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

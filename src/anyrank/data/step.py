@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.data.collective_result import CollectiveResult
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
-from anyrank.data.gradient_sync import GradientSync
+from anyrank.data.gradient_sync import GradientSync, reshard
 from anyrank.data.norm import clip_gradients
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import MicrobatchSlot, Schedule
@@ -225,6 +225,7 @@ class Step:
         }
         self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
+        reshard(self._model)
         return clip_gradients(
             self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
         )

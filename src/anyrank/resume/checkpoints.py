@@ -22,6 +22,7 @@ from anyrank.resume.loop import (
     Loop,
     StepCounter,
     StepHooks,
+    check_step,
     left_by_break,
     loader_of,
     stop_condition,
@@ -200,10 +201,9 @@ class Checkpoints:
             The steps, each to be trained with `step.microbatches(model)`.
 
         Raises:
-            ValueError: both limits, none, or a negative one.
+            ValueError: no limit, both, a negative one; fused=True with exact=True and FSDP2.
             TypeError: the state's data is no ElasticLoader; a limit that is no int.
-            CheckpointError: ranks give other limits; or a save failed, and the last committed step
-                is still there.
+            CheckpointError: ranks give other limits; or a save failed: the last one is still there.
 
         Example::
 
@@ -224,8 +224,8 @@ class Checkpoints:
     ) -> Generator[Step, None, None]:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
-        check = run_parts(self._state).check_usable
-        self._open("steps").same_arguments("steps", limits, CheckpointError, check)
+        ranks, state = self._open("steps"), self._state
+        ranks.same_arguments("steps", limits, CheckpointError, lambda: check_step(state))
         self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -268,7 +268,7 @@ class Checkpoints:
 
         def here() -> tuple[bool, int | None, bool]:
             self._counter.refuse_within_body()
-            run_parts(self._state).check_usable()
+            check_step(self._state)
             if isinstance(self._state.data, Position):
                 check_complete(self._state.data)
             due = self._is_first and self._options.cadence.is_due(
