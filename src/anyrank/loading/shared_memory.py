@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.loading.match_model import ModelMatch
+from anyrank.loading.match_model import ModelMatch, unwritable
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
@@ -60,13 +60,16 @@ def _is_itself(
     )
 
 
-def check_apart(match: ModelMatch) -> None:
-    """Refuse a model with tensors that share a part of their memory, all of which would be filled.
+def check_writable(match: ModelMatch) -> None:
+    """Refuse real tensors that cannot be filled: by themselves, or as two share a part of memory.
 
     Raises:
-        LoadError: names the two.
+        LoadError: names the tensor, or the two.
     """
     filled = [match.tensors[i] for i in match.stored if not match.tensors[i].is_meta]
+    problems = [problem for target in filled if (problem := unwritable(target))]
+    if problems:
+        raise LoadError("\n".join(problems))
     tensors = [target.local() for target in filled]
     for one, other in _touching(tensors):
         if _is_same_memory(tensors[one], tensors[other]):

@@ -15,7 +15,7 @@ from anyrank.loading.memory_meter import Meter
 from anyrank.loading.options import Options
 from anyrank.loading.replace import Replacement
 from anyrank.loading.share import Share
-from anyrank.loading.shared_memory import Source, check_apart, filled_apart
+from anyrank.loading.shared_memory import Source, check_writable, filled_apart
 from anyrank.loading.sync_ends import look
 from anyrank.loading.sync_move import WHAT, Mover, Places
 from anyrank.loading.sync_planning import Agreement, agree_plan
@@ -85,7 +85,7 @@ class _Sync:
         share = Share(agreed.dst.module, match, agreed.seed, self.meter)
 
         def prepare() -> tuple[tuple[Places, Mover], None]:
-            check_apart(match)
+            check_writable(match)  # a kept plan knows no memory
             share.allocate(match.stored if self.atomic else filled_apart(match, self._sources()))
             places = self._places(share, match)
             return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
