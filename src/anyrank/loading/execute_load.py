@@ -21,6 +21,8 @@ from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.replace import Replacement
 from anyrank.loading.report import LoadReport
 from anyrank.loading.share import Share
+from anyrank.loading.shared_memory import filled_apart
+from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -154,7 +156,12 @@ class _Executor:
 
     def _fill(self, reader: Reader) -> None:
         self._open(reader)
-        self.share.allocate()
+        sources = {
+            number: (as_sharded(info.path, info.tensor), info.tensor.stride())
+            for number, info in enumerate(self.match.listing.files)
+            if info.tensor is not None
+        }
+        self.share.allocate(filled_apart(self.match, sources))
         for index in self.match.compared:
             self.to_compare[index] = self.share.memory_for(index)
         self.bytes_sent = move(

@@ -277,13 +277,13 @@ def _problems(
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:
-        line = _unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
+        line = unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
         if line:
             lines.append(line)
     return lines
 
 
-def _unwritable(target: ModelTensor) -> str | None:
+def unwritable(target: ModelTensor) -> str | None:
     """Why the elements of a real tensor cannot be written to."""
     tensor = target.tensor
     if target.is_meta or target.layout is not None:

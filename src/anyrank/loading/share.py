@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -35,12 +35,17 @@ class Share:
         self.initialiser = Initialiser(model, seed)
         self.allocated: dict[int, torch.Tensor] = {}
         self.rules: dict[str, str] = {}
+        self.has_moved = False  # plain tensors from meta to the device
 
-    def allocate(self, *, real_too: bool = False) -> None:
-        """Memory for what is filled and on meta; for real tensors as well, if asked."""
+    def allocate(self, apart: Collection[int] = ()) -> None:
+        """Memory for what is filled and on meta, and for the real tensors of `apart`, which keep
+        their values until `commit`.
+        """
         for index in (*self.match.stored, *self.match.initialise):
-            if real_too or self.match.tensors[index].is_meta:
+            target = self.match.tensors[index]
+            if index in apart or target.is_meta:
                 self.allocated[index] = self.memory_for(index)
+            self.has_moved = self.has_moved or (target.is_meta and target.layout is None)
 
     def memory_for(self, index: int) -> torch.Tensor:
         """Uninitialised memory of a tensor's share, where the tensor is to be."""
@@ -103,8 +108,7 @@ class Share:
 
     def move_buffers(self) -> None:
         """Move real CPU buffers of a plain model to the device that its parameters got."""
-        moved = any(self.match.tensors[i].layout is None for i in self.allocated)
-        if not moved or self.device.type == "cpu":
+        if not self.has_moved or self.device.type == "cpu":
             return
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":

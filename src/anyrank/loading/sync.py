@@ -70,8 +70,9 @@ def sync(
         verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
-        version: a number for these weights, as the trainer's step. Ranks that give one have to give
-            the same; `SyncReport.last(dst)` tells it later. Default: one more than `dst` has.
+        version: a number for these weights, as the trainer's step, 0 or more, also below the one
+            that `dst` has. Ranks that give one have to give the same; `SyncReport.last(dst)` tells
+            it later. Default: one more than `dst` has.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
             Default: all, or this process alone where no group is initialised.
 
@@ -117,6 +118,8 @@ def _agree_arguments(
             raise TypeError(f"atomic={atomic!r}: give True or False")
         if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
             raise TypeError(f"version={version!r}: give a whole number, or None")
+        if version is not None and version < 0:
+            raise ValueError(f"version={version} is negative: give the number of a step, or None")
         options.check()
 
     names = ("missing", "unexpected", "cast", "rename", "verify")
@@ -136,6 +139,12 @@ def _check_end(name: str, given: Any) -> None:
         raise TypeError(
             f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
             f"{type(given).__name__}"
+        )
+    unnamed = [key for key in given if not isinstance(key, str)]
+    if unnamed:
+        raise TypeError(
+            f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
+            "names (str) to tensors"
         )
     wrong = [key for key, value in given.items() if not isinstance(value, torch.Tensor)]
     if wrong:

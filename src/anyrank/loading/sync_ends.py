@@ -94,9 +94,9 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
     module = _as_module(given)
     given_meshes: dict[int, Any] = {}
     if layout is None:
-        tensors = find_tensors(module)
+        tensors = _dense_tensors(module)
     else:
-        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(module), None))
+        tensors, _ = ranks.own_and_all("looking at it", lambda: (_dense_tensors(module), None))
         given_meshes = apply_layouts(tensors, layout, ranks, strict=False)
     meshes: dict[int, int] = {}
     coordinates: list[tuple[int, ...] | None] = []
@@ -127,6 +127,24 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
     kind = plain_class(module)
     title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
     return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows, title))
+
+
+def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
+    """The tensors of an end.
+
+    Raises:
+        LoadError: as `find_tensors`; one that is not dense, or quantised.
+    """
+    tensors = find_tensors(module)
+    for tensor in tensors:
+        held = tensor.tensor
+        if held.layout != torch.strided or held.is_quantized:
+            kind = "quantised" if held.is_quantized else f"of layout {held.layout}"
+            raise LoadError(
+                f"{tensor.name}: is {kind}, whose bytes are not the tensor's: give a dense tensor "
+                f"({'.dequantize()' if held.is_quantized else '.to_dense()'})"
+            )
+    return tensors
 
 
 def _is_merged(tensor: ModelTensor) -> bool:

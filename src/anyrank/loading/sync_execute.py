@@ -15,12 +15,14 @@ from anyrank.loading.memory_meter import Meter
 from anyrank.loading.options import Options
 from anyrank.loading.replace import Replacement
 from anyrank.loading.share import Share
+from anyrank.loading.shared_memory import Source, check_writable, filled_apart
 from anyrank.loading.sync_ends import look
 from anyrank.loading.sync_move import WHAT, Mover, Places
 from anyrank.loading.sync_planning import Agreement, agree_plan
 from anyrank.loading.sync_report import SyncReport, forget, remember
 from anyrank.loading.sync_verify import check_before, check_equal
 from anyrank.loading.verify import compare_replicas
+from anyrank.tensors.box import row_major
 from anyrank.world.ranks import Ranks
 
 
@@ -83,7 +85,8 @@ class _Sync:
         share = Share(agreed.dst.module, match, agreed.seed, self.meter)
 
         def prepare() -> tuple[tuple[Places, Mover], None]:
-            share.allocate(real_too=self.atomic)
+            check_writable(match)  # a kept plan knows no memory
+            share.allocate(match.stored if self.atomic else filled_apart(match, self._sources()))
             places = self._places(share, match)
             return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
 
@@ -142,9 +145,14 @@ class _Sync:
         return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
 
     def _places(self, share: Share, match: ModelMatch) -> Places:
-        sources = {
-            number: self.agreed.src.tensors[index].local()
-            for number, index in self.agreed.plan.locals.items()
-        }
+        sources = {number: source.local() for number, (source, _) in self._sources().items()}
         filled = (*match.stored, *match.compared)
         return Places(sources, {index: share.local(index) for index in filled})
+
+    def _sources(self) -> dict[int, Source]:
+        """This rank's tensors of `src` by number; a plan counts the elements of each row-major."""
+        tensors = self.agreed.src.tensors
+        return {
+            number: (tensors[index], row_major(tensors[index].shape))
+            for number, index in self.agreed.plan.locals.items()
+        }

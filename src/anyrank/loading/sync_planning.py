@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from anyrank.loading.sync_match import (
 )
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Piece, local_pieces
+from anyrank.tensors.names import renamer
 from anyrank.tensors.sync_plan import (
     Coordinate,
     Place,
@@ -83,6 +84,7 @@ class SyncPlan:
         facts: of all `dst` together, for the report.
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
+        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
     """
 
     match: ModelMatch
@@ -91,6 +93,7 @@ class SyncPlan:
     facts: Facts
     rebuild: bool
     receivers: int
+    renamed: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,14 @@ def agree_plan(
 
     def introduce() -> tuple[tuple[End, End, Any, SyncPlan | None], _Card]:
         dst, src = look()
+        check_values(src)
         rename = options.rename
-        # A function is known by itself, and kept alive with the plan; all else by what it says.
-        choice = (*choices, rename if callable(rename) else repr(rename))
+        by_function = callable(rename)
+        choice = (*choices, by_function, "" if by_function else repr(rename))
         where = (dst.digest, dst.coordinates, src.digest, src.coordinates, ranks.ranks, choice)
         known, plan = _kept.get(where, ("", None))
+        if plan is not None and plan.renamed != _renamed(plan.renamed, options):
+            known, plan = "", None  # a function may answer differently now
         seed = torch.initial_seed()
         at = (src.digest, src.coordinates, dst.digest, dst.coordinates)
         return (dst, src, where, plan), _Card(*at, known, seed, version, held)
@@ -199,6 +205,12 @@ def _agreed_version(cards: Mapping[int, _Card], ranks: Ranks) -> int:
     return next(iter(given.values()), 1 + max(card.held for card in cards.values()))
 
 
+def _renamed(names: Iterable[str], options: Options) -> dict[str, str]:
+    """What `rename=` makes of each name."""
+    rename = renamer(options.rename)
+    return {name: rename(name) for name in names}
+
+
 def _key(cards: Sequence[_Card], choices: tuple[str, ...]) -> str:
     rows = [(card.src, card.src_at, card.dst, card.dst_at) for card in cards]
     return hashlib.blake2b(repr((rows, choices)).encode(), digest_size=16).hexdigest()
@@ -228,14 +240,9 @@ class _Planner:
             if not groups:
                 raise LoadError(f"{name} is None, or holds no tensors, on every rank")
 
-        def described() -> tuple[Row, ...]:
-            check_values(src)
-            return src.rows
-
-        self.ranks.together("looking at the values of src", lambda: check_values(src))
         groups = [
             (
-                self.ranks.from_one("describing src", group[0], described),
+                self.ranks.from_one("describing src", group[0], lambda: src.rows),
                 {rank: self.cards[rank].src_at for rank in group},
             )
             for group in from_ranks
@@ -247,11 +254,14 @@ class _Planner:
         if len(to_ranks) > 1:  # what one dst does not take, another may
             options = replace(options, unexpected="ignore")
 
-        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd], str]:
+        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
             match, matched = match_ends(dst, sources, listing, options)
-            return (match, matched), matched.digest if dst.digest else ""
+            renamed = _renamed(listing.tensors if callable(options.rename) else (), options)
+            return (match, matched, renamed), matched.digest if dst.digest else ""
 
-        (match, matched), digests = self.ranks.own_and_all("matching dst with src", match_here)
+        (match, matched, renamed), digests = self.ranks.own_and_all(
+            "matching dst with src", match_here
+        )
         by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
         for group in to_ranks:
             if len({by_rank[rank] for rank in group}) > 1:
@@ -279,6 +289,7 @@ class _Planner:
             facts=facts,
             rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
             receivers=sum(map(len, to_ranks)),
+            renamed=renamed,
         )
 
     def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:

@@ -1,0 +1,87 @@
+"""What `sync` is given wrongly, or differently from the call before: named, and nothing changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import anyrank
+
+
+def test_a_renaming_function_may_change_its_mind() -> None:
+    src, dst = {"p": torch.ones(2), "q": torch.full((2,), 2.0)}, {"w": torch.zeros(2)}
+    chosen = "p"
+
+    def rename(name: str) -> str:
+        return "w" if name == chosen else name
+
+    for name, value, is_planned in (
+        ("p", 1, True),
+        ("q", 2, True),
+        ("q", 2, False),
+        ("p", 1, True),
+    ):
+        chosen = name
+        report = anyrank.sync(dst, src, rename=rename, unexpected="ignore")
+        assert dst["w"].tolist() == [value, value]
+        assert report.is_planned is is_planned
+    for _ in range(2):  # another function that says the same
+        report = anyrank.sync(dst, src, rename=lambda name: rename(name), unexpected="ignore")
+        assert not report.is_planned
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
+@pytest.mark.parametrize("end", ["src", "dst"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda t: t.to_sparse(), "w: is of layout torch.sparse_coo"),
+        (lambda t: t.reshape(1, -1).to_sparse_csr(), "w: is of layout torch.sparse_csr"),
+        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "w: is quantised"),
+    ],
+)
+def test_tensors_that_are_not_dense_are_named(end: str, make: Any, words: str) -> None:
+    first = torch.zeros(3)
+    dst, src = {"a": first, "w": torch.zeros(3)}, {"a": torch.ones(3), "w": torch.ones(3)}
+    given = src if end == "src" else dst
+    given["w"] = make(given["w"])
+    for options in ({}, {"layout": {}}):
+        with pytest.raises(anyrank.LoadError, match=re.escape(words)):
+            anyrank.sync(dst, src, **options)
+    assert not first.any()
+
+
+def test_keys_that_are_no_names_and_negative_versions_are_refused() -> None:
+    good: Any = {"a": torch.ones(2)}
+    bad: Any = {1: torch.zeros(2)}
+    with pytest.raises(TypeError, match=r"dst= has the key 1, a int: give a dict from names"):
+        anyrank.sync(bad, good)
+    with pytest.raises(TypeError, match="src= has the key 1, a int"):
+        anyrank.sync(good, bad)
+    with pytest.raises(ValueError, match="version=-1 is negative"):
+        anyrank.sync(good, good, version=-1)
+
+
+def test_a_version_may_go_back() -> None:
+    dst, src = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert [anyrank.sync(dst, src, version=v).version for v in (7, 3, None)] == [7, 3, 4]
+
+
+def test_a_kept_plan_does_not_excuse_a_tensor_that_cannot_be_written_or_read() -> None:
+    src = {"a": torch.ones(2), "w": torch.ones(2)}
+    anyrank.sync({"a": torch.zeros(2), "w": torch.zeros(2)}, src)
+    dst = {"a": torch.zeros(2), "w": torch.zeros(1).expand(2)}
+    with pytest.raises(anyrank.LoadError, match="w: is expanded"):
+        anyrank.sync(dst, src)
+    with torch.inference_mode():
+        dst["w"] = torch.zeros(2)
+    with pytest.raises(anyrank.LoadError, match="w: is an inference tensor"):
+        anyrank.sync(dst, src)
+    assert not dst["a"].any()
+    z = {"z": torch.full((2,), 1j)}
+    anyrank.sync({"z": torch.zeros(2, dtype=torch.complex64)}, z)
+    with pytest.raises(anyrank.LoadError, match="z: is a conj or neg view"):
+        anyrank.sync({"z": torch.zeros(2, dtype=torch.complex64)}, {"z": z["z"].conj()})

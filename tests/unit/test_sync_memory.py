@@ -1,0 +1,121 @@
+"""A sync whose two ends share memory: every tensor gets what `src` held before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+
+ROTATION = {"1": "0", "2": "1", "0": "2"}
+
+
+def layers() -> nn.ModuleList:
+    """Three layers whose values are their numbers."""
+    model = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    with torch.no_grad():
+        for number, layer in enumerate(model):
+            for parameter in layer.parameters():
+                parameter.fill_(number)
+    return model
+
+
+def values(model: nn.ModuleList) -> list[set[float]]:
+    return [{x for p in layer.parameters() for x in p.flatten().tolist()} for layer in model]
+
+
+def give(call: Any, model: Any, source: Any, **options: Any) -> Any:
+    return call(model, source, rename=ROTATION, verify=True, **options)
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    [
+        lambda m: give(anyrank.sync, m, m),
+        lambda m: give(anyrank.sync, m, m.state_dict()),
+        lambda m: give(anyrank.sync, m, m, atomic=True),
+        lambda m: give(anyrank.load, m, m.state_dict()),
+    ],
+)
+def test_layers_of_one_model_change_places(rotate: Callable[[nn.ModuleList], Any]) -> None:
+    model = layers()
+    memory = [p.data_ptr() for p in model.parameters()]
+    rotate(model)
+    assert values(model) == [{1.0}, {2.0}, {0.0}]
+    assert [p.data_ptr() for p in model.parameters()] == memory
+
+
+def test_two_tensors_of_a_dict_change_places() -> None:
+    a, b = torch.ones(4), torch.full((4,), 2.0)
+    anyrank.sync({"x": a, "y": b}, {"x": b, "y": a}, verify=True)
+    assert (a[0], b[0]) == (2, 1)
+
+
+def test_a_tensor_is_filled_from_a_view_of_its_own_memory() -> None:
+    for call in (anyrank.sync, lambda dst, src: anyrank.load(holder(dst), src)):
+        base = torch.arange(8.0)
+        call({"k": torch.zeros(2), "w": base[1:7]}, {"k": torch.ones(2), "w": base[:6]})
+        assert base.tolist() == [0, 0, 1, 2, 3, 4, 5, 7]
+    square = torch.arange(4.0).view(2, 2)
+    anyrank.sync({"w": square}, {"w": square.t()})
+    assert square.tolist() == [[0, 2], [1, 3]]
+    bits = torch.tensor([1.0, 2.0])
+    anyrank.sync({"w": bits}, {"w": bits.view(torch.int32)}, cast="any")
+    assert bits.tolist() == [0x3F800000, 0x40000000]
+
+
+def holder(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+def test_a_model_gives_itself_what_it_has_without_memory() -> None:
+    model = nn.Linear(512, 512)
+    before = model.weight.clone()
+    report = anyrank.sync(model, model, verify=True)
+    assert torch.equal(model.weight, before)
+    assert report.peak_host_bytes[0] < before.nbytes
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda base: (base[:4], base[2:]),
+        lambda base: (base.view(2, 3), base.view(3, 2)),
+        lambda base: (base[::2], base[4:]),
+    ],
+)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensors_of_dst_that_overlap_are_refused(split: Any, atomic: bool) -> None:
+    base = torch.zeros(6)
+    a, b = split(base)
+    call = partial(anyrank.sync, {"a": a, "b": b}, atomic=atomic)
+    with pytest.raises(anyrank.LoadError, match="a and b of dst share a part of their memory"):
+        call({"a": torch.ones(a.shape), "b": torch.full(b.shape, 2.0)})
+    assert not base.any()
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda base: (base[:, :2], base[:, 2:]),
+        lambda base: (base[::2], base[1::2]),
+        lambda base: (base.t()[::2], base.t()[1::2]),
+        lambda base: (base, base.detach()),
+    ],
+)
+def test_tensors_of_dst_side_by_side_or_the_same_are_filled(split: Any) -> None:
+    base = torch.zeros(4, 4)
+    a, b = split(base)
+    value = 1.0 if a.shape == base.shape else 2.0
+    src = {"a": torch.ones(a.shape), "b": torch.full(b.shape, value)}
+    anyrank.sync({"a": a, "b": b}, src, verify=True)
+    assert torch.equal(a, src["a"])
+    assert torch.equal(b, src["b"])
