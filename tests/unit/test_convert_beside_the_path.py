@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import anyrank
+from anyrank import faults
+from anyrank.errors import CheckpointError, LoadError
 
 # -- what is replaced -----------------------------------------------------------------------------
 
@@ -54,3 +56,54 @@ def test_a_link_is_kept_and_what_it_points_to_replaced(tmp_path: Path, name: str
     assert load_file(file).keys() == {"b"}
     assert sorted(os.listdir(tmp_path)) == sorted([name, "real"])
     assert os.listdir(tmp_path / "real") == [name]
+
+
+def test_what_came_during_the_conversion_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out)
+    monkeypatch.setitem(faults.armed, "convert.commit", lambda: (out / "new.py").write_text("x"))
+    with pytest.raises(CheckpointError, match=r"new\.py came there during the conversion"):
+        anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["model.safetensors", "new.py"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("dst", ["file/out", "file/deep/out.pt"])
+def test_a_place_in_a_file_is_refused_first(tmp_path: Path, dst: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file is no folder"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / dst)
+
+
+# -- options and messages -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64)]
+)
+def test_short_names_of_dtypes(tmp_path: Path, name: str, dtype: torch.dtype, to: str) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out, dtype=name, to=to)  # type: ignore[arg-type]
+    assert anyrank.inspect(out).dtypes.keys() == {str(dtype).removeprefix("torch.")}
+
+
+def test_a_cast_that_overflows_names_a_dtype_that_does_not(tmp_path: Path) -> None:
+    wide = torch.tensor([1e300], dtype=torch.float64)
+    for value, dtype, wider in (
+        (torch.tensor([1e6]), "float16", "bfloat16"),
+        (torch.tensor([3.4028e38]), "bfloat16", "float32"),
+        (wide, "bfloat16", "float64"),
+        (wide, "float32", "float64"),
+    ):
+        with pytest.raises(LoadError, match=f"give dtype='{wider}'"):
+            anyrank.convert({"w": value}, tmp_path / "out", dtype=dtype)
+
+
+def test_messages_say_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="the dict is empty"):
+        anyrank.convert({}, tmp_path / "out")
+    with pytest.raises(LoadError, match="header's own table"):
+        anyrank.convert({"__metadata__": torch.ones(1)}, tmp_path / "out")

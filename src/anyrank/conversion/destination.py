@@ -136,10 +136,21 @@ def destination(
         _check_replaceable(store, path, is_file, overwrite, sources)
     elif store.renames and os.path.lexists(path):
         raise ValueError(f"{path}: is there, and neither a file nor a folder: give another place")
+    if store.renames:
+        _check_parent(path)
     folder = f"{path}{UNFINISHED}{uuid.uuid4().hex[:8]}" if store.renames else path
     if is_file and not store.renames:
         folder = path.rsplit("/", 1)[0]
     return Destination(path, store, is_file, folder, _entries(store, path))
+
+
+def _check_parent(path: str) -> None:
+    """Raises ValueError: a file is where a folder above the destination has to be."""
+    above = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise ValueError(f"{path}: {above} is no folder, so nothing goes in it: give another place")
 
 
 def _is_inside(inner: str, outer: str) -> bool:
