@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 
 # -- what is replaced -----------------------------------------------------------------------------
 
@@ -107,3 +112,58 @@ def test_messages_say_what_was_found(tmp_path: Path) -> None:
         anyrank.convert({}, tmp_path / "out")
     with pytest.raises(LoadError, match="header's own table"):
         anyrank.convert({"__metadata__": torch.ones(1)}, tmp_path / "out")
+
+
+# -- checkpoints of several parts -----------------------------------------------------------------
+
+
+def tied_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    net[1].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"step": 3}, {"ema": {"0.bias": torch.ones(3)}}, {"optimizer": {"lr": "1"}}]
+)
+def test_the_table_of_a_dcp_folder_is_found_by_the_model(
+    tmp_path: Path, others: dict[str, Any]
+) -> None:
+    model = tied_net()
+    weights = dict(model.state_dict())
+    dcp_save({"model": weights, **others}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    anyrank.convert(tmp_path / "dcp", tmp_path / "out", model=model)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == weights.keys() - {"1.weight"}
+    assert all(torch.equal(found[name], weights[name]) for name in found)
+    if "ema" not in others:
+        report = anyrank.convert(tmp_path / "dcp", tmp_path / "plain")
+        assert load_file(tmp_path / "plain/model.safetensors").keys() == weights.keys()
+        assert report.renamed["model.0.bias"] == "0.bias"
+
+
+def test_a_table_that_shares_bytes_with_another_is_found_by_the_model(tmp_path: Path) -> None:
+    model = tied_net()
+    weights = dict(model.state_dict())
+    flat = {f"{part}.{name}": t for part in ("ema", "net") for name, t in weights.items()}
+    torch.save(flat, tmp_path / "w.pt")
+    report = anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == weights.keys() - {"1.weight"}
+    assert all(torch.equal(found[name], weights[name]) for name in found)
+    assert "ema.0.bias: not weights" in report.skipped
+
+
+def test_a_flat_dcp_folder_keeps_a_module_named_model(tmp_path: Path) -> None:
+    dcp_save({"model.a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    anyrank.convert(tmp_path / "dcp", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == {"model.a"}
+
+
+def test_an_unknown_prefix_is_named_with_the_way_out(tmp_path: Path) -> None:
+    model = tied_net()
+    odd = {f"policy.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(odd, tmp_path / "w.pt")
+    with pytest.raises(LoadError, match=r"rename=\{'policy': ''\}"):
+        anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
+    anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model, rename={"policy": ""})
