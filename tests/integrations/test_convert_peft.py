@@ -84,6 +84,34 @@ def test_what_is_not_plain_lora_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_whose_initialisation_changed_the_base_is_refused(
+    tmp_path: Path, how: str
+) -> None:
+    torch.manual_seed(0)
+    base = Net()
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    config = peft.LoraConfig(target_modules=["up", "down"], r=4, init_lora_weights=how)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
+    with pytest.raises(LoadError, match=f"init_lora_weights is '{how}'"):
+        anyrank.convert(sources, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_merged_weight_is_finite(tmp_path: Path, value: float) -> None:
+    adapter(tmp_path)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    factors = load_file(file)
+    factors["base_model.model.up.lora_A.weight"][0, 0] = value
+    save_file(factors, file)
+    sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
+    with pytest.raises(LoadError, match=r"up\.weight: .* are NaN or infinite"):
+        anyrank.convert(sources, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_by_itself_stays_one(tmp_path: Path) -> None:
     adapter(tmp_path)
     report = anyrank.convert(tmp_path / "adapter", tmp_path / "out", dtype="bfloat16")

@@ -80,6 +80,15 @@ def job_refuse(folder: str) -> list[str]:
     attempt(lambda: anyrank.convert(model, f"{folder}/{rank}"))
     attempt(lambda: anyrank.convert(model, f"{folder}/a", to="nothing"))  # type: ignore[arg-type]
     attempt(lambda: anyrank.convert(model, folder))
+    wrong = "int8" if rank else None
+    attempt(lambda: anyrank.convert(model, f"{folder}/a", dtype=wrong))
+    attempt(lambda: anyrank.convert(model, 3 if rank else f"{folder}/a"))  # type: ignore[arg-type]
+    attempt(lambda: anyrank.convert(model, f"{folder}/a", merge=bool(rank)))
+    group: Any = dist.group.WORLD
+    src = folder if rank else model
+    attempt(lambda: anyrank.convert(src, f"{folder}/a", process_group=group))
+    none: Any = None if rank else model
+    attempt(lambda: anyrank.convert(none, f"{folder}/a", process_group=group))
 
     def refuse() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -108,6 +117,15 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
         assert "dst" in said[0]
         assert said[1].startswith("ValueError: ")
         assert "is there already" in said[2]
+        assert said[3].startswith("ValueError: ")
+        assert "dtype='int8'" in said[3]
+        assert said[4].startswith("TypeError: ")
+        assert said[5].startswith("ValueError: ")
+        assert "merge=" in said[5]
+        assert said[6].startswith("ValueError: ")
+        assert "process_group= is for a model" in said[6]
+        assert said[7].startswith("TypeError: ")
+        del said[3:8]
         assert said[3].startswith("CheckpointError: ")
         assert "No space left" in said[3]
         assert "differ" in said[4]

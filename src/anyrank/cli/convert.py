@@ -50,7 +50,9 @@ def parse_bytes(text: str | None) -> int | None:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+    type=click.Choice(
+        ["float64", "float32", "float16", "bfloat16", "fp64", "fp32", "fp16", "bf16"]
+    ),
     help="Of floating tensors; others keep theirs.",
 )
 @click.option(

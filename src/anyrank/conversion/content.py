@@ -105,6 +105,13 @@ def cast_into(memory: torch.Tensor, given: torch.Tensor, name: str) -> None:
     if lost.any():
         raise LoadError(
             f"{name}: {int(lost.sum())} values are beyond {torch.finfo(memory.dtype).max:g}, the "
-            f"largest of {memory.dtype} (one is {given[lost][0].item():g}): give dtype='bfloat16', "
-            "or none"
+            f"largest of {memory.dtype} (one is {given[lost][0].item():g}): give "
+            f"dtype={_wider(float(given[lost].abs().max()))!r}"
         )
+
+
+def _wider(value: float) -> str:
+    """The name of the smallest dtype that holds a value."""
+    dtypes = (torch.bfloat16, torch.float32)
+    found = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
+    return str(next(found, torch.float64)).removeprefix("torch.")

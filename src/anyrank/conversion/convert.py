@@ -69,7 +69,8 @@ def convert(
             `.safetensors`, it is a file, else a folder.
         to: "safetensors", a Hugging Face folder with the configuration and tokenizer of the
             source's folder; "dcp", for torch.distributed.checkpoint; or "torch", for `torch.load`.
-        dtype: of the floating tensors: float64, float32, float16 or bfloat16. Others keep theirs.
+        dtype: of the floating tensors: float64, float32, float16 or bfloat16, also as fp64, fp32,
+            fp16 or bf16. Others keep theirs.
         rename: from the source's keys to names: a dict of keys or prefixes, a list of (regex,
             replacement), or a callable. Names that wrappers put in (`module.`, `_orig_mod.`) are
             left out in any case.
@@ -94,18 +95,26 @@ def convert(
         ValueError, TypeError: an argument that is wrong in itself, a destination that is there
             already, or the source itself.
     """
-    options = options_of(to, dtype, rename, shard_bytes, merge, overwrite)
-    given: Any = model  # whatever was given
-    if not isinstance(given, nn.Module | None):
-        raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
-    if isinstance(src, nn.Module):
-        if model is not None or merge:
+
+    def checked() -> Options:
+        options = options_of(to, dtype, rename, shard_bytes, merge, overwrite)
+        given: Any = model  # whatever was given
+        if not isinstance(given, nn.Module | None):
+            raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
+        if not isinstance(src, nn.Module):
+            check_source(src)
+            if process_group is not None:
+                raise ValueError(
+                    "process_group= is for a model: a source on disk is read by one process"
+                )
+        elif model is not None or merge:
             raise ValueError("model= and merge= are for sources on disk: src is a model already")
-        return convert_live(src, dst, options, process_group)
-    if process_group is not None:
-        raise ValueError("process_group= is for a model: a source on disk is read by one process")
-    check_source(src)
-    return _convert(src, dst, options, model)
+        return options
+
+    # With a process group every rank is there, also one that gives no model by mistake.
+    if isinstance(src, nn.Module) or process_group is not None:
+        return convert_live(src, dst, checked, process_group)
+    return _convert(src, dst, checked(), model)
 
 
 def _convert(

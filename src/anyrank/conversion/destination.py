@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,23 @@ from dataclasses import dataclass
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.formats import list_source
-from anyrank.files.manifest import MANIFEST
-from anyrank.files.storage import join_path
+from anyrank.files.storage import join_path, read_range, storage_for
 from anyrank.files.store import Store, store_for, storing
 
 UNFINISHED = ".unfinished-"
+# All that is in a folder of weights by its name. Anything else may be somebody's only copy.
+OWN_NAMES = re.compile(
+    r"(model|adapter_model|diffusion_pytorch_model)(-\d+-of-\d+)?\.safetensors"
+    r"|(model|adapter_model|diffusion_pytorch_model)\.safetensors\.index\.json"
+    r"|\.metadata|__\d+_\d+\.distcp"
+    r"|(config|generation_config|adapter_config|preprocessor_config|processor_config)\.json"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(video_preprocessor_config|model_index|modules|sentence_bert_config)\.json"
+    r"|vocab\.txt|merges\.txt|chat_template\.jinja|tokenizer\.model|spiece\.model"
+    r"|sentencepiece\.bpe\.model|tokenizer\.tiktoken"
+)
+SHOWN = 5
+MOST_BYTES = 64 << 20  # of a file that is compared with the source's
 
 
 @dataclass(frozen=True)
@@ -24,16 +36,19 @@ class Destination:
     """A place that holds nothing, or what may be replaced.
 
     Attributes:
-        path: a file or a folder, as the caller named it, without a slash at its end.
+        path: a file or a folder, as the caller named it, without a slash at its end; of a
+            link, what it points to.
         store: the storage that it is in.
         is_file: whether it is one file.
         folder: where files are written until all of them are there.
+        held: names in the folder that is replaced, or of the file.
     """
 
     path: str
     store: Store
     is_file: bool
     folder: str
+    held: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -71,7 +86,14 @@ class Destination:
             faults.point("convert.commit")
             written = join_path(self.folder, self.name) if self.is_file else self.folder
             old = f"{self.path}.replaced-{uuid.uuid4().hex[:8]}"
-            is_replaced = os.path.lexists(self.path) and not _is_empty_folder(self.path)
+            now = _entries(self.store, self.path)
+            if now - self.held or os.path.islink(self.path):
+                new = ", ".join(sorted(now - self.held)[:SHOWN])
+                raise CheckpointError(
+                    f"{self.path}: {new or 'a link'} came there during the conversion: give "
+                    "another place"
+                )
+            is_replaced = bool(now)
             if self.is_file:
                 os.replace(written, self.path)
                 os.rmdir(self.folder)
@@ -109,13 +131,26 @@ def destination(
                 f"{path}: is the source {source}, inside it, or above it: give another place"
             )
     if store.is_file(path) or store.is_dir(path):
-        _check_replaceable(store, path, is_file, overwrite)
+        if store.renames and os.path.islink(path):
+            path = os.path.realpath(path)  # what is renamed must not be the link
+        _check_replaceable(store, path, is_file, overwrite, sources)
     elif store.renames and os.path.lexists(path):
         raise ValueError(f"{path}: is there, and neither a file nor a folder: give another place")
+    if store.renames:
+        _check_parent(path)
     folder = f"{path}{UNFINISHED}{uuid.uuid4().hex[:8]}" if store.renames else path
     if is_file and not store.renames:
         folder = path.rsplit("/", 1)[0]
-    return Destination(path, store, is_file, folder)
+    return Destination(path, store, is_file, folder, _entries(store, path))
+
+
+def _check_parent(path: str) -> None:
+    """Raises ValueError: a file is where a folder above the destination has to be."""
+    above = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise ValueError(f"{path}: {above} is no folder, so nothing goes in it: give another place")
 
 
 def _is_inside(inner: str, outer: str) -> bool:
@@ -125,7 +160,9 @@ def _is_inside(inner: str, outer: str) -> bool:
     return f"{here}/".startswith(f"{there.rstrip('/')}/")
 
 
-def _check_replaceable(store: Store, path: str, is_file: bool, overwrite: bool) -> None:
+def _check_replaceable(
+    store: Store, path: str, is_file: bool, overwrite: bool, sources: Sequence[str]
+) -> None:
     is_folder = store.is_dir(path)
     if is_folder and not is_file and not store.names(path):
         return
@@ -137,18 +174,55 @@ def _check_replaceable(store: Store, path: str, is_file: bool, overwrite: bool) 
             f"{'file' if is_file else 'folder'}: give another place"
         )
     if is_folder:
-        names = store.names(path)
-        plain = MANIFEST not in names and not any(store.is_dir(join_path(path, n)) for n in names)
+        _check_folder(store, path, sources)
+
+
+def _check_folder(store: Store, path: str, sources: Sequence[str]) -> None:
+    """Raises ValueError: a folder with anything in it that replacing it would lose."""
+    others = [name for name in sorted(store.names(path)) if not _is_own(store, path, name, sources)]
+    if others:
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        raise ValueError(
+            f"{path}: is not a folder of weights and nothing else: overwrite=True would delete "
+            f"{', '.join(others[:SHOWN])}{more}: move that, or give another place"
+        )
+    try:
+        list_source(path)
+    except AnyrankError as error:
+        raise ValueError(
+            f"{path}: is not a folder of weights, so it is not replaced: give another place "
+            f"({error})"
+        ) from error
+
+
+def _is_own(store: Store, path: str, name: str, sources: Sequence[str]) -> bool:
+    """Whether an entry is a file of weights, or a copy of one in a source's folder."""
+    file = join_path(path, name)
+    if store.is_dir(file):
+        return False
+    if OWN_NAMES.fullmatch(name):
+        return True
+    places = [join_path(source, name) for source in sources if storage_for(source).is_dir(source)]
+    return any(_is_copy(file, place) for place in places)
+
+
+def _is_copy(one: str, other: str) -> bool:
+    storages = [storage_for(path) for path in (one, other)]
+    contents: list[bytes] = []
+    for storage, path in zip(storages, (one, other), strict=True):
+        if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
+            return False
+        file = storage.open(path)
         try:
-            list_source(path)
-        except AnyrankError:
-            plain = False
-        if not plain:
-            raise ValueError(
-                f"{path}: is not a folder of weights and nothing else, so it is not replaced: "
-                "give another place"
-            )
+            contents.append(bytes(read_range(file, path, 0, storage.info(path).size)))
+        finally:
+            file.close()
+    return contents[0] == contents[1]
 
 
-def _is_empty_folder(path: str) -> bool:
-    return stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
+def _entries(store: Store, path: str) -> frozenset[str]:
+    """Names in a folder, or of a file; none where nothing is, or an empty folder."""
+    if store.is_dir(path):
+        return frozenset(store.names(path))
+    is_there = store.is_file(path) or (store.renames and os.path.lexists(path))
+    return frozenset([path.rsplit("/", 1)[-1]] if is_there else [])

@@ -7,7 +7,7 @@ model is saved is run on symbolic tensors, so that nothing is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.loading.conversions import FILE_NAMED, pretrained, unsharded
 from anyrank.loading.model_tensors import find_tensors, plain_class
-from anyrank.tensors.names import candidates, near
+from anyrank.tensors.names import candidates, inner_prefix, near
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
 
@@ -51,6 +51,7 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
         for name in place.names
     }
     ties = _ties_of(model)
+    selection = _in_table(selection, live)
     tensors: Tensors = {}
     renamed = dict(selection.renamed)
     unknown: list[str] = []
@@ -69,7 +70,7 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
         raise LoadError(
             f"the source is not of this {plain_class(model).__name__}: {len(unknown)} keys are not "
             f"in it, and {len(missing)} of its tensors are not in the source; {first}"
-            f"{near(first, others)}: give its own model=, or rename="
+            f"{near(first, others)}: give its own model=, or rename=" + _prefixed(unknown)
         )
     files = file_named(model, found.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
@@ -77,6 +78,35 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
         if (new := by_chunks.get(stored.chunks, name)) != name:
             renamed[name] = new
     return replace(found, tensors=files, renamed=renamed)
+
+
+def _prefixed(unknown: Sequence[str]) -> str:
+    """The rename= for keys that are all under one name."""
+    first = unknown[0].partition(".")[0] if unknown else ""
+    under = bool(first) and all(name.startswith(f"{first}.") for name in unknown)
+    return f", for instance rename={ {first: ''}!r}" if under else ""
+
+
+def _in_table(selection: Selection, known: Collection[str]) -> Selection:
+    """The table of weights of a checkpoint of several parts, as `load` finds it by the model."""
+    names = [*selection.tensors, *selection.tied]
+    prefix = inner_prefix(names, known)
+    if prefix is None:
+        return selection
+    keys = {name: key for key, name in selection.renamed.items()}
+    inner = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    owners = {name: name for name in selection.tensors} | selection.tied
+    first: dict[str, str] = {}  # an owner may be outside the table, and its bytes not
+    for name in inner:
+        first.setdefault(owners[name], name)
+    tensors = {inner[name]: selection.tensors[owner] for owner, name in first.items()}
+    tied = {
+        inner[name]: inner[first[owners[name]]] for name in inner if first[owners[name]] != name
+    }
+    outer = {name: new for name, new in selection.renamed.items() if new not in inner}
+    renamed = outer | {keys.get(name, name): new for name, new in inner.items()}
+    others = tuple(f"{keys.get(name, name)}: not weights" for name in names if name not in inner)
+    return Selection(tensors, tied, renamed, (*selection.skipped, *others))
 
 
 def file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:

@@ -58,28 +58,27 @@ class _Summary:
 
 
 def convert_live(
-    model: nn.Module,
+    src: object,
     dst: str | os.PathLike[str],
-    options: Options,
+    checked: Callable[[], Options],
     process_group: Group,
 ) -> ConvertReport:
-    """As `convert`, of a model. All ranks."""
+    """As `convert`, of a model. All ranks.
+
+    Args:
+        src: the model; `checked` refuses anything else.
+        dst: as for `convert`.
+        checked: the options; raises for arguments that are wrong in themselves.
+        process_group: as for `convert`.
+    """
     start = time.perf_counter()
     with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
-        is_file = options.is_file(dst)
-        places: list[Destination] = []
-
-        def check() -> None:
-            place = destination(dst, [], is_file, options.overwrite)
-            if not place.store.renames:
-                raise ValueError(f"{place.path}: a model is written to local paths: copy it then")
-            places.append(place)
-
-        given = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        ranks.same_arguments("convert", {"dst": os.fspath(dst), **given}, LoadError, check)
+        options, place, is_file = _agreed(dst, checked, ranks)
+        assert isinstance(src, nn.Module)
+        model = src
         first = ranks.ranks[0]
-        folder = ranks.from_one("naming the folder", first, lambda: places[0].folder)
-        place = replace(places[0], folder=folder)
+        folder = ranks.from_one("naming the folder", first, lambda: place.folder)
+        place = replace(place, folder=folder)
         targets, summaries = ranks.own_and_all(
             "looking at the model", lambda: _look(model, renamer(options.rename))
         )
@@ -120,6 +119,32 @@ def convert_live(
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
         seconds=time.perf_counter() - start,
     )
+
+
+def _agreed(
+    dst: str | os.PathLike[str], checked: Callable[[], Options], ranks: Ranks
+) -> tuple[Options, Destination, bool]:
+    """The options, where to write, and whether that is a file: alike on all ranks. All ranks.
+
+    Raises:
+        ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
+            differ.
+    """
+    found: list[tuple[Options, Destination, bool]] = []
+    given: dict[str, object] = {}  # filled by `check`, which runs before they are compared
+
+    def check() -> None:
+        options = checked()
+        is_file = options.is_file(dst)
+        place = destination(dst, [], is_file, options.overwrite)
+        if not place.store.renames:
+            raise ValueError(f"{place.path}: a model is written to local paths: copy it then")
+        given["dst"] = os.fspath(dst)
+        given.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
+        found.append((options, place, is_file))
+
+    ranks.same_arguments("convert", given, LoadError, check)
+    return found[0]
 
 
 def _look(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[ModelTensor], _Summary]:

@@ -28,6 +28,8 @@ from anyrank.tensors.spec import StoredTensor
 CONFIG = "adapter_config.json"
 MOST_BYTES = 16 << 20  # of a configuration
 KEPT = 8  # factors that stay in memory
+# Values of init_lora_weights with which PEFT changes the base's weights as it adds the adapter.
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 FACTOR = re.compile(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
 )
@@ -105,12 +107,22 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
     finally:
         file.close()
     odd = [
-        key for key in ("use_dora", "use_qalora", "lora_bias", "megatron_config") if config.get(key)
+        key
+        for key in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "megatron_config")
+        if config.get(key)
     ]
     if kind != "LORA" or odd:
         raise LoadError(
             f"{where}: is {kind}{' with ' + ', '.join(odd) if odd else ''}, and only plain LoRA is "
             "merged: merge with PEFT (merge_and_unload), and convert the result"
+        )
+    how = str(config.get("init_lora_weights")).lower()
+    if how.startswith(CHANGE_BASE):
+        raise LoadError(
+            f"{where}: init_lora_weights is {how!r}, which changed the base's weights before the "
+            "training, so the adapter does not fit the base as it is: merge with PEFT "
+            "(merge_and_unload), and convert the result; or save the adapter as plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion=, not for loftq)"
         )
     return {**config, "lora_alpha": alpha, "alpha_pattern": alphas}
 
@@ -177,7 +189,14 @@ class MergedContent:
         a, b = (factor.to(wide) for factor in self._factors(name, low))
         rows, columns = box.slices()
         product = (b[columns] @ a[:, rows]).T if low.transposed else b[rows] @ a[:, columns]
-        return given.to(wide) + product * low.scaling
+        total = given.to(wide) + product * low.scaling
+        if not total.isfinite().all():
+            raise LoadError(
+                f"{name}: {int((~total.isfinite()).sum())} values of the base with the adapter "
+                "are NaN or infinite: anyrank.verify(..., finite=True) finds which of the two has "
+                "them; give a base and an adapter without"
+            )
+        return total
 
     def _factors(self, name: str, low: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
         with self.lock:

@@ -78,6 +78,6 @@ def _dtype(given: object) -> torch.dtype | None:
         raise TypeError(f"dtype={given!r}: give a torch.dtype or its name")
     found = DTYPES.get(str(given).removeprefix("torch."))
     if found is None:
-        names = ", ".join(list(DTYPES)[:4])
+        names = ", ".join(DTYPES)
         raise ValueError(f"dtype={given!r}: give one of {names}; other tensors keep their dtype")
     return found

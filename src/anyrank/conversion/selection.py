@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -45,7 +45,7 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
     Raises:
         LoadError: two keys get one name, or there are no weights.
     """
-    keys, skipped = _weights_of(listing.tensors)
+    keys, skipped = _weights_of(listing)
     names = {key: _plain(rename(name)) for key, name in keys.items()}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
@@ -66,15 +66,16 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
     return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras))
 
 
-def _weights_of(tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+def _weights_of(listing: Listing) -> tuple[dict[str, str], list[str]]:
     """Keys of weights -> their names in the table of weights, and what else there is."""
-    keys = list(tensors)
+    keys = list(listing.tensors)
     others = [key for key in keys if key.partition(".")[0] in OTHERS]
     weights = [key for key in keys if key.partition(".")[0] not in OTHERS]
     firsts = {key.partition(".")[0] for key in weights}
     # Beside an optimizer, what is under one name such as "model" is that table of the checkpoint;
-    # by itself it may be a module of this name.
-    table = next((f"{part}." for part in NESTED if others and firsts == {part}), "")
+    # by itself it may be a module of this name, unless the format says that it is a table.
+    found = (p for p in NESTED if firsts == {p} and (others or p in listing.tables))
+    table = next((f"{part}." for part in found), "")
     named = {key: key.removeprefix(table) for key in weights}
     return named, [f"{key}: not weights" for key in others]
 

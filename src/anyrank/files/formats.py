@@ -171,7 +171,10 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     if inner is not None or not direct:
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
-            raise LoadError(f"the dict holds no tensors, only {keys}: give the dict of weights")
+            raise LoadError(
+                f"the dict {f'holds no tensors, only {keys}' if keys else 'is empty'}: give the "
+                "dict of weights"
+            )
         raise LoadError(
             "the dict holds the weights in an inner dict: give the inner one, for instance "
             f"source[{inner!r}]"

@@ -79,6 +79,8 @@ class Listing:
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
         sums: index of a file -> where the checksums of its blocks are, in runs.
+        tables: first parts of keys that name a table of the checkpoint, and not a module, where the
+            format tells them apart.
     """
 
     format: str
@@ -90,6 +92,7 @@ class Listing:
     sums: dict[int, SumsFile] = field(default_factory=dict[int, SumsFile])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     versions: dict[str, int] = field(default_factory=dict[str, int])
+    tables: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:

@@ -25,9 +25,12 @@ def plan_file(
     """
     for tensor in tensors:
         if tensor.dtype not in CODES or tensor.name == RESERVED:
-            what = "this name" if tensor.name == RESERVED else str(tensor.dtype)
             raise LoadError(
-                f"{tensor.name}: safetensors has no {what}: give dtype=, rename= or another to="
+                f"{tensor.name}: is the name of the header's own table in safetensors, and so "
+                "of no tensor: give rename= or another to="
+                if tensor.name == RESERVED
+                else f"{tensor.name}: is {tensor.dtype}, which safetensors does not have: give "
+                "another to="
             )
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {RESERVED: dict(metadata)}

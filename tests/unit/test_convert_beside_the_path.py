@@ -1,0 +1,169 @@
+"""`convert` one step beside the documented path: nothing is lost, and nothing wrong is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import anyrank
+from anyrank import faults
+from anyrank.errors import CheckpointError, LoadError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+
+# -- what is replaced -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "train.py", "optimizer.pt", "README.md", "x.bin", "deep/x", "x.json"]
+)
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_overwrite_never_deletes_what_is_no_weights(tmp_path: Path, to: str, name: str) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out, to=to)  # type: ignore[arg-type]
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("work of months")
+    with pytest.raises(ValueError, match=f"would delete {name.partition('/')[0]}"):
+        anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    assert (out / name).read_text() == "work of months"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_overwrite_replaces_what_an_earlier_conversion_copied(tmp_path: Path) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    src.mkdir()
+    save_file({"w": torch.ones(2)}, src / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "README.md", "modeling_x.py", "LICENSE"):
+        (src / name).write_text("{}")
+    anyrank.convert(src, out)
+    anyrank.convert(src, out, overwrite=True)
+    (out / "README.md").write_text("edited")
+    with pytest.raises(ValueError, match=r"would delete README\.md"):
+        anyrank.convert(src, out, overwrite=True)
+    assert (out / "README.md").read_text() == "edited"
+
+
+@pytest.mark.parametrize("name", ["out", "w.safetensors"])
+def test_a_link_is_kept_and_what_it_points_to_replaced(tmp_path: Path, name: str) -> None:
+    real, link = tmp_path / "real" / name, tmp_path / name
+    anyrank.convert({"a": torch.ones(2)}, real)
+    link.symlink_to(real)
+    anyrank.convert({"b": torch.ones(2)}, link, overwrite=True)
+    assert link.is_symlink()
+    file = link / "model.safetensors" if link.is_dir() else link
+    assert load_file(file).keys() == {"b"}
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "real"])
+    assert os.listdir(tmp_path / "real") == [name]
+
+
+def test_what_came_during_the_conversion_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out)
+    monkeypatch.setitem(faults.armed, "convert.commit", lambda: (out / "new.py").write_text("x"))
+    with pytest.raises(CheckpointError, match=r"new\.py came there during the conversion"):
+        anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["model.safetensors", "new.py"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("dst", ["file/out", "file/deep/out.pt"])
+def test_a_place_in_a_file_is_refused_first(tmp_path: Path, dst: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file is no folder"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / dst)
+
+
+# -- options and messages -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64)]
+)
+def test_short_names_of_dtypes(tmp_path: Path, name: str, dtype: torch.dtype, to: str) -> None:
+    out = tmp_path / "out"
+    anyrank.convert({"a": torch.ones(2)}, out, dtype=name, to=to)  # type: ignore[arg-type]
+    assert anyrank.inspect(out).dtypes.keys() == {str(dtype).removeprefix("torch.")}
+
+
+def test_a_cast_that_overflows_names_a_dtype_that_does_not(tmp_path: Path) -> None:
+    wide = torch.tensor([1e300], dtype=torch.float64)
+    for value, dtype, wider in (
+        (torch.tensor([1e6]), "float16", "bfloat16"),
+        (torch.tensor([3.4028e38]), "bfloat16", "float32"),
+        (wide, "bfloat16", "float64"),
+        (wide, "float32", "float64"),
+    ):
+        with pytest.raises(LoadError, match=f"give dtype='{wider}'"):
+            anyrank.convert({"w": value}, tmp_path / "out", dtype=dtype)
+
+
+def test_messages_say_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="the dict is empty"):
+        anyrank.convert({}, tmp_path / "out")
+    with pytest.raises(LoadError, match="header's own table"):
+        anyrank.convert({"__metadata__": torch.ones(1)}, tmp_path / "out")
+
+
+# -- checkpoints of several parts -----------------------------------------------------------------
+
+
+def tied_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    net[1].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"step": 3}, {"ema": {"0.bias": torch.ones(3)}}, {"optimizer": {"lr": "1"}}]
+)
+def test_the_table_of_a_dcp_folder_is_found_by_the_model(
+    tmp_path: Path, others: dict[str, Any]
+) -> None:
+    model = tied_net()
+    weights = dict(model.state_dict())
+    dcp_save({"model": weights, **others}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    anyrank.convert(tmp_path / "dcp", tmp_path / "out", model=model)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == weights.keys() - {"1.weight"}
+    assert all(torch.equal(found[name], weights[name]) for name in found)
+    if "ema" not in others:
+        report = anyrank.convert(tmp_path / "dcp", tmp_path / "plain")
+        assert load_file(tmp_path / "plain/model.safetensors").keys() == weights.keys()
+        assert report.renamed["model.0.bias"] == "0.bias"
+
+
+def test_a_table_that_shares_bytes_with_another_is_found_by_the_model(tmp_path: Path) -> None:
+    model = tied_net()
+    weights = dict(model.state_dict())
+    flat = {f"{part}.{name}": t for part in ("ema", "net") for name, t in weights.items()}
+    torch.save(flat, tmp_path / "w.pt")
+    report = anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == weights.keys() - {"1.weight"}
+    assert all(torch.equal(found[name], weights[name]) for name in found)
+    assert "ema.0.bias: not weights" in report.skipped
+
+
+def test_a_flat_dcp_folder_keeps_a_module_named_model(tmp_path: Path) -> None:
+    dcp_save({"model.a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    anyrank.convert(tmp_path / "dcp", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == {"model.a"}
+
+
+def test_an_unknown_prefix_is_named_with_the_way_out(tmp_path: Path) -> None:
+    model = tied_net()
+    odd = {f"policy.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(odd, tmp_path / "w.pt")
+    with pytest.raises(LoadError, match=r"rename=\{'policy': ''\}"):
+        anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
+    anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model, rename={"policy": ""})
