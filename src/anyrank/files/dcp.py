@@ -117,7 +117,11 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         reader.close()
     skipped = tuple(f"{fqn}: not a tensor" for fqn in others)
     listing = Listing(
-        "dcp", tuple(reader.files), tensors, skipped=skipped, checksums=tuple(reader.checksums),
+        "dcp",
+        tuple(reader.files),
+        tensors,
+        skipped=skipped,
+        checksums=tuple(reader.checksums),
         tables=frozenset(str(one[0]) for one in paths.values() if len(one) > 1),
     )
     return DcpFolder(listing, paths, objects, [fqn for fqn in others if fqn not in objects])
