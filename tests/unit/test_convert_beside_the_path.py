@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.runs import save
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -167,3 +168,31 @@ def test_an_unknown_prefix_is_named_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"rename=\{'policy': ''\}"):
         anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
     anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model, rename={"policy": ""})
+
+
+# -- damaged sources ------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_of_a_torch_file_is_noticed(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(100000)}, tmp_path / "w.pt")
+    report = anyrank.convert(tmp_path / "w.pt", tmp_path / "whole")
+    assert report.verified.endswith("CRC-32 of 1 records of the source")
+    data = bytearray((tmp_path / "w.pt").read_bytes())
+    data[200000] ^= 4
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(LoadError, match="the file is corrupt"):
+        anyrank.convert(tmp_path / "w.pt", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["w.pt", "whole"]
+    plain = anyrank.convert(tmp_path / "whole", tmp_path / "again")
+    assert plain.verified.endswith("not the bytes of the source")
+
+
+def test_the_report_names_the_step_that_was_read(tmp_path: Path) -> None:
+    state = anyrank.TrainState(nn.Linear(2, 2))
+    save(tmp_path / "run", state)
+    state.step += 1
+    save(tmp_path / "run", state)
+    older, newest = sorted(tmp_path.glob("run/step-*"))
+    assert anyrank.convert(tmp_path / "run", tmp_path / "a").source == str(newest)
+    (newest / "anyrank.json").unlink()
+    assert anyrank.convert(tmp_path / "run", tmp_path / "b").source == str(older)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from anyrank.errors import LoadError
+from anyrank.files.checksums import mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.output import Span
 from anyrank.files.reader import Reader, copy_into
@@ -58,6 +60,28 @@ class StoredContent:
             LoadError: one changed, or cannot be read.
         """
         self.reader.open(range(len(self.reader.listing.files)))
+
+    def compare(self) -> str:
+        """Compare the source with the CRC-32s of its records, before anything is written.
+
+        Blocks of runs are compared as they are read. The records of a DCP folder are not.
+
+        Returns:
+            What is compared, in words.
+
+        Raises:
+            LoadError: bytes are not those that were saved.
+        """
+        listing = self.reader.listing
+        if listing.format != "dcp" and listing.checksums:
+            plain = tuple(replace(info, sha256=None) for info in listing.files)
+            records = replace(listing, files=plain, sums={})
+            for path, what in mismatches(records, 0, 1, self.reader.check):
+                raise LoadError(f"{path}: {what}")
+            return f"CRC-32 of {len(listing.checksums)} records of the source"
+        if listing.sums:
+            return f"xxh3-64 of {len(listing.sums)} files of the source"
+        return "not the bytes of the source"
 
     def close(self) -> None:
         """Close the files."""

@@ -30,6 +30,7 @@ from anyrank.files.store import write_file
 from anyrank.tensors.names import Rename, of_adapter, renamer
 from anyrank.world.group import Group
 
+RUN = "anyrank run"  # the format's name
 STEMS = ("diffusion_pytorch_model",)
 
 
@@ -79,7 +80,8 @@ def convert(
             meta. Its tensors have to be there, ties are those of the model, and what transformers
             renames, fuses or stacks while it loads is undone.
         merge: of [base, adapter], a LoRA adapter that PEFT saved is added to the base's weights.
-        overwrite: replace a file, or a folder that holds weights and nothing else.
+        overwrite: replace a file, or a folder that holds weights with their configuration and
+            tokenizer and nothing else. Of a link, what it points to.
         process_group: the ranks that hold the model. Default: all, or this process alone where no
             group is initialised.
 
@@ -88,7 +90,8 @@ def convert(
 
     Raises:
         LoadError: the source cannot be read or is damaged, ranks hold different models, two keys
-            get one name, a value does not exist in `dtype`, or a tensor has no place in the format.
+            get one name, a value does not exist in `dtype`, a tensor has no place in the format,
+            or an adapter that is not plain LoRA or makes a weight that is not finite.
         UnsafeFile: a pickle that would run code, or a header that lies.
         CheckpointError: the destination cannot be written, or does not hold what was written; or a
             damaged run.
@@ -149,12 +152,13 @@ def _convert(
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
+        compared = content.compare()
         merging = MergedContent(content, added) if added else content
         _write(place, Output(output.files, {**small, **output.small}), merging)
     finally:
         content.close()
     return ConvertReport(
-        source=", ".join(_paths(src)) or "memory",
+        source=_name_of(src, listing),
         path=place.path,
         format=options.to,
         files=[*(file.name for file in output.files), *output.small, *small],
@@ -170,7 +174,7 @@ def _convert(
         merged=list(added),
         copied=list(small),
         skipped=list(selection.skipped),
-        verified=f"xxh3-64 of {len(output.files)} files, and their headers",
+        verified=f"xxh3-64 of {len(output.files)} files, and their headers; {compared}",
         seconds=time.perf_counter() - start,
     )
 
@@ -179,6 +183,13 @@ def _paths(src: Source) -> list[str]:
     if isinstance(src, Mapping):
         return []
     return [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
+
+
+def _name_of(src: Source, listing: Listing) -> str:
+    """The source as it was given; of a run, the step that was read."""
+    if isinstance(src, (str, os.PathLike)) and listing.format == RUN and listing.files:
+        return listing.files[0].path.rpartition("/")[0]
+    return ", ".join(_paths(src)) or "memory"
 
 
 def _base_of(src: Source) -> Source:

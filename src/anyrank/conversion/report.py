@@ -13,7 +13,7 @@ class ConvertReport:
     """What `convert` wrote. Printable as one screen.
 
     Attributes:
-        source: as it was given; the class of a live model.
+        source: as it was given; of a run, the step that was read; the class of a live model.
         path: of what was written.
         format: of it: "safetensors", "dcp" or "torch".
         files: names of the files, those of the source that were copied included.
@@ -25,7 +25,7 @@ class ConvertReport:
         merged: names of weights that an adapter was added to.
         copied: files that were copied from the source's folder.
         skipped: what of the source was not written, with the reason.
-        verified: what was compared after writing, in words.
+        verified: what was compared, in words: of the files after writing, and of the source.
         seconds: in all.
     """
 
