@@ -41,9 +41,8 @@ def train(accelerator: Any, prepared: Any, first: int, last: int) -> list[float]
 def job_accelerate(folder: str) -> list[float]:
     """Train, save, and let Accelerate resume with new objects; the losses from there on."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
-    try:
+    with tools.new_accelerate():
         accelerator = Accelerator(cpu=True)
         prepared = objects(accelerator, 0)
         train(accelerator, prepared, 0, tools.SAVED)
@@ -53,9 +52,6 @@ def job_accelerate(folder: str) -> list[float]:
         prepared = objects(accelerator, 1)
         accelerator.load_state(folder)
         return train(accelerator, prepared, tools.SAVED, tools.STEPS)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -149,11 +149,10 @@ def test_dcp(tmp_path: Path) -> None:
 
 def job_accelerate(folder: str) -> list[float]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState
 
     expected: list[float] = []
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        try:
+        with tools.new_accelerate():
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, state_dict_type=kind, reshard_after_forward=True
             )
@@ -166,9 +165,6 @@ def job_accelerate(folder: str) -> list[float]:
             accelerator.register_for_checkpointing(scheduler)
             accelerator.save_state(f"{folder}/{kind}")
             expected = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
     return expected
 
 

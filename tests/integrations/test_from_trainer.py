@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.testing import run_ranks
+from tests.integrations import tools
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,16 +48,11 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def job_trainer(folder: str) -> list[float]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
+    with tools.new_accelerate():
         trainer_of(folder, 0).train()
         again = trainer_of(folder, 1)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}")
         return losses_of(again)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def groups_of(net: Any) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ def run(command: list[str], seconds: float) -> str:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert process.returncode == 0, output
     return output
 

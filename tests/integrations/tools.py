@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,22 @@ import anyrank
 STEPS = 6  # of the whole training; a tool saves in the middle
 SAVED = 3
 ROWS = 12
+
+
+@contextmanager
+def new_accelerate() -> Generator[None, None, None]:
+    """Accelerate as in a new process: it keeps its state in classes, and a rank serves many jobs."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 class Net(nn.Module):
