@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations import tools
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.testing import run_ranks
-from tests.integrations import tools
 
 transformers = pytest.importorskip("transformers")
 

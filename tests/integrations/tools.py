@@ -22,7 +22,7 @@ ROWS = 12
 
 @contextmanager
 def new_accelerate() -> Generator[None, None, None]:
-    """Accelerate as in a new process: it keeps its state in classes, and a rank serves many jobs."""
+    """Accelerate as in a new process: it keeps state in classes, and a rank serves many jobs."""
     from accelerate.state import AcceleratorState, GradientState
 
     def forget() -> None:
