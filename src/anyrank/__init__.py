@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from anyrank.loading.meta import meta
     from anyrank.loading.planning import plan
     from anyrank.loading.report import LoadPlan, LoadReport
-    from anyrank.loading.sync import sync
-    from anyrank.loading.sync_report import SyncReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
     from anyrank.resume.checkpoints import Checkpoints
     from anyrank.resume.report import ResumeReport
     from anyrank.resume.state import TrainState
+    from anyrank.syncing.report import SyncReport
+    from anyrank.syncing.sync import sync
     from anyrank.world.group import ALONE
 
 __version__ = "0.1.0"
@@ -103,7 +103,7 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.resume.report",
-    "SyncReport": "anyrank.loading.sync_report",
+    "SyncReport": "anyrank.syncing.report",
     "TrainState": "anyrank.resume.state",
     "UnsafeFile": "anyrank.errors",
     "convert": "anyrank.conversion.convert",
@@ -117,7 +117,7 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
-    "sync": "anyrank.loading.sync",
+    "sync": "anyrank.syncing.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import anyrank
-from anyrank.loading.memory_meter import rss_anon
+from anyrank.model.memory_meter import rss_anon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.files.formats import list_source
+from anyrank.formats.sources import list_source
 from anyrank.testing import run_ranks
 
 

@@ -25,8 +25,8 @@ from anyrank.files.block_sums import (
 )
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
-from anyrank.files.run_folder import list_step
 from anyrank.files.storage import LocalStorage
+from anyrank.formats.run_folder import list_step
 from anyrank.resume.state import run_parts
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece

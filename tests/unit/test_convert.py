@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
-from anyrank.files import torch_output
 from anyrank.files.output import OutputTensor
+from anyrank.formats import torch_output
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 

@@ -44,8 +44,8 @@ from safetensors.torch import save_file
 
 import anyrank
 from anyrank import cli, settings
-from anyrank.files.formats import FILES
 from anyrank.files.manifest import FileRecord, Manifest
+from anyrank.formats.sources import FILES
 from anyrank.resume.saving import SaveRecord
 from anyrank.testing import run_ranks
 

@@ -27,8 +27,9 @@ SRC = ROOT / "src"
 
 BASE = {"errors", "settings", "faults"}
 CORE = BASE | {"tensors", "files", "world"}
-AREAS = {"frozen", "loading", "memory", "random_state", "data", "resume", "inspection"}
-AREAS |= {"conversion"}
+MODEL = CORE | {"formats", "frozen", "model"}
+AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
+AREAS |= {"resume", "inspection", "conversion"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -36,16 +37,19 @@ MAY_IMPORT = {
     "settings": {"errors"},
     "tensors": BASE,
     "files": BASE | {"tensors"},
+    "formats": BASE | {"tensors", "files"},
     "world": BASE,
     "frozen": CORE,
-    "loading": CORE | {"frozen"},
+    "model": CORE | {"formats", "frozen"},
+    "syncing": MODEL,
+    "loading": MODEL | {"syncing"},
     "memory": BASE | {"tensors", "world"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
-    "resume": CORE | {"frozen", "loading", "random_state", "data"},
-    "inspection": CORE - {"world"},
+    "resume": MODEL | {"loading", "random_state", "data"},
+    "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank"},
-    "conversion": CORE | {"frozen", "loading"},
+    "conversion": MODEL | {"syncing", "loading"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
 }

@@ -133,7 +133,7 @@ def _run_leg(
 
 def committed(folder: str) -> list[int]:
     """The committed steps of a run."""
-    from anyrank.files.run_folder import steps_of  # loads torch, which `anyrank --help` does not
+    from anyrank.formats.run_folder import steps_of  # loads torch, which `anyrank --help` does not
 
     return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
 
@@ -142,7 +142,7 @@ def _wait_for_save(
     process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
 ) -> None:
     """Return a random moment after the save of a step has begun, which may be over by then."""
-    from anyrank.files.run_folder import step_name
+    from anyrank.formats.run_folder import step_name
 
     sign = step_name(step)
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 import anyrank
-from anyrank.loading.memory_meter import rss_anon
+from anyrank.model.memory_meter import rss_anon
 
 SAMPLE_SEC = 0.002
 SENTENCES = (

@@ -22,11 +22,11 @@ from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import Sealed, Writer, compare
 from anyrank.errors import LoadError
-from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.output import Output
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.tensors.names import Rename, of_adapter, renamer
 from anyrank.world.group import Group
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.formats import ENDINGS, Source
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.formats.sources import ENDINGS, Source
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
 MOST_BYTES = 64 << 20  # of one file

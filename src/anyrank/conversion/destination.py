@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError
-from anyrank.files.formats import list_source
 from anyrank.files.storage import join_path, read_range, storage_for
 from anyrank.files.store import Store, store_for, storing
+from anyrank.formats.sources import list_source
 
 UNFINISHED = ".unfinished-"
 # All that is in a folder of weights by its name. Anything else may be somebody's only copy.

@@ -19,8 +19,8 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.loading.conversions import FILE_NAMED, pretrained, unsharded
-from anyrank.loading.model_tensors import find_tensors, plain_class
+from anyrank.model.conversions import FILE_NAMED, pretrained, unsharded
+from anyrank.model.tensors import find_tensors, plain_class
 from anyrank.tensors.names import candidates, inner_prefix, near
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor

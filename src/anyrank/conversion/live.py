@@ -26,8 +26,8 @@ from anyrank.files.output import Output, OutputTensor, Span
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
-from anyrank.loading.model_tensors import ModelTensor, find_tensors
-from anyrank.loading.verify import compare_replicas
+from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.verify import compare_replicas
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from anyrank.conversion.destination import Destination
 from anyrank.conversion.options import Options
 from anyrank.errors import CheckpointError
-from anyrank.files import dcp_output, torch_output
-from anyrank.files.formats import list_source
 from anyrank.files.output import Output, OutputTensor
-from anyrank.files.safetensors_output import plan_file, plan_folder
 from anyrank.files.storage import join_path
+from anyrank.formats import dcp_output, torch_output
+from anyrank.formats.safetensors_output import plan_file, plan_folder
+from anyrank.formats.sources import list_source
 
 FORMAT = {"format": "pt"}  # which transformers asks for
 

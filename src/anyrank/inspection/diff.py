@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
-from anyrank.files.run_folder import list_step, recognises, steps_of
 from anyrank.files.storage import join_path, storage_for
+from anyrank.formats.run_folder import list_step, recognises, steps_of
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count, name_of
 from anyrank.inspection.stream import Values, as_numbers

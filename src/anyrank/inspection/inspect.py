@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
-from anyrank.files.run_folder import SavedStep, steps_in
+from anyrank.formats.run_folder import SavedStep, steps_in
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import group, in_units, printable, short_dtype
 from anyrank.tensors.spec import StoredTensor
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
-from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
-from anyrank.files.run_folder import check_sizes, list_step, recognises, steps_of
 from anyrank.files.storage import Storage, join_path, storage_for
+from anyrank.formats.run_folder import check_sizes, list_step, recognises, steps_of
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import in_units, printable
 from anyrank.inspection.inspect import count, name_of
 from anyrank.inspection.stream import Values, count_nonfinite

@@ -11,17 +11,18 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.reader import Reader
-from anyrank.loading.buffers import rebuilt_values
-from anyrank.loading.dora import is_magnitude, recompute_magnitudes
 from anyrank.loading.exchange import Wanted, move
-from anyrank.loading.memory_meter import Meter
-from anyrank.loading.own_code import OwnCodeRun
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
-from anyrank.loading.replace import Replacement
 from anyrank.loading.report import LoadReport
-from anyrank.loading.share import Share
-from anyrank.loading.shared_memory import filled_apart
+from anyrank.model.buffers import rebuilt_values
+from anyrank.model.dora import is_magnitude, recompute_magnitudes
+from anyrank.model.lines import short
+from anyrank.model.memory_meter import Meter
+from anyrank.model.own_code import OwnCodeRun
+from anyrank.model.replace import Replacement
+from anyrank.model.share import Share
+from anyrank.model.shared_memory import filled_apart
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -267,8 +268,3 @@ class _Executor:
                     "with the weights that belong to this source, or remove them from the source"
                 )
         self.to_compare.clear()
-
-
-def short(dtype: torch.dtype) -> str:
-    """A dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")

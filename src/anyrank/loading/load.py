@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.files.formats import Source
+from anyrank.formats.sources import Source
 from anyrank.loading.execute_load import execute_load
-from anyrank.loading.given_layouts import GivenLayout
 from anyrank.loading.load_live import load_live
-from anyrank.loading.memory_meter import Meter, collector_paused
-from anyrank.loading.options import Options
 from anyrank.loading.plan_load import AgreedPlan, look_at_sources, plan_load
 from anyrank.loading.report import LoadReport
-from anyrank.loading.verify import (
+from anyrank.model.given_layouts import GivenLayout
+from anyrank.model.memory_meter import Meter, collector_paused
+from anyrank.model.options import Options
+from anyrank.model.verify import (
     check_files,
     compare_duplicates,
     compare_replicas,

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import Listing
-from anyrank.loading.match_model import LIVE
-from anyrank.loading.memory_meter import Meter
-from anyrank.loading.options import Options
-from anyrank.loading.own_code import OwnCode
 from anyrank.loading.report import LoadReport
-from anyrank.loading.sync_execute import execute_sync
+from anyrank.model.match import LIVE
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import Options
+from anyrank.model.own_code import OwnCode
+from anyrank.syncing.execute import execute_sync
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 

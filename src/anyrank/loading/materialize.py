@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.loading.allocate import allocate, default_device, device_for
-from anyrank.loading.buffers import rebuilt_values
-from anyrank.loading.dora import is_magnitude, recompute_magnitudes
-from anyrank.loading.initialise import Initialiser
-from anyrank.loading.memory_meter import Meter
-from anyrank.loading.model_tensors import ModelTensor, find_tensors
-from anyrank.loading.options import check_choice, check_model
-from anyrank.loading.replace import Replacement, replace
 from anyrank.loading.report import LoadReport
+from anyrank.model.allocate import allocate, default_device, device_for
+from anyrank.model.buffers import rebuilt_values
+from anyrank.model.dora import is_magnitude, recompute_magnitudes
+from anyrank.model.initialise import Initialiser
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import check_choice, check_model
+from anyrank.model.replace import Replacement, replace
+from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
-from anyrank.files.formats import Source, list_memory, list_source
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
+from anyrank.formats.sources import Source, list_memory, list_source
 from anyrank.frozen.freeze import frozen_parts
-from anyrank.loading.allocate import default_buffer
-from anyrank.loading.given_layouts import apply_layouts
-from anyrank.loading.match_model import ModelMatch, match_model
-from anyrank.loading.model_tensors import ModelTensor, find_tensors
-from anyrank.loading.options import Options
 from anyrank.loading.strategy import Decision, decide
+from anyrank.model.allocate import default_buffer
+from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.match import ModelMatch, match_model
+from anyrank.model.options import Options
+from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 

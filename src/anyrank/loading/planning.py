@@ -15,14 +15,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.files.formats import Source, check_source, list_source
 from anyrank.files.listing import Listing
-from anyrank.loading.given_layouts import GivenLayout
-from anyrank.loading.match_model import ModelMatch
-from anyrank.loading.options import Options, check_choice, check_count
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadPlan
-from anyrank.loading.strategy import STRATEGIES, Decision, decide
+from anyrank.loading.strategy import Decision, decide
+from anyrank.model.given_layouts import GivenLayout
+from anyrank.model.match import ModelMatch
+from anyrank.model.options import STRATEGIES, Options, check_choice, check_count
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import replicas

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from anyrank.errors import LoadError
 
-STRATEGIES = ("auto", "own", "stripe", "scatter")
-
 # Below this, the latency of exchanging costs more than a second read of the same bytes saves.
 MIN_STRIPE_BYTES = 256 << 20
 ONE_MACHINE = "all ranks share one machine, whose page cache holds each byte once"
@@ -40,7 +38,7 @@ def decide(
     """Choose who reads.
 
     Args:
-        strategy: what the caller asked for, of `STRATEGIES`.
+        strategy: what the caller asked for, of `model.options.STRATEGIES`.
         ranks: global ranks, in the group's order.
         nodes: machine of each.
         sees: whether each sees the source.

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.foreign import ForeignCheckpoint
-from anyrank.files.foreign_formats import read_foreign
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
+from anyrank.formats.foreign import ForeignCheckpoint
+from anyrank.formats.foreign_formats import read_foreign
 from anyrank.loading.execute_load import execute_load
-from anyrank.loading.memory_meter import Meter
-from anyrank.loading.options import Options
 from anyrank.loading.plan_load import AgreedPlan, plan_load
-from anyrank.loading.verify import compare_duplicates
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import Options
+from anyrank.model.verify import compare_duplicates
 from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
 from anyrank.resume.opaque import unwrapped

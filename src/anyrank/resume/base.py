@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.loading.model_tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor
 from anyrank.random_state.hashing import mix64, signed
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece

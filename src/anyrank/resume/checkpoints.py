@@ -16,8 +16,8 @@ from anyrank.data.loader import ElasticLoader
 from anyrank.data.position import Position, check_complete, check_same_on_ranks
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
-from anyrank.files.run_folder import SavedStep
 from anyrank.files.store import store_for
+from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.loop import (
     Loop,
     StepCounter,

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
+from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
 from anyrank.resume.json_codec import to_json
 from anyrank.resume.opaque import is_opaque, unwrapped
 from anyrank.resume.optimizer import IMPLEMENTATION, UNKNOWN, Names

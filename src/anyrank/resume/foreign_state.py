@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
-from anyrank.files.foreign import ForeignCheckpoint
+from anyrank.formats.foreign import ForeignCheckpoint
 from anyrank.resume.json_codec import to_json
 from anyrank.resume.report import Outcome
 from anyrank.tensors.spec import StoredTensor

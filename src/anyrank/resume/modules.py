@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError
-from anyrank.files.formats import list_source
+from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
-from anyrank.loading.allocate import allocate, default_device, device_for
-from anyrank.loading.model_tensors import ModelTensor, find_tensors
-from anyrank.loading.replace import put_in_place
+from anyrank.model.allocate import allocate, default_device, device_for
+from anyrank.model.replace import put_in_place
+from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.part_types import (
     Fill,

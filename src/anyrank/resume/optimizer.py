@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.loading.allocate import device_for
-from anyrank.loading.model_tensors import ModelTensor
+from anyrank.model.allocate import device_for
+from anyrank.model.tensors import ModelTensor
 from anyrank.resume.json_codec import from_json, to_json
 from anyrank.resume.opaque import (
     is_opaque,

@@ -12,10 +12,10 @@ from anyrank.errors import CheckpointError
 from anyrank.files.block_sums import SUFFIX, BlockDigester
 from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
-from anyrank.files.run_folder import SavedBox
 from anyrank.files.storage import join_path, split
 from anyrank.files.store import Sink, Store, storing, write_file
-from anyrank.files.torch_blob import ALIGN, wrap
+from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.torch_blob import ALIGN, wrap
 from anyrank.resume.digests import check_memory
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces

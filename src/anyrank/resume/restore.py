@@ -14,11 +14,11 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.loading.allocate import buffer_for, default_device
-from anyrank.loading.buffers import rebuild
 from anyrank.loading.exchange import Wanted, read_own
-from anyrank.loading.initialise import Initialiser
-from anyrank.loading.model_tensors import find_tensors
+from anyrank.model.allocate import buffer_for, default_device
+from anyrank.model.buffers import rebuild
+from anyrank.model.initialise import Initialiser
+from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     RankCoords,
     StreamOutcome,

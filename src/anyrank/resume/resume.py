@@ -9,8 +9,8 @@ from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import MANIFEST
-from anyrank.files.run_folder import steps_of
 from anyrank.files.store import reading, store_for
+from anyrank.formats.run_folder import steps_of
 from anyrank.resume.adopt import Request, adopt
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.restore import Resuming, log_report, resume_newest

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import SUFFIX
-from anyrank.files.formats import checkpoint_among
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
-from anyrank.files.run_folder import INDEX, SavedStep, check_sizes, describe, step_name, steps_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import Store, reading, storing, write_file
+from anyrank.formats.run_folder import INDEX, SavedStep, check_sizes, describe, step_name, steps_of
+from anyrank.formats.sources import checkpoint_among
 
 log = logging.getLogger("anyrank.resume")
 

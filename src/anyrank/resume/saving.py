@@ -17,12 +17,12 @@ from anyrank import faults
 from anyrank.data.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
-from anyrank.files.dcp import METADATA
-from anyrank.files.dcp_metadata import metadata_of
 from anyrank.files.manifest import FileRecord, Manifest, record
-from anyrank.files.run_folder import INDEX, SavedBox, index_of
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
+from anyrank.formats.dcp import METADATA
+from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.run_folder import INDEX, SavedBox, index_of
 from anyrank.random_state.saved_streams import (
     RankCoords,
     SavedStreams,

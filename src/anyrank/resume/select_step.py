@@ -11,7 +11,7 @@ from typing import TypeVar
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
-from anyrank.files.run_folder import list_step
+from anyrank.formats.run_folder import list_step
 from anyrank.resume.records import check_records, check_tensors
 from anyrank.resume.run_store import RunFolder
 from anyrank.world.ranks import Ranks

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.loading.model_tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor
 from anyrank.resume.base import Base, base_problems
 from anyrank.resume.modules import kept, match_module, save_module, targets_of
 from anyrank.resume.optimizer import match_optimizer, save_optimizer

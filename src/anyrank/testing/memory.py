@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from anyrank.loading.memory_meter import rss_anon
+from anyrank.model.memory_meter import rss_anon
 
 SAMPLE_SECONDS = 0.002
 

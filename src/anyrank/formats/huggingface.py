@@ -1,0 +1,136 @@
+"""Hugging Face folders: an index and its shards, or one file; duplicates are skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing, join
+from anyrank.files.storage import Storage, inside, join_path, read_range
+from anyrank.formats import safetensors, torch_file
+
+STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
+SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
+MAX_INDEX_BYTES = 1 << 30
+
+# Later rules only count when the earlier ones find nothing, so safetensors wins over pickles.
+LISTERS: tuple[tuple[str, Callable[[Storage, str], Listing]], ...] = (
+    (".safetensors", safetensors.list_file),
+    (".bin", torch_file.list_file),
+    (".pth", torch_file.list_file),
+    (".pt", torch_file.list_file),
+)
+
+
+def list_folder(storage: Storage, folder: str) -> Listing:
+    """The weights of a folder, chosen by rule: an index with its shards first, then a single file.
+
+    Raises:
+        LoadError: no weights, an index whose shards or keys are missing, or a choice that the rules
+            do not settle.
+    """
+    names = [name for name in storage.names(folder) if not name.startswith(".")]
+    for ending, lister in LISTERS:
+        chosen = _choose(folder, names, ending)
+        if chosen is None:
+            continue
+        others = tuple(
+            f"{name}: skipped, {chosen} was chosen"
+            for name in names
+            if name.endswith(tuple(e for e, _ in LISTERS)) and name != chosen
+        )
+        if chosen.endswith(".json"):
+            return _indexed(storage, folder, chosen, lister, others)
+        shards = _shards_of(folder, chosen, names)
+        listings = [lister(storage, join_path(folder, name)) for name in shards]
+        skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
+        return join(_name(listings), listings, skipped)
+    shown = ", ".join(names[:20]) or "nothing"
+    raise LoadError(f"{folder}: no weights here; the folder holds {shown}")
+
+
+def _name(listings: list[Listing]) -> str:
+    return (
+        listings[0].format if len(listings) == 1 else f"{listings[0].format}, {len(listings)} files"
+    )
+
+
+def _choose(folder: str, names: list[str], ending: str) -> str | None:
+    indexes = [name for name in names if name.endswith(f"{ending}.index.json")]
+    files = [name for name in names if name.endswith(ending)]
+    for candidates, tail in ((indexes, f"{ending}.index.json"), (files, ending)):
+        for stem in STEMS:
+            if f"{stem}{tail}" in candidates:
+                return f"{stem}{tail}"
+    if len(indexes) == 1:
+        return indexes[0]
+    candidates = [name for name in files if not name.startswith(("consolidated", "training_args"))]
+    families = {m["stem"] if (m := SHARD.match(name)) else name for name in candidates}
+    if len(indexes) > 1 or len(families) > 1:
+        raise LoadError(
+            f"{folder}: holds several sets of weights ({', '.join(sorted(indexes or families))}): "
+            "give a file, or a list of files"
+        )
+    return candidates[0] if candidates else None
+
+
+def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
+    match = SHARD.match(name)
+    if match is None:
+        return [name]
+    count, ending = int(match["count"]), name.rsplit(".", 1)[-1]
+    width, total = len(match["number"]), match["count"]
+    shards = [f"{match['stem']}-{n:0{width}d}-of-{total}.{ending}" for n in range(1, count + 1)]
+    missing = [shard for shard in shards if shard not in names]
+    if missing:
+        raise LoadError(f"{folder}: {len(missing)} of {count} shards are missing: {missing[0]}")
+    return shards
+
+
+def _indexed(
+    storage: Storage,
+    folder: str,
+    index: str,
+    lister: Callable[[Storage, str], Listing],
+    others: tuple[str, ...],
+) -> Listing:
+    path = join_path(folder, index)
+    weight_map = _weight_map(storage, path)
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if not storage.is_file(inside(folder, shard)):
+            keys = [key for key, name in weight_map.items() if name == shard]
+            raise LoadError(
+                f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
+                f"({keys[0]}, ...): the download is incomplete"
+            )
+    listings: list[Listing] = []
+    for shard in shards:
+        listing = lister(storage, inside(folder, shard))
+        mine = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
+        lost = [k for k, name in weight_map.items() if name == shard and k not in mine]
+        if lost:
+            raise LoadError(f"{path}: says that {shard} holds {lost[0]}, which is not in it")
+        listings.append(listing.with_tensors(mine))
+    skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
+    return join(_name(listings), listings, skipped)
+
+
+def _weight_map(storage: Storage, path: str) -> dict[str, str]:
+    info = storage.info(path)
+    if info.size > MAX_INDEX_BYTES:
+        raise LoadError(f"{path}: {info.size} bytes are too many for an index")
+    file = storage.open(path)
+    try:
+        index = json.loads(read_range(file, path, 0, info.size))
+        weight_map = index["weight_map"]
+        whole = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{path}: not an index with a weight_map ({error})") from error
+    finally:
+        file.close()
+    if not whole or not weight_map:
+        raise LoadError(f"{path}: its weight_map is empty, or does not map keys to file names")
+    return weight_map

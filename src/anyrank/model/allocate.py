@@ -1,0 +1,64 @@
+"""Memory for tensors that are still on meta: where it belongs, and how much is staged for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from anyrank.model.tensors import ModelTensor
+from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
+from anyrank.world.device import rank_device
+
+
+def device_for(target: ModelTensor, default: torch.device) -> torch.device:
+    """The device of a real tensor, or the device where a meta tensor is to be."""
+    if not target.is_meta:
+        return target.local().device
+    if not target.is_dtensor:
+        return default
+    mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.registrations):
+        return torch.device("cpu")
+    return rank_device()
+
+
+def default_device(targets: list[ModelTensor]) -> torch.device:
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
+    real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
+    return real[0].local().device if real else rank_device()
+
+
+def default_buffer(targets: list[ModelTensor]) -> int:
+    """Bytes of staging memory to fill targets with, from the settings."""
+    default = default_device(targets)
+    return buffer_for(device_for(target, default) for target in targets)
+
+
+def buffer_for(devices: Iterable[torch.device]) -> int:
+    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
+
+
+def _offloads(path: tuple[nn.Module, ...]) -> bool:
+    """Whether the FSDP2 unit that owns a module keeps its parameters on the CPU.
+
+    FSDP2 has no public name for its policy; where the private one is missing, the unit's real
+    parameters would show it, and a meta model without them goes to the device.
+    """
+    unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
+    state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
+    return "CPUOffloadPolicy" in policies
+
+
+def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory of this rank's share of a target; every element must be written."""
+    return torch.empty(target.local_shape, dtype=target.dtype, device=device)

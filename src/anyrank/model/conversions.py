@@ -1,0 +1,200 @@
+"""The key conversions that a transformers model carries, run on headers instead of tensors.
+
+transformers renames keys and fuses, stacks or splits tensors while it loads. Its own patterns and
+operations are used as they are, applied to symbolic tensors, so fused experts are read row by row
+like any other tensor. Used only if the process has imported transformers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.model.tensors import ModelTensor, plain_class
+from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
+from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.symbolic import SymbolicTensor
+
+# Formats that transformers writes, always in its file naming. Others may hold live names as well.
+FILE_NAMED = ("safetensors",)
+
+
+def converted(
+    model: nn.Module, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+) -> tuple[Listing, Callable[[str], str]]:
+    """The listing under the model's names, and the renaming that is left to do.
+
+    Raises:
+        LoadError: a conversion that computes values, or whose parts are not all in the source.
+    """
+    inner = pretrained(model)
+    if inner is None:
+        return listing, rename
+    live = {
+        name for t in targets if t.kind != "derived" for p in t.registrations for name in p.names
+    }
+    if _fits_as_it_is(targets, listing, rename):
+        return listing, rename
+    tensors: dict[str, StoredTensor] = {}
+    pending: dict[str, StoredTensor] = {}
+    for key, stored in listing.tensors.items():
+        renamed = rename(key)
+        direct = next((name for name in candidates(renamed) if name in live), None)
+        live_named = not listing.format.startswith(FILE_NAMED) or of_adapter(renamed)
+        if direct is not None and live_named:
+            tensors[renamed] = stored
+        else:
+            name = renamed if direct is None else direct
+            pending[name.removeprefix("module.").removeprefix(PEFT_PREFIX)] = stored
+    tensors.update(_Converter(inner, live).run(pending))
+    return listing.with_tensors(tensors), lambda key: key
+
+
+def _fits_as_it_is(
+    targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+) -> bool:
+    """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
+
+    The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
+    would not change are therefore no proof.
+    """
+    shapes = {
+        name: t.shape
+        for t in targets
+        if t.kind != "derived"
+        for p in t.registrations
+        for name in p.names
+    }
+    for key, stored in listing.tensors.items():
+        shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
+        if shape is None or shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
+            return False
+    filled = {name for key in listing.tensors for name in candidates(rename(key))}
+    return all(
+        any(name in filled for p in t.registrations for name in p.names)
+        for t in targets
+        if t.kind != "derived"
+    )
+
+
+def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
+    """Whether the model declares that a key of its checkpoints can be ignored."""
+    inner = pretrained(model)
+    patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return lambda key: any(re.search(pattern, key) for pattern in patterns)
+
+
+def pretrained(model: nn.Module) -> Any:
+    """The transformers model inside the wrappers, as its class was before FSDP2 changed it."""
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return None
+    for _ in range(8):
+        if isinstance(model, transformers.PreTrainedModel):
+            return model
+        names = ("module", "_orig_mod", "base_model", "model")
+        children = (dict(model.named_children()).get(name) for name in names)
+        inner = next((child for child in children if child is not None), None)
+        if inner is None or len(list(model.parameters())) != len(list(inner.parameters())):
+            return None
+        model = inner
+    return None
+
+
+class _Converter:
+    """transformers' renamings and converters for one model, on symbolic tensors."""
+
+    def __init__(self, model: Any, live: set[str]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.model = model
+        self.live = dict.fromkeys(live, True)
+        mapping: list[Any] = get_model_conversion_mapping(unsharded(model))
+        self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+    def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        from transformers.core_model_loading import dot_natural_key
+
+        result: dict[str, StoredTensor] = {}
+        groups: dict[str, tuple[Any, dict[str, list[Any]]]] = {}
+        for key in sorted(tensors, key=dot_natural_key):
+            name, pattern = self._renamed(key)
+            if pattern is None or name not in self.live:
+                if name in result:
+                    raise LoadError(f"{key}: a second key of the source that becomes {name}")
+                result[name if name in self.live else key] = tensors[key]
+                continue
+            converter = next(c for c in self.converters if pattern in c.source_patterns)
+            _, collected = groups.setdefault(name, (deepcopy(converter), {}))
+            collected.setdefault(pattern, []).append(SymbolicTensor(tensors[key]))
+        for name, (converter, collected) in groups.items():
+            result.update(self._fused(name, converter, collected))
+        return result
+
+    def _renamed(self, key: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self.model.base_model_prefix
+        name, pattern = rename_source_key(key, self.renamings, self.converters, prefix, self.live)
+        if name not in self.live:
+            plain, _ = rename_source_key(key, [], [], prefix, self.live)
+            if plain in self.live:
+                return plain, None
+        return name, pattern
+
+    def _fused(
+        self, name: str, converter: Any, collected: dict[str, list[Any]]
+    ) -> dict[str, StoredTensor]:
+        lost = [p for p in converter.source_patterns if p not in collected]
+        counts = {len(parts) for parts in collected.values()}
+        if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
+            held = {pattern: len(parts) for pattern, parts in collected.items()}
+            raise LoadError(
+                f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
+                f"{held}"
+            )
+        values: dict[str, Any] = dict(collected)
+        for operation in converter.operations:
+            try:
+                values = operation.convert(
+                    values,
+                    source_patterns=converter.source_patterns,
+                    target_patterns=converter.target_patterns,
+                    full_layer_name=name,
+                    model=self.model,
+                    config=self.model.config,
+                    missing_keys=None,
+                )
+            except Exception as error:  # transformers' own code, and ours below it
+                what = str(error) if isinstance(error, LoadError) else repr(error)
+                raise LoadError(f"{name}: {type(operation).__name__}: {what}") from error
+        full = name.replace("*.", "0.")
+        head, _, tail = next(
+            (full.partition(pattern) for pattern in values if pattern in full), ("", "", "")
+        )
+        fused: dict[str, StoredTensor] = {}
+        for pattern, value in values.items():
+            symbolic = value[0] if isinstance(value, list) else value
+            fused[head + pattern + tail] = symbolic.stored
+        return fused
+
+
+def unsharded(module: nn.Module) -> Any:
+    """The same module tree with the user's classes, which the mapping looks up by name."""
+    kind = plain_class(module)
+    copy: Any = kind.__new__(kind)
+    copy.__dict__ = dict(module.__dict__)
+    copy.__dict__["_modules"] = {
+        name: None if child is None else unsharded(child)
+        for name, child in module.__dict__["_modules"].items()
+    }
+    return copy

@@ -1,0 +1,223 @@
+"""Initial values by the model's own rules, the same on any number of ranks.
+
+Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
+numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number
+of ranks nor on which other tensors are wanted, and a rank needs one whole tensor at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.model.tensors import ModelTensor, Registration, plain_class
+from anyrank.tensors.box import Box
+
+Init = Callable[[nn.Module], object]
+Rule = tuple[str, Callable[[], object]]
+SENTINEL = 77  # marks unwritten integers, which have no NaN
+OWN_RULES = ("reset_parameters", "_reset_parameters")
+
+
+class Initialiser:
+    """Fills tensors of one model.
+
+    Args:
+        model: its modules' rules are used; none of its tensors is touched.
+        seed: the same on all ranks.
+        init: a rule of the user's, called with each module (stand-in) that owns a wanted tensor;
+            default: what construction does, `reset_parameters` from the inside out, then
+                `_init_weights`.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, init: Init | None = None) -> None:
+        self.model = model
+        self.seed = seed
+        self.init = init
+        self.stand_ins: dict[int, nn.Module] = {}
+
+    def fill(self, target: ModelTensor, local: torch.Tensor) -> str | None:
+        """Fill this rank's share of a target.
+
+        Returns:
+            The name of the rule that ran last, or None when the rules leave a part
+            unwritten.
+
+        Raises:
+            LoadError: a rule fails on the stand-in, or needs values that are not there yet.
+        """
+        if 0 in target.shape:
+            return "nothing to fill"
+        blank = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+        _blank(blank)
+        is_parameter = target.kind == "parameter"
+        wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+        on_meta = [self._swap(place, wanted) for place in target.registrations]
+        try:
+            name = self._run(target, local.device)
+            value = getattr(
+                self._stand_in(target.registrations[0].module), target.registrations[0].attribute
+            )
+        finally:
+            for place, old in zip(target.registrations, on_meta, strict=True):
+                self._swap(place, old)
+        if value.shape != blank.shape or value.is_meta or _is_blank(value):
+            return None
+        for piece in target.pieces:
+            part = local[Box(piece.local, piece.box.sizes).slices()]
+            part.copy_(value.detach()[piece.box.slices()])
+        return name
+
+    def _run(self, target: ModelTensor, device: torch.device) -> str | None:
+        """Run the rules under the tensor's seed; the global generators keep their states."""
+        last: str | None = None
+        accelerators = [] if device.type == "cpu" else [device]
+        kind = "cuda" if device.type == "cpu" else device.type
+        with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
+            torch.manual_seed(_derived_seed(self.seed, target.name))
+            for last, call in self._rules(target):
+                try:
+                    call()
+                except Exception as error:
+                    if self.init is not None:
+                        raise
+                    raise LoadError(
+                        f"{target.name}: {last} fails while it initialises "
+                        f"({type(error).__name__}: {error}): pass init= to anyrank.materialize"
+                    ) from error
+        return last
+
+    def _rules(self, target: ModelTensor) -> Iterator[Rule]:
+        """What construction would run for a tensor, in that order."""
+        place = target.registrations[0]
+        if self.init is not None:
+            init, owner = self.init, self._stand_in(place.module)
+            yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
+            return
+        for module in reversed(place.path):
+            yield from self._own_rules(module, place)
+            if target.adapter and hasattr(module, "reset_lora_parameters"):
+                return  # adapters are added after the base model's rules have run
+        if not target.adapter:
+            yield from self._model_rules(place)
+
+    def _own_rules(self, module: nn.Module, place: Registration) -> Iterator[Rule]:
+        stand_in: Any = self._stand_in(module)
+        title = plain_class(module).__name__
+        for name in OWN_RULES:
+            if hasattr(module, name):
+                yield f"{title}.{name}", getattr(stand_in, name)
+        if hasattr(module, "reset_lora_parameters"):
+            adapter, kind = _lora_choice(place)
+            if kind is not False:
+                rule = stand_in.reset_lora_parameters
+                yield f"{title}.reset_lora_parameters", lambda: rule(adapter, kind)
+
+    def _model_rules(self, place: Registration) -> Iterator[Rule]:
+        """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
+        found = False
+        for depth in reversed(range(len(place.path))):
+            models = (m for m in reversed(place.path[: depth + 1]) if hasattr(m, "_init_weights"))
+            model: Any = next(models, None)
+            if model is not None:
+                found = True
+                stand_in = self._stand_in(place.path[depth])
+                yield f"{plain_class(model).__name__}._init_weights", _bound(model, stand_in)
+        for module in reversed(place.path):
+            if not found and hasattr(module, "init_weights"):
+                rule: Any = self._stand_in(module)
+                yield f"{plain_class(module).__name__}.init_weights", rule.init_weights
+
+    def _stand_in(self, module: nn.Module) -> nn.Module:
+        """The stand-in of one of the model's modules; the tree is made when it is first needed."""
+        if not self.stand_ins:
+            _copy_on_meta(self.model, self.stand_ins)
+        return self.stand_ins[id(module)]
+
+    def _swap(self, place: Registration, tensor: Any) -> Any:
+        """Put a tensor into the stand-in, and return the tensor that it replaces."""
+        owner = self._stand_in(place.module).__dict__
+        table = owner["_parameters" if place.attribute in owner["_parameters"] else "_buffers"]
+        old, table[place.attribute] = table[place.attribute], tensor
+        return old
+
+
+def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
+    return lambda: model._init_weights(stand_in)
+
+
+def _lora_choice(place: Registration) -> tuple[str, Any]:
+    """The adapter that a place belongs to, and how PEFT is configured to initialise it.
+
+    Raises:
+        LoadError: a kind that computes the adapter from the base weights.
+    """
+    below = place.names[0].split(".")
+    owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]
+    table: dict[str, Any] = owners[0].peft_config if owners else {}
+    adapter = next((name for name in table if name in below), next(iter(table), "default"))
+    kind = getattr(table.get(adapter), "init_lora_weights", True)
+    if kind not in (True, False, "gaussian"):
+        raise LoadError(
+            f"{place.names[0]}: init_lora_weights={kind!r} computes the adapter from the base "
+            "weights: load the base model first, then add the adapter"
+        )
+    return adapter, kind
+
+
+def _derived_seed(seed: int, name: str) -> int:
+    """A different seed for each name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _blank(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(SENTINEL)
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    """Whether a part was left unwritten."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype != torch.bool and bool((tensor == SENTINEL).any())
+
+
+def _copy_on_meta(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module tree with parameters on meta; buffers that are real are copied.
+
+    The copies have the classes that the user wrote, share every plain attribute, and take no hooks
+    along that wrappers have registered.
+    """
+    if id(module) in made:
+        return made[id(module)]
+    kind = plain_class(module)
+    copy: Any = kind.__new__(kind)
+    made[id(module)] = copy
+    copy.__dict__ = dict(module.__dict__)
+    copy.__dict__["_parameters"] = {
+        name: None if tensor is None else _on_meta(tensor)
+        for name, tensor in module.__dict__["_parameters"].items()
+    }
+    copy.__dict__["_buffers"] = {
+        name: None if tensor is None else tensor.detach().clone()
+        for name, tensor in module.__dict__["_buffers"].items()
+    }
+    copy.__dict__["_modules"] = {
+        name: None if child is None else _copy_on_meta(child, made)
+        for name, child in module.__dict__["_modules"].items()
+    }
+    copy.__dict__.pop("_is_hf_initialized", None)
+    return copy
+
+
+def _on_meta(tensor: torch.Tensor) -> nn.Parameter:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False)

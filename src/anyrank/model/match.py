@@ -1,0 +1,350 @@
+"""A model against a listing: which bytes fill which tensor, and every problem with that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing, join
+from anyrank.formats.sources import list_source
+from anyrank.frozen.freeze import frozen_parts
+from anyrank.model.conversions import converted, declared_ignorable
+from anyrank.model.options import Options
+from anyrank.model.own_code import OwnCode
+from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.tensors.names import (
+    Near,
+    inner_prefix,
+    match_keys,
+    renamer,
+    wrong_prefix,
+)
+from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
+from anyrank.tensors.spec import StoredTensor
+
+SHOWN = 10
+LIVE = "live"  # format of a listing of a model's own tensors, which has no files
+
+
+@dataclass(frozen=True)
+class ModelMatch:
+    """What fills each tensor of a model, as this rank sees its own model and the source.
+
+    Attributes:
+        tensors: every tensor of the model; the numbers below are positions in it.
+        listing: the source under the model's names, with the sources of frozen parts.
+        stored: tensor -> its bytes.
+        compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
+        initialise: tensors that a rule fills.
+        keep: missing tensors that keep their values.
+        missing: names of the tensors that the source does not hold, adapters aside.
+        unexpected: keys of the source that the model has no use for.
+        duplicates: keys of a tied tensor's other ends -> the key that is loaded.
+        ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
+        frozen: frozen parts -> the source of their own that fills them.
+        retie: tensor whose declared tie was broken -> the tensor that takes its place.
+        own_code: code of modules that load_state_dict would have run.
+    """
+
+    tensors: list[ModelTensor]
+    listing: Listing
+    stored: dict[int, StoredTensor]
+    compared: dict[int, StoredTensor]
+    initialise: list[int]
+    keep: list[int]
+    missing: list[str]
+    unexpected: list[str]
+    duplicates: dict[str, str]
+    ignored: list[str]
+    frozen: dict[str, str]
+    retie: dict[int, int]
+    own_code: OwnCode
+
+    def of(self, tensors: list[ModelTensor]) -> ModelMatch:
+        """The same match of a model with the same tensors, or of none."""
+        return replace(self, tensors=tensors)
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether adapters of the model are real and not in the source; equal on all ranks."""
+        return any(self.tensors[index].adapter for index in self.keep)
+
+
+def match_model(
+    model: nn.Module,
+    listing: Listing,
+    options: Options,
+    tensors: list[ModelTensor] | None = None,
+) -> ModelMatch:
+    """Match a model with a listing, by this rank alone.
+
+    Args:
+        model: to be filled.
+        listing: what there is. A live one is another model's: nothing is skipped as another part of
+            a checkpoint, frozen parts need no source, and no code of the modules is run.
+        options: what the caller allows.
+        tensors: of the model, if they are known.
+
+    Raises:
+        LoadError: all problems with names, shapes and dtypes, in one list.
+    """
+    tensors = find_tensors(model) if tensors is None else tensors
+    loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+    is_live = listing.format == LIVE
+    listing = listing if is_live else _without_other_parts(tensors, listing)
+    listing, rename = converted(model, tensors, listing, renamer(options.rename))
+    found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
+    stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
+    listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
+    missing = [loadable[i] for i in found.missing]
+    missing = [i for i in missing if i not in stored and i not in compared]
+    missing = [i for i in missing if not (is_live and is_pinned(tensors[i]))]
+    retie = _declared_ties(model, tensors, missing, stored)
+    missing = [i for i in missing if i not in retie]
+    ignored = _ignorable(found.unexpected, tensors, model, rename)
+    of_no_use = set(ignored)
+    if is_live:  # the other names of a tensor that is tied in the source
+        used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
+        of_no_use |= {k for k, t in listing.tensors.items() if used.issuperset(_files(t))}
+    unexpected = [key for key in found.unexpected if key not in of_no_use]
+    absent = [i for i in missing if not tensors[i].adapter]
+    filled = [*stored.items(), *compared.items()]
+    problems = _problems(tensors, filled, absent, unexpected, options)
+    if problems:
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
+    init = options.missing == "init"
+    initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    return ModelMatch(
+        tensors=tensors,
+        listing=listing,
+        stored=stored,
+        compared=compared,
+        initialise=initialise,
+        keep=sorted(set(missing).difference(initialise)),
+        missing=[tensors[i].name for i in absent],
+        unexpected=unexpected,
+        duplicates=found.duplicates,
+        ignored=ignored,
+        frozen=frozen,
+        retie=retie,
+        own_code=OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename)),
+    )
+
+
+def _files(stored: StoredTensor) -> set[int]:
+    return {chunk.file for chunk in stored.chunks}
+
+
+def _title(listing: Listing) -> str:
+    where = listing.files[0].path if listing.files else "the source"
+    where = "the dict" if listing.format == "memory" else where
+    if listing.format == LIVE:
+        return "src does not fit dst:"
+    return f"{where} ({listing.format}) does not fit the model:"
+
+
+def _skipped(listing: Listing) -> list[str]:
+    skipped = list(listing.skipped)
+    return [listed("not looked at in the source", skipped)] if skipped else []
+
+
+def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
+    """The weights of a checkpoint that also holds an optimizer or other parts."""
+    known = {name for target in targets for place in target.registrations for name in place.names}
+    prefix = inner_prefix(listing.tensors, known)
+    if prefix is None:
+        return listing
+    inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k.startswith(prefix)}
+    others = tuple(f"{k}: not weights" for k in listing.tensors if not k.startswith(prefix))
+    return replace(listing.with_tensors(inner), skipped=(*listing.skipped, *others))
+
+
+def _frozen_sources(
+    model: nn.Module, targets: list[ModelTensor], stored: dict[int, StoredTensor], listing: Listing
+) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
+    """Fill frozen parts from their own sources; what the source holds of them is for comparison.
+
+    A live source holds them itself.
+    """
+    frozen: dict[str, str] = {}
+    compared: dict[int, StoredTensor] = {}
+    for name, part in frozen_parts(model) if listing.format != LIVE else ():
+        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+        mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
+        indices = [i for i in mine if i not in stored or targets[i].is_meta]
+        if source is None or not indices:
+            continue
+        own = list_source(source)
+        inner = [target for target in find_tensors(part) if target.kind != "derived"]
+        found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
+        keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
+        prefix = f"{name}/"  # no key of the source can be meant by it
+        listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
+        for index in indices:
+            key = keys.get(id(targets[index].tensor))
+            if key is not None:
+                if index in stored:
+                    compared[index] = stored[index]
+                stored[index] = listing.tensors[prefix + key]
+        frozen[name] = str(source)
+    for index in [index for index in stored if is_pinned(targets[index])]:
+        compared[index] = stored.pop(index)
+    return listing, frozen, compared
+
+
+def is_pinned(target: ModelTensor) -> bool:
+    """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
+    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    return info is not None and info.tensors is not None and not target.is_meta
+
+
+def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
+    return {prefix + key: stored for key, stored in listing.tensors.items()}
+
+
+def _declared_ties(
+    model: nn.Module,
+    targets: list[ModelTensor],
+    missing: list[int],
+    stored: Mapping[int, StoredTensor],
+) -> dict[int, int]:
+    """Missing tensors that the model declares tied (to_empty unties them): tied again, if plain."""
+    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {
+        name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
+    }
+    ties: dict[int, int] = {}
+    for index in missing:
+        partner = next(
+            (declared[n] for n in targets[index].registrations[0].names if n in declared), None
+        )
+        source = names.get(partner) if partner is not None else None
+        if source is None or source not in stored:
+            continue
+        if targets[source].layout is None and targets[index].layout is None:
+            ties[index] = source
+    return ties
+
+
+def _ignorable(
+    keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
+) -> list[str]:
+    """Keys of non-persistent buffers, and keys that the model declares ignorable."""
+    derived = {n for t in targets if t.kind == "derived" for p in t.registrations for n in p.names}
+    prefix = getattr(model, "base_model_prefix", "")
+    declared = declared_ignorable(model)
+    return [
+        key
+        for key in keys
+        if not derived.isdisjoint((name := rename(key), f"{prefix}.{name}")) or declared(key)
+    ]
+
+
+def _problems(
+    targets: list[ModelTensor],
+    stored: list[tuple[int, StoredTensor]],
+    absent: list[int],
+    unexpected: list[str],
+    options: Options,
+) -> list[str]:
+    """Everything that is wrong with names, shapes and dtypes, in one list."""
+    names = [
+        name for target in targets for place in target.registrations for name in place.names[-1:]
+    ]
+    unfilled = [targets[i].name for i in absent]
+    lines: list[str] = []
+    on_meta = [targets[i].name for i in absent if targets[i].is_meta]
+    if options.missing == "error" and unfilled:
+        lines.append(
+            listed("missing in the source", unfilled, Near(unexpected))
+            + "\n  to go on: rename=..., or missing='init' for the model's own initial values, or "
+            "'keep'"
+        )
+    elif options.missing == "keep" and on_meta:
+        lines.append(
+            listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
+            + "\n  to go on: missing='init'"
+        )
+    if options.unexpected == "error" and unexpected:
+        lines.append(
+            listed("unexpected in the source", unexpected, Near(unfilled or names))
+            + _renaming(unexpected, unfilled)
+            + "\n  to go on: rename=..., or unexpected='ignore'"
+        )
+    for index, tensor in stored:
+        line = unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
+        if line:
+            lines.append(line)
+    return lines
+
+
+def unwritable(target: ModelTensor) -> str | None:
+    """Why the elements of a real tensor cannot be written to."""
+    tensor = target.tensor
+    if target.is_meta or target.layout is not None:
+        return None
+    if tensor.is_inference():
+        return (
+            f"{target.name}: is an inference tensor, which cannot be written to: build the model "
+            "outside torch.inference_mode()"
+        )
+    if is_lazy_view(target):
+        return lazy_view(target.name)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in pairs):
+        return (
+            f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
+        )
+    return None
+
+
+def _misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
+    if stored.shape != target.shape:
+        return (
+            f"{target.name}: the model has shape {list(target.shape)}, "
+            f"the source {list(stored.shape)} ({stored.name})"
+        )
+    have, want = stored.dtype, target.dtype
+    if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
+        return None
+    if have.is_complex and want.is_complex:
+        return None
+    if _holds_all_of(want, have):
+        return None
+    return (
+        f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
+        "by itself: ask for it with cast='any'"
+    )
+
+
+def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
+    """Whether every value of one integer dtype is a value of another."""
+    floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
+    if floats or want == torch.bool:
+        return False
+    if have == torch.bool:
+        return True
+    small, large = torch.iinfo(have), torch.iinfo(want)
+    return large.min <= small.min and small.max <= large.max
+
+
+def listed(title: str, items: list[str], hints: Near | None = None) -> str:
+    """The first few of many names, with hints at what they may be meant for."""
+    more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
+    return f"{title} ({len(items)}):\n  " + "\n  ".join(shown) + more
+
+
+def _renaming(unexpected: list[str], unfilled: list[str]) -> str:
+    """The rename= that places most of the keys, where a prefix is all that is wrong."""
+    found = wrong_prefix(unexpected, unfilled)
+    if found is None:
+        return ""
+    old, new, count = found
+    rename = {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
+    return f"\n  {count} of them fit with rename={rename!r}"

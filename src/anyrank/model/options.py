@@ -1,0 +1,125 @@
+"""The options of `load` and `plan`: checked by each rank, and compared over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.formats.sources import Source, check_source
+from anyrank.model.given_layouts import check_layout
+from anyrank.settings import BUFFER_BYTES
+from anyrank.tensors.names import Rename, renamer
+from anyrank.world.ranks import Ranks
+
+STRATEGIES = ("auto", "own", "stripe", "scatter")  # who reads which bytes
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "missing": ("error", "init", "keep"),
+    "unexpected": ("error", "ignore"),
+    "cast": ("float", "any"),
+    "strategy": STRATEGIES,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller of `load` or `plan` asked for; see `load` for each."""
+
+    missing: str = "error"
+    unexpected: str = "error"
+    cast: str = "float"
+    rename: Rename = None
+    strategy: str = "auto"
+    buffer_bytes: int | None = None
+    progress: bool | Callable[[int, int], None] | None = None
+    verify: bool = False
+    layout: Any = None
+
+    def check(self) -> None:
+        """Refuse options that are wrong in themselves.
+
+        Raises:
+            ValueError: an unknown choice, a regex that does not compile, no positive number.
+            TypeError: an option of another type.
+        """
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        renamer(self.rename)
+        if self.buffer_bytes is not None:
+            check_count("buffer_bytes", self.buffer_bytes, BUFFER_BYTES.most)
+        verify: Any = self.verify  # whatever was given
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify={verify!r}: give True or False")
+        for layout in self.layout if isinstance(self.layout, tuple) else (self.layout,):
+            check_layout(layout)
+        if not (
+            self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
+        ):
+            raise TypeError(f"progress={self.progress!r}: give True, False, None or a function")
+
+    def check_call(self, model: object, source: object) -> None:
+        """Refuse a model, a source or options that are wrong in themselves.
+
+        Raises:
+            ValueError, TypeError: as `check`; no module; neither a source nor None.
+        """
+        check_model(model)
+        if source is not None:  # None: this rank receives from others
+            check_source(source)
+        self.check()
+
+    def agree(self, ranks: Ranks, call: str, model: nn.Module, source: Source | None) -> None:
+        """Check a call's arguments, and compare them over the ranks. All ranks.
+
+        `buffer_bytes` and `progress` may differ between ranks: the smallest buffer counts, and the
+        first rank's progress.
+
+        Raises:
+            ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+            LoadError: arguments that differ between ranks; on all ranks.
+        """
+        names = (*CHOICES, "rename", "verify")
+        ranks.same_arguments(
+            call,
+            {n: getattr(self, n) for n in names} | {"layout": self.layout is not None},
+            LoadError,
+            lambda: self.check_call(model, source),
+        )
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is not one of the choices.
+
+    Raises:
+        ValueError: names the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: give one of {', '.join(choices)}")
+
+
+def check_count(name: str, value: object, most: int | None = None) -> None:
+    """Refuse what is not a positive whole number.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: below 1, or above `most`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give a whole number")
+    if value < 1:
+        raise ValueError(f"{name}={value} is not a positive number")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value} is too large: give at most {most}")
+
+
+def check_model(model: object) -> None:
+    """Refuse what is not a module.
+
+    Raises:
+        TypeError: names the type.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model= takes a torch.nn.Module, not {type(model).__name__}")

@@ -1,0 +1,156 @@
+"""Code of modules that runs in `load_state_dict`: hooks, overrides, and extra state.
+
+`load` moves bytes and does not go through `load_state_dict`. A module that would change values on
+the way is given the loaded values again, through its own code, where it holds its tensors whole;
+where it does not, the report and a WARNING name it. Code of torch itself, which only renames and
+counts versions, is not needed; transformers' own loader does not run its modules' either.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.model.tensors import ModelTensor
+from anyrank.tensors.names import WRAPPERS, candidates
+
+OF_LIBRARIES = ("torch.", "transformers.")
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class OwnCodeRun:
+    """What became of the modules' own code.
+
+    Attributes:
+        ran: names of the modules whose code was run.
+        not_run: modules whose code `load_state_dict` would have run as well -> why it was not.
+    """
+
+    ran: list[str] = field(default_factory=list[str])
+    not_run: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class OwnCode:
+    """The modules of a model that have such code, and what a source holds for them."""
+
+    def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
+        self.modules = list(_outermost(model))
+        self.takers = [(n, m) for n, m in model.named_modules() if _takes_extra(type(m))]
+        self.extras = {
+            name: value for key, value in listing.extras.items() for name in candidates(rename(key))
+        }
+        self.versions = {
+            name: version for path, version in listing.versions.items() for name in candidates(path)
+        }
+
+    def run(self, filled: list[ModelTensor]) -> OwnCodeRun:
+        """Run it on what was loaded, which is in place.
+
+        Raises:
+            LoadError: the code of a module fails.
+        """
+        ours = {id(module): path for path, module in self.modules}
+        inside: dict[int, list[tuple[ModelTensor, str]]] = {}
+        for target in filled if ours else ():
+            for place in target.registrations:
+                owner = next((id(m) for m in place.path if id(m) in ours), None)
+                if owner is not None:
+                    below = f"{ours[owner]}." if ours[owner] else ""
+                    entry = (target, place.names[0].removeprefix(below))
+                    inside.setdefault(owner, []).append(entry)
+        done = OwnCodeRun()
+        for path, module in self.modules:
+            mine = inside.get(id(module), [])
+            obstacle = _obstacle(mine)
+            if obstacle:
+                done.not_run[_title(path)] = obstacle
+            elif mine:
+                self._run(path, module, {name: target.tensor.detach() for target, name in mine})
+                done.ran.append(_title(path))
+        for path, module in self.takers:
+            self._give_extra(path, module, done)
+        return done
+
+    def _run(self, path: str, module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        given: Any = OrderedDict(state)
+        given._metadata = {
+            inner: {"version": version}
+            for inner, _ in module.named_modules()
+            if (version := self.versions.get(_plain(f"{path}.{inner}".strip(".")))) is not None
+        }
+        try:
+            nn.Module.load_state_dict(module, given, strict=False)
+        except Exception as error:
+            raise LoadError(
+                f"{_title(path)}: its own load_state_dict code fails: {error}"
+            ) from error
+
+    def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
+        key = f"{path}.{EXTRA}".lstrip(".")
+        name = next((name for name in candidates(key) if name in self.extras), None)
+        if name is None:
+            return
+        extra = self.extras[name]
+        if extra is None:
+            done.not_run[_title(key)] = "is not plain data, and was not restored"
+            return
+        try:
+            module.set_extra_state(extra[0])
+        except Exception as error:
+            raise LoadError(f"{_title(path)}: set_extra_state fails: {error}") from error
+        done.ran.append(_title(key))
+
+
+def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    if _has_override(type(model)) or any(map(_is_own, _pre_hooks(model))):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _outermost(child, f"{path}.{name}".lstrip("."))
+
+
+def _pre_hooks(module: nn.Module) -> list[Any]:
+    table: dict[int, Any] = module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    return list(table.values())
+
+
+def _is_own(entry: Any) -> bool:
+    return not str(getattr(entry, "__module__", "")).startswith(OF_LIBRARIES)
+
+
+@cache
+def _has_override(kind: type[nn.Module]) -> bool:
+    owner = next(c for c in kind.__mro__ if "_load_from_state_dict" in vars(c))
+    return _is_own(owner)
+
+
+@cache
+def _takes_extra(kind: type[nn.Module]) -> bool:
+    return kind.set_extra_state is not nn.Module.set_extra_state
+
+
+def _obstacle(mine: list[tuple[ModelTensor, str]]) -> str:
+    if any(target.layout is not None for target, _ in mine):
+        return "is sharded, and its own load_state_dict code was not run"
+    if any(target.frozen is not None for target, _ in mine):
+        return "is frozen, and its own load_state_dict code was not run"
+    if any(WRAPPERS.intersection(name.split(".")) for _, name in mine):
+        return "has wrapped parts, and its own load_state_dict code was not run"
+    return ""
+
+
+def _plain(path: str) -> str:
+    return list(candidates(path))[-1]
+
+
+def _title(path: str) -> str:
+    return _plain(path) or "the model"

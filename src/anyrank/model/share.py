@@ -1,0 +1,116 @@
+"""A rank's share of a model while it is filled: memory that is allocated, and not in place yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.frozen.freeze import remember
+from anyrank.model.allocate import allocate, default_device, device_for
+from anyrank.model.dora import is_magnitude
+from anyrank.model.initialise import Initialiser
+from anyrank.model.match import ModelMatch
+from anyrank.model.memory_meter import Meter
+from anyrank.model.replace import Replacement, replace
+from anyrank.model.tensors import ModelTensor
+
+
+class Share:
+    """What one rank fills, by this rank alone: no method waits for others.
+
+    Attributes:
+        device: where plain tensors on meta go.
+        allocated: memory of tensors on meta, and of those that keep their values until the end.
+        rules: tensors that were initialised -> the rule.
+    """
+
+    def __init__(self, model: nn.Module, match: ModelMatch, seed: int, meter: Meter) -> None:
+        self.match = match
+        self.meter = meter
+        self.device = default_device(match.tensors)
+        meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
+        self.initialiser = Initialiser(model, seed)
+        self.allocated: dict[int, torch.Tensor] = {}
+        self.rules: dict[str, str] = {}
+        self.has_moved = False  # plain tensors from meta to the device
+
+    def allocate(self, apart: Collection[int] = ()) -> None:
+        """Memory for what is filled and on meta, and for the real tensors of `apart`, which keep
+        their values until `commit`.
+        """
+        for index in (*self.match.stored, *self.match.initialise):
+            target = self.match.tensors[index]
+            if index in apart or target.is_meta:
+                self.allocated[index] = self.memory_for(index)
+            self.has_moved = self.has_moved or (target.is_meta and target.layout is None)
+
+    def memory_for(self, index: int) -> torch.Tensor:
+        """Uninitialised memory of a tensor's share, where the tensor is to be."""
+        target = self.match.tensors[index]
+        return allocate(target, device_for(target, self.device))
+
+    def local(self, index: int) -> torch.Tensor:
+        """The memory to fill: the tensor's own, if it is real and nothing else was allocated."""
+        allocated = self.allocated.get(index)
+        return self.match.tensors[index].local() if allocated is None else allocated
+
+    def initialise(self) -> None:
+        """Fill what a rule fills.
+
+        Raises:
+            LoadError: no rule does.
+        """
+        for index in self.match.initialise:
+            target = self.match.tensors[index]
+            if is_magnitude(target):  # computed from the base weights, once they are in place
+                continue
+            rule = self.initialiser.fill(target, self.local(index))
+            if rule is None:
+                raise LoadError(
+                    f"{target.name}: is not in the source, and no rule of the model initialises it "
+                    "(looked for _init_weights, reset_parameters, init_weights)"
+                )
+            self.rules[target.name] = rule
+
+    def filled(self) -> list[ModelTensor]:
+        """The tensors that the source fills."""
+        return [self.match.tensors[index] for index in self.match.stored]
+
+    def commit(self, replacements: Iterable[Replacement] = ()) -> list[str]:
+        """Give the model what was filled: everything, or nothing of what is on meta.
+
+        Args:
+            replacements: of further tensors.
+
+        Returns:
+            Names of the tensors that are new objects.
+        """
+        tensors = self.match.tensors
+        new = [Replacement(tensors[i], t) for i, t in self.allocated.items() if tensors[i].is_meta]
+        for index, values in self.allocated.items():
+            if not tensors[index].is_meta:
+                tensors[index].local().copy_(values)
+        renewed = replace([*replacements, *new])
+        self._tie_again()
+        for part in {id(p): p for t in self.filled() if (p := t.frozen) is not None}.values():
+            remember(part)
+        return renewed
+
+    def _tie_again(self) -> None:
+        targets = self.match.tensors
+        for index, source in self.match.retie.items():
+            for place in targets[index].registrations:
+                setattr(place.module, place.attribute, targets[source].tensor)
+                targets[source].registrations.append(place)
+
+    def move_buffers(self) -> None:
+        """Move real CPU buffers of a plain model to the device that its parameters got."""
+        if not self.has_moved or self.device.type == "cpu":
+            return
+        for target in self.match.tensors:
+            if target.kind != "parameter" and target.tensor.device.type == "cpu":
+                for place in target.registrations:
+                    setattr(place.module, place.attribute, target.tensor.to(self.device))

@@ -1,0 +1,134 @@
+"""Tensors that share memory: a write to one of them is a write to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.model.match import ModelMatch, unwritable
+from anyrank.tensors.box import Box
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.spec import StoredTensor
+
+Source = tuple[ShardedTensor, tuple[int, ...]]
+
+
+def filled_apart(match: ModelMatch, sources: Mapping[int, Source]) -> set[int]:
+    """The tensors whose memory also belongs to a source, and which may not be filled before all
+    ranks have read that source.
+
+    A source that is the very tensor that it fills, element for element, loses nothing by it.
+
+    Args:
+        match: what fills the model, with its tensors.
+        sources: this rank's, by the number that `Chunk.file` counts, each with the strides of a
+            chunk that is all of it in order.
+    """
+    filled = {i: match.tensors[i].local() for i in match.stored if not match.tensors[i].is_meta}
+    numbers, targets = list(sources), list(filled)
+    tensors = [*filled.values(), *(source.local() for source, _ in sources.values())]
+    found: set[int] = set()
+    for one, other in _touching(tensors):
+        if one < len(targets) <= other:
+            index, number = targets[one], numbers[other - len(targets)]
+            stored, target = match.stored[index], match.tensors[index]
+            if not _is_itself(target, stored, number, *sources[number]):
+                found.add(index)
+    return found
+
+
+def _is_itself(
+    target: ShardedTensor,
+    stored: StoredTensor,
+    number: int,
+    source: ShardedTensor,
+    strides: tuple[int, ...],
+) -> bool:
+    """Whether a tensor is filled by all of one source in order, and both are one memory."""
+    first, *others = stored.chunks
+    same = (target.shape, target.layout, target.coordinate)
+    return (
+        not others
+        and first.file == number
+        and first.offset == 0
+        and first.box == Box.whole(source.shape)
+        and first.strides == strides
+        and same == (source.shape, source.layout, source.coordinate)
+        and _is_same_memory(target.local(), source.local())
+    )
+
+
+def check_writable(match: ModelMatch) -> None:
+    """Refuse real tensors that cannot be filled: by themselves, or as two share a part of memory.
+
+    Raises:
+        LoadError: names the tensor, or the two.
+    """
+    filled = [match.tensors[i] for i in match.stored if not match.tensors[i].is_meta]
+    problems = [problem for target in filled if (problem := unwritable(target))]
+    if problems:
+        raise LoadError("\n".join(problems))
+    tensors = [target.local() for target in filled]
+    for one, other in _touching(tensors):
+        if _is_same_memory(tensors[one], tensors[other]):
+            continue  # a tie, in two objects
+        if _shares_elements(tensors[one], tensors[other]):
+            raise LoadError(
+                f"{filled[one].name} and {filled[other].name} of dst share a part of their memory, "
+                "so the values of one would overwrite those of the other: leave out one of them, "
+                "or give it memory of its own (.clone())"
+            )
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
+def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs, in the order given, of which neither ends before the other starts in memory."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), number)
+        for number, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    opened: list[tuple[str, int, int, int]] = []
+    for span in spans:
+        device, start, _, number = span
+        opened = [each for each in opened if each[0] == device and each[2] > start]
+        yield from ((min(each[3], number), max(each[3], number)) for each in opened)
+        opened.append(span)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _shares_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether any byte belongs to both: columns of one matrix touch, and share nothing."""
+    first, second = _runs(one), _runs(other)
+    starts, stops = (torch.cat(both) for both in zip(first, second, strict=True))
+    order = starts.argsort()
+    starts, stops = starts[order], stops[order]
+    return bool((starts[1:] < stops[:-1]).any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First byte, and the byte after the last, of each run of elements without a gap."""
+    run, starts = tensor.element_size(), torch.tensor([tensor.data_ptr()], device="cpu")
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.element_size()
+        if size > 1 and step == run:
+            run *= size
+        elif size > 1:
+            steps = torch.arange(size, device="cpu") * step
+            starts = (starts[:, None] + steps).reshape(-1)
+    return starts, starts + run

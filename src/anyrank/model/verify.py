@@ -1,0 +1,100 @@
+"""`verify=True`: the file against its checksums, replicas against one another, values for NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from anyrank.errors import LoadError
+from anyrank.files.checksums import compared, mismatches
+from anyrank.files.content_hash import BLOCK_BYTES, content_hash
+from anyrank.files.listing import Listing
+from anyrank.files.reader import Reader
+from anyrank.model.tensors import ModelTensor
+from anyrank.tensors.layout import Piece
+from anyrank.world.ranks import Ranks
+
+
+def check_files(listing: Listing, number: int, count: int, check: Callable[[], None]) -> list[str]:
+    """Compare this rank's part of the files with the checksums that came with them.
+
+    Args:
+        listing: the source.
+        number: which of `count` equal parts of the work to do.
+        count: how many ranks share the work.
+        check: called between blocks; raises to stop early.
+
+    Returns:
+        What was compared, in words.
+
+    Raises:
+        LoadError: a checksum differs; names the file, and the record where the format knows it.
+    """
+    for path, what in mismatches(listing, number, count, check):
+        raise LoadError(f"{path}: {what}")
+    return compared(listing)
+
+
+def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
+    """Compare the keys of tied tensors that a source holds more than once. Each rank by itself.
+
+    Raises:
+        LoadError: two keys of a tied tensor hold different values, and the model can keep only one.
+    """
+    with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+        for key, loaded in duplicates.items():
+            hashes = {
+                content_hash(reader.read_whole(listing.tensors[name])) for name in (key, loaded)
+            }
+            if len(hashes) > 1:
+                raise LoadError(
+                    f"{key} and {loaded} are one tensor in the model, and hold different values in "
+                    "the source: untie them in the model, or remove the key that is wrong"
+                )
+
+
+def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
+    """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
+
+    Raises:
+        LoadError: replicas differ; names the tensors and the ranks.
+    """
+
+    def hashes() -> dict[tuple[str, tuple[Piece, ...]], str]:
+        return {(t.name, t.pieces): content_hash(t.local()) for t in targets if t.pieces}
+
+    tables = ranks.together("hashing the replicas", hashes)
+    seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
+    for rank, table in zip(ranks.ranks, tables, strict=True):
+        for key, value in table.items():
+            seen.setdefault(key, {}).setdefault(value, []).append(rank)
+    different = {key[0]: groups for key, groups in seen.items() if len(groups) > 1}
+    if different:
+        shown = [
+            f"{name}: " + " differs from ".join(f"ranks {held}" for held in groups.values())
+            for name, groups in list(different.items())[:10]
+        ]
+        raise LoadError(
+            f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
+        )
+    return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
+
+
+def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
+    """NaN and infinite values by tensor, over all ranks (replicas count once a rank). All ranks."""
+
+    def count() -> dict[str, int]:
+        found: dict[str, int] = {}
+        for target in targets:
+            local = target.local()
+            if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
+                rows = local.reshape(-1).split(BLOCK_BYTES)
+                bad = sum(int((~row.isfinite()).sum()) for row in rows)
+                if bad:
+                    found[target.name] = bad
+        return found
+
+    total: dict[str, int] = {}
+    for table in ranks.together("looking for NaN", count):
+        for name, bad in table.items():
+            total[name] = max(total.get(name, 0), bad)
+    return total

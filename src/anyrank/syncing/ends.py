@@ -1,0 +1,206 @@
+"""The two ends of a sync as their ranks hold them, and what the other ranks need to know of them.
+
+An end that is sharded over many ranks is described once: ranks with the same rows differ in their
+coordinates only, which are a few numbers each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anyrank.errors import LoadError
+from anyrank.model.given_layouts import GivenLayout, apply_layouts
+from anyrank.model.match import is_pinned
+from anyrank.model.tensors import (
+    ModelTensor,
+    Registration,
+    find_tensors,
+    plain_class,
+)
+from anyrank.tensors.layout import Layout
+from anyrank.tensors.names import WRAPPERS
+from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
+from anyrank.world.ranks import Ranks
+
+Module = nn.Module | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor of an end, the same on all ranks that hold a part of it.
+
+    Attributes:
+        keys: its names, several when it is tied.
+        shape: global.
+        dtype: of its elements.
+        layout: how it lies on its mesh; None: whole on each rank.
+        mesh: number of the mesh, by which its coordinate is found.
+        kind: "parameter", "buffer" or "derived".
+        is_meta: whether it has no values yet.
+        is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
+        is_merged: whether the values of an adapter that is still there are part of it.
+        is_pinned: whether it belongs to a frozen part, and is never written to.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None
+    mesh: int
+    kind: str
+    is_meta: bool
+    is_adapter: bool
+    is_merged: bool
+    is_pinned: bool
+
+
+@dataclass(frozen=True)
+class End:
+    """One side of a sync on this rank.
+
+    Attributes:
+        module: what was given, or a module that holds the dict's tensors; empty for None.
+        tensors: of the module.
+        rows: of the same tensors, as other ranks know them.
+        coordinates: this rank's, in each of the meshes that the rows number.
+        digest: of the rows; empty without tensors.
+    """
+
+    module: nn.Module
+    tensors: list[ModelTensor]
+    rows: tuple[Row, ...]
+    coordinates: tuple[tuple[int, ...] | None, ...]
+    digest: str
+
+
+def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
+    """One end as this rank has it. All ranks, if any of them has a layout.
+
+    Args:
+        given: the module, the dict, or None.
+        layout: of plain tensors that are parts; None on all ranks, or something on each.
+        ranks: of the call.
+
+    Raises:
+        LoadError: tensors that cannot be read or written, named with their type.
+    """
+    module = _as_module(given)
+    given_meshes: dict[int, Any] = {}
+    if layout is None:
+        tensors = _dense_tensors(module)
+    else:
+        tensors, _ = ranks.own_and_all("looking at it", lambda: (_dense_tensors(module), None))
+        given_meshes = apply_layouts(tensors, layout, ranks, strict=False)
+    meshes: dict[int, int] = {}
+    coordinates: list[tuple[int, ...] | None] = []
+    rows: list[Row] = []
+    for index, tensor in enumerate(tensors):
+        held: Any = tensor.tensor
+        mesh = 0
+        if tensor.layout is not None:
+            mesh = id(held.device_mesh if tensor.is_dtensor else given_meshes[index])
+        if mesh not in meshes:
+            meshes[mesh] = len(coordinates)
+            coordinates.append(tensor.coordinate)
+        keys = tuple(dict.fromkeys(_key(place) for place in tensor.registrations))
+        rows.append(
+            Row(
+                keys,
+                tensor.shape,
+                tensor.dtype,
+                tensor.layout,
+                meshes[mesh],
+                tensor.kind,
+                tensor.is_meta,
+                tensor.adapter or any(".modules_to_save." in key for key in keys),
+                _is_merged(tensor),
+                is_pinned(tensor),
+            )
+        )
+    kind = plain_class(module)
+    title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
+    return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows, title))
+
+
+def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
+    """The tensors of an end.
+
+    Raises:
+        LoadError: as `find_tensors`; one that is not dense, or quantised.
+    """
+    tensors = find_tensors(module)
+    for tensor in tensors:
+        held = tensor.tensor
+        if held.layout != torch.strided or held.is_quantized:
+            kind = "quantised" if held.is_quantized else f"of layout {held.layout}"
+            raise LoadError(
+                f"{tensor.name}: is {kind}, whose bytes are not the tensor's: give a dense tensor "
+                f"({'.dequantize()' if held.is_quantized else '.to_dense()'})"
+            )
+    return tensors
+
+
+def _is_merged(tensor: ModelTensor) -> bool:
+    """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
+    places = (place for place in tensor.registrations if "base_layer" in place.names[0])
+    return any(getattr(module, "merged", False) for place in places for module in place.path)
+
+
+def check_values(end: End) -> None:
+    """Refuse a source that has no values to send.
+
+    Raises:
+        LoadError: tensors on meta, or views whose bytes are not their values.
+    """
+    wanted = [tensor for tensor in end.tensors if tensor.kind != "derived"]
+    on_meta = [tensor.name for tensor in wanted if tensor.is_meta]
+    if on_meta:
+        raise LoadError(
+            f"src has no values yet: {', '.join(on_meta[:10])} "
+            f"({len(on_meta)} of {len(wanted)} tensors) on meta: load or materialize it first"
+        )
+    for tensor in wanted:
+        if is_lazy_view(tensor):
+            raise LoadError(lazy_view(tensor.name))
+
+
+def _digest(rows: list[Row], title: str) -> str:
+    if not rows:
+        return ""
+    layouts: dict[Layout | None, str] = {}
+    text = [title]
+    for row in rows:
+        layout = layouts.get(row.layout) or layouts.setdefault(row.layout, repr(row.layout))
+        text.append(
+            f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
+            f"{row.is_adapter}{row.is_merged}{row.is_pinned}"
+        )
+    return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+
+
+def _as_module(given: Module) -> nn.Module:
+    """A module whose tensors are those given; names of a dict are kept as they are."""
+    if isinstance(given, nn.Module):
+        return given
+    module = nn.Module()
+    # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
+    module.__dict__["_parameters"].update(given or {})
+    return module
+
+
+def _key(place: Registration) -> str:
+    """The name of a place below torch's wrappers; what PEFT adds to names is kept."""
+    parts = place.names[0].split(".")
+    return ".".join(
+        part
+        for part, owner in zip(parts, (*place.path, *[None] * len(parts)), strict=False)
+        if part not in WRAPPERS
+        and not (part == "module" and isinstance(owner, DistributedDataParallel))
+    )

@@ -1,0 +1,158 @@
+"""A sync, from the two ends to the report: agree, allocate, move, compare, and put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anyrank.errors import AnyrankError
+from anyrank.model.buffers import rebuilt_values
+from anyrank.model.match import ModelMatch
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import Options
+from anyrank.model.replace import Replacement
+from anyrank.model.share import Share
+from anyrank.model.shared_memory import Source, check_writable, filled_apart
+from anyrank.model.verify import compare_replicas
+from anyrank.syncing.ends import look
+from anyrank.syncing.move import WHAT, Mover, Places
+from anyrank.syncing.planning import Agreement, agree_plan
+from anyrank.syncing.report import SyncReport, forget, remember
+from anyrank.syncing.verify import check_before, check_equal
+from anyrank.tensors.box import row_major
+from anyrank.world.ranks import Ranks
+
+
+def execute_sync(
+    dst: nn.Module | Mapping[str, Any] | None,
+    src: nn.Module | Mapping[str, Any] | None,
+    options: Options,
+    ranks: Ranks,
+    meter: Meter,
+    *,
+    atomic: bool = False,
+    version: int | None = None,
+) -> SyncReport:
+    """Give `dst` the values of `src`. All ranks, with the same options.
+
+    Raises:
+        AnyrankError: of any rank, on all ranks.
+    """
+    last = SyncReport.last(dst) if isinstance(dst, nn.Module) else None
+    held = last.version if last else 0
+    if ranks.any(options.layout is not None, "reading layout="):
+        layout = options.layout or {}  # ranks without it take part
+        layouts = layout if isinstance(layout, tuple) else (layout, layout)
+        ends = look(dst, layouts[0] or {}, ranks), look(src, layouts[1] or {}, ranks)
+        agreed = agree_plan(lambda: ends, options, ranks, version, held)
+    else:
+        agreed = agree_plan(
+            lambda: (look(dst, None, ranks), look(src, None, ranks)),
+            options,
+            ranks,
+            version,
+            held,
+        )
+    report = _Sync(agreed, dst, ranks, meter, options.verify, atomic).run()
+    if isinstance(dst, dict):  # its tensors on meta may be new objects
+        dst.update(agreed.dst.module.__dict__["_parameters"])
+    remember(dst, report)
+    return report
+
+
+@dataclass
+class _Sync:
+    """One sync on one rank, as planned."""
+
+    agreed: Agreement
+    given: object
+    ranks: Ranks
+    meter: Meter
+    verify: bool
+    atomic: bool
+
+    def run(self) -> SyncReport:
+        """Carry it out. All ranks.
+
+        Raises:
+            AnyrankError: of any rank, on all ranks.
+        """
+        agreed, plan = self.agreed, self.agreed.plan
+        match: ModelMatch = plan.match.of(agreed.dst.tensors)
+        share = Share(agreed.dst.module, match, agreed.seed, self.meter)
+
+        def prepare() -> tuple[tuple[Places, Mover], None]:
+            check_writable(match)  # a kept plan knows no memory
+            share.allocate(match.stored if self.atomic else filled_apart(match, self._sources()))
+            places = self._places(share, match)
+            return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
+
+        (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
+        check_before(plan.flows, places, self.ranks)
+        verified = self._move(mover, places, share)
+        rebuilt: dict[str, str] = {}
+        replacements: list[Replacement] = []
+        if plan.rebuild:
+            rebuilt, replacements = rebuilt_values(
+                agreed.dst.tensors, self.ranks, share.initialiser, share.device, agreed.src.tensors
+            )
+
+        def commit() -> tuple[tuple[int, ...], float, dict[str, str], list[str]]:
+            renewed = share.commit(replacements)
+            share.move_buffers()
+            moved = (mover.sent, mover.received, mover.copied, *self.meter.peaks())
+            return moved, self.meter.seconds(), share.rules, renewed
+
+        answers = self.ranks.together("putting the weights in place", commit)
+        sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
+        return SyncReport(
+            **vars(plan.facts),
+            initialised={n: rule for _, _, rules, _ in answers for n, rule in rules.items()},
+            rebuilt=rebuilt,
+            renewed=sorted({name for *_, names in answers for name in names}),
+            bytes_sent=list(sent),
+            bytes_received=list(received),
+            bytes_copied=list(copied),
+            peak_host_bytes=list(host),
+            peak_device_bytes=list(device),
+            is_planned=agreed.is_planned,
+            verified=verified,
+            version=agreed.version,
+            seconds=max(seconds for _, seconds, *_ in answers),
+        )
+
+    def _move(self, mover: Mover, places: Places, share: Share) -> str:
+        """Move the bytes, and compare both ends; what was compared, in words. All ranks."""
+        replicas = 0
+        if self.verify:
+            sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
+            replicas = compare_replicas(sent, self.ranks)
+        if not self.atomic:
+            forget(self.given)
+        try:
+            self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
+            if not self.verify:
+                return ""
+            moved = [flow for flow in self.agreed.plan.flows if not flow.is_compared]
+            check_equal(moved, places, self.ranks)
+        except AnyrankError as error:
+            left = "tensors of dst that were real are partly overwritten: sync again before use"
+            left = "dst keeps its values" if self.atomic else left
+            raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
+        return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
+
+    def _places(self, share: Share, match: ModelMatch) -> Places:
+        sources = {number: source.local() for number, (source, _) in self._sources().items()}
+        filled = (*match.stored, *match.compared)
+        return Places(sources, {index: share.local(index) for index in filled})
+
+    def _sources(self) -> dict[int, Source]:
+        """This rank's tensors of `src` by number; a plan counts the elements of each row-major."""
+        tensors = self.agreed.src.tensors
+        return {
+            number: (tensors[index], row_major(tensors[index].shape))
+            for number, index in self.agreed.plan.locals.items()
+        }

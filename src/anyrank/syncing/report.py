@@ -1,0 +1,137 @@
+"""What a sync did, equal on all ranks and printable as one screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anyrank.model.lines import group_line, mib_by_rank
+
+HELD = "anyrank_synced"  # attribute of a model: the report of what it holds
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
+
+    Example::
+
+        new, old = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        report = anyrank.sync(old, new)
+        assert report.tensors == 2
+        print(report)  # one screen
+        report.to_json()
+
+    Attributes:
+        tensors: of `dst` that have the values of `src` now.
+        missing: tensors of `dst` that `src` does not hold.
+        unexpected: names in `src` that fill no tensor of `dst`.
+        kept: missing tensors that kept the values they had.
+        initialised: missing tensors that were on meta, with the rule that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        renamed: tensor of `dst` -> its name in `src`, where the two differ.
+        tied: tensor of `dst` -> its other names.
+        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
+        cast: tensor -> "dtype in src -> dtype in dst".
+        frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
+        renewed: tensors that were on meta whose objects torch could not keep.
+        bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
+        bytes_copied: what each rank had itself, in the dtype of `dst`.
+        peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
+            allocated for tensors on meta is part of it.
+        is_planned: whether the plan was made in this call, and not kept from an earlier one.
+        verified: what `verify=True` compared, in words; "" without it.
+        version: of the weights; see `sync`.
+        seconds: of the slowest rank.
+    """
+
+    tensors: int = 0
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    kept: list[str] = field(default_factory=list[str])
+    initialised: dict[str, str] = field(default_factory=dict[str, str])
+    rebuilt: dict[str, str] = field(default_factory=dict[str, str])
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    cast: dict[str, str] = field(default_factory=dict[str, str])
+    frozen: list[str] = field(default_factory=list[str])
+    renewed: list[str] = field(default_factory=list[str])
+    bytes_sent: list[int] = field(default_factory=list[int])
+    bytes_received: list[int] = field(default_factory=list[int])
+    bytes_copied: list[int] = field(default_factory=list[int])
+    peak_host_bytes: list[int] = field(default_factory=list[int])
+    peak_device_bytes: list[int] = field(default_factory=list[int])
+    is_planned: bool = True
+    verified: str = ""
+    version: int = 0
+    seconds: float = 0.0
+
+    @staticmethod
+    def last(model: nn.Module) -> SyncReport | None:
+        """The report of the last sync into a model, whose weights it has; this rank alone.
+
+        None if there was none, or the last one failed in the middle.
+        """
+        return model.__dict__.get(HELD)
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        plan = "a new plan" if self.is_planned else "the plan of an earlier call"
+        lines = [
+            f"synced {self.tensors} tensors of version {self.version} in {self.seconds:.2f} s, by "
+            f"{plan}"
+        ]
+        for title, values in (
+            ("sent", self.bytes_sent),
+            ("received", self.bytes_received),
+            ("copied", self.bytes_copied),
+            ("host peak", self.peak_host_bytes),
+            ("device peak", self.peak_device_bytes),
+        ):
+            if any(values):
+                lines.append(f"  {title:<12} {mib_by_rank(values)}")
+        groups = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "kept": self.kept,
+            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
+            "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
+            "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
+            "tied": [f"{name} = {', '.join(others)}" for name, others in self.tied.items()],
+            "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "frozen": self.frozen,
+            "new objects": self.renewed,
+        }
+        lines += [group_line(title, items) for title, items in groups.items() if items]
+        if self.verified:
+            lines.append(f"  verified     {self.verified}")
+        return "\n".join(lines)
+
+
+def remember(model: object, report: SyncReport) -> None:
+    """Let a model know what it holds now; also the one inside of a wrapper."""
+    for module in _wrapped(model):
+        module.__dict__[HELD] = report
+
+
+def forget(model: object) -> None:
+    """What a model holds is no longer known."""
+    for module in _wrapped(model):
+        module.__dict__.pop(HELD, None)
+
+
+def _wrapped(model: object) -> Iterator[nn.Module]:
+    """A model, and the one inside of DDP's or the compiler's wrapper."""
+    while isinstance(model, nn.Module):
+        yield model
+        modules = model.__dict__["_modules"]
+        is_wrapper = "_orig_mod" in modules or isinstance(model, DistributedDataParallel)
+        model = modules.get("_orig_mod") or modules.get("module") if is_wrapper else None
