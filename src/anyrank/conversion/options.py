@@ -37,8 +37,8 @@ class Options:
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Whether the destination is one file, and not a folder."""
-        one = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
-        return self.to == "torch" or one
+        is_safetensors_file = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
+        return self.to == "torch" or is_safetensors_file
 
 
 def options_of(

@@ -94,8 +94,8 @@ class Manifest:
         table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         table |= {field.name: getattr(self, field.name) for field in fields(self)}
         table["files"] = {
-            name: {key: value for key, value in asdict(one).items() if value != ""}
-            for name, one in self.files.items()
+            name: {key: value for key, value in asdict(record).items() if value != ""}
+            for name, record in self.files.items()
         }
         if not self.receipt:
             del table["receipt"]
@@ -148,7 +148,7 @@ def parse(data: bytes, path: str) -> Manifest:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
         names = [field.name for field in fields(Manifest)]
         values = {name: table[name] for name in names if name in table}
-        values["files"] = {name: FileRecord(**one) for name, one in values["files"].items()}
+        values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
         if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
             raise ValueError(f"the manifest.run: {table['run'][:40]!r} is no id of a run")
         _check_files(values["files"])
@@ -164,11 +164,13 @@ def _check_files(files: Mapping[str, FileRecord]) -> None:
     Raises:
         ValueError: names the first that is wrong.
     """
-    for name, one in files.items():
+    for name, record in files.items():
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(f"the manifest.files: {name[:40]!r} is no file of the step's folder")
-        other = files.get(one.blocks)
-        if bool(one.xxh3_64) == bool(one.blocks) or (one.blocks and not (other and other.xxh3_64)):
+        other = files.get(record.blocks)
+        if bool(record.xxh3_64) == bool(record.blocks) or (
+            record.blocks and not (other and other.xxh3_64)
+        ):
             raise ValueError(f"the manifest.files.{name}: has not one checksum")
 
 

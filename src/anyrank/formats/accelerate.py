@@ -54,7 +54,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         elif match := CUSTOM.match(name):
             states[match[1]] = files.tree(files.named(name))
     ranks = sum(bool(RANDOM.match(name)) for name in names)
-    step = next((files.steps_of(one) for one in optimizers.values()), None)
+    step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
     scheduler = states.get("scheduler")
     if step is None and ranks == 1 and isinstance(scheduler, dict):
         step = scheduler.get("last_epoch")
@@ -119,7 +119,7 @@ def exported(files: Collector, names: list[str]) -> Listing:
 
 def _sharded_model(files: Collector, path: str) -> Listing:
     listing = dcp.list_folder(files.storage, path)
-    inner = {key.removeprefix("model."): one for key, one in listing.tensors.items()}
+    inner = {key.removeprefix("model."): tensor for key, tensor in listing.tensors.items()}
     return listing.with_tensors(inner)
 
 

@@ -98,9 +98,9 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         }
         planned: Any = metadata.fields.get("planner_data")
         paths = {
-            str(key): tuple(one)
-            for key, one in (planned.items() if isinstance(planned, dict) else ())
-            if isinstance(one, tuple) and all(type(part) in (str, int) for part in one)
+            str(key): tuple(path)
+            for key, path in (planned.items() if isinstance(planned, dict) else ())
+            if isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
         }
     except (TypeError, KeyError, AttributeError) as error:
         raise UnsafeFile(f"{path}: not the metadata that DCP writes ({error})") from error
@@ -122,7 +122,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         tensors,
         skipped=skipped,
         checksums=tuple(reader.checksums),
-        tables=frozenset(str(one[0]) for one in paths.values() if len(one) > 1),
+        tables=frozenset(str(path[0]) for path in paths.values() if len(path) > 1),
     )
     return DcpFolder(listing, paths, objects, [fqn for fqn in others if fqn not in objects])
 

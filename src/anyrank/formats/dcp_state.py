@@ -52,7 +52,11 @@ def of_tree(tree: Any, path: str) -> ForeignOptimizer:
     table: dict[Any, Any] = tree if isinstance(tree, dict) else {}
     if isinstance(table.get("state"), dict):
         groups = _listed(table.get("param_groups"))
-        groups = [{**one, "params": _listed(one.get("params"))} for one in groups if _is_table(one)]
+        groups = [
+            {**group, "params": _listed(group.get("params"))}
+            for group in groups
+            if _is_table(group)
+        ]
         return optimizer_of({"state": table["state"], "param_groups": groups}, path)
     if not any(str(key).startswith(STATE) for key in table):
         found = ", ".join(map(str, [*table][:10]))

@@ -164,7 +164,7 @@ def _zero(
 ) -> tuple[dict[str, StoredTensor], ForeignOptimizer]:
     """Weights and optimizer from each rank's partitions."""
     saved: list[Any] = [files.tree(files.named(name)) for name in optimizers]
-    states: list[Any] = [one["optimizer_state_dict"] for one in saved]
+    states: list[Any] = [state["optimizer_state_dict"] for state in saved]
     count = states[0].get("partition_count")
     count = max(count) if isinstance(count, list) else count
     if isinstance(count, int) and count != len(states):
@@ -265,7 +265,7 @@ class _Stage3(_Stage12):
             for name, shape in group.items():
                 self.places[name] = at
                 at += math.ceil(math.prod(shape) / self.count)
-        held = sum(one.numel for one in self.masters(0))
+        held = sum(master.numel for master in self.masters(0))
         if held != at:
             raise ValueError(f"the parameters take {at} elements of each rank, its file has {held}")
 
@@ -281,7 +281,7 @@ class _Stage3(_Stage12):
 
     def group_of(self, group: int) -> int:
         saved: Any = self.states[0]["optimizer_state_dict"]["param_groups"]
-        held = [n for n, one in enumerate(saved) if group in one["params"]]
+        held = [n for n, state in enumerate(saved) if group in state["params"]]
         return held[0] if held else min(group, len(saved) - 1)
 
     def tensor(self, name: str, group: int, of: Any, param: str | None = None) -> StoredTensor:
@@ -292,11 +292,11 @@ class _Stage3(_Stage12):
             low, high = first, first + min(each, left)
             left -= high - low
             start = 0
-            for number, one in enumerate(self.masters(rank)):
-                begin, end = max(low, start), min(high, start + one.numel)
+            for number, master in enumerate(self.masters(rank)):
+                begin, end = max(low, start), min(high, start + master.numel)
                 if begin < end:
                     parts.append((of(rank, number), begin - start, end - begin))
-                start += one.numel
+                start += master.numel
         return _tensor(name, shape, parts, of(0, group))
 
 

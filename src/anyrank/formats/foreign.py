@@ -254,10 +254,10 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise LoadError(f"{path}: a group of the optimizer has no list of parameters")
         options = {str(key): value for key, value in cast("dict[Any, Any]", group).items()}
-        params = [_name(one, path) for one in options.pop("params")]
+        params = [_name(param, path) for param in options.pop("params")]
         given = options.pop("param_names", None)  # of optimizers made of named_parameters()
         if isinstance(given, list) and len(cast("list[Any]", given)) == len(params):
-            named = [_name(one, path) for one in cast("list[Any]", given)]
+            named = [_name(param, path) for param in cast("list[Any]", given)]
             names |= zip(params, named, strict=True)
             params = named
         made.append(ForeignGroup(params, options))

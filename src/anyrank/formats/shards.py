@@ -40,7 +40,7 @@ def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
     try:
         shape = tuple(int(n) for n in spec["tensor_meta"].arguments[0])
         mesh_shape, coordinate = _mesh(spec["mesh"].fields)
-        placements = tuple(_placement(one, path) for one in spec["placements"])
+        placements = tuple(_placement(placement, path) for placement in spec["placements"])
         layout = Layout(mesh_shape, placements)
         sound = len(mesh_shape) == len(placements) == len(coordinate)
         sound = sound and all(0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True))
@@ -92,14 +92,14 @@ def merged(trees: Sequence[Any], path: str) -> Any:
     """
     first = trees[0]
     if isinstance(first, StoredShard):
-        return _whole([one for one in trees if isinstance(one, StoredShard)], path)
+        return _whole([tree for tree in trees if isinstance(tree, StoredShard)], path)
     if isinstance(first, dict):
-        tables = [cast("dict[Any, Any]", one) for one in trees if isinstance(one, dict)]
-        keys = dict.fromkeys(key for one in tables for key in one)
-        made = {key: merged([one[key] for one in tables if key in one], path) for key in keys}
+        tables = [cast("dict[Any, Any]", tree) for tree in trees if isinstance(tree, dict)]
+        keys = dict.fromkeys(key for table in tables for key in table)
+        made = {key: merged([table[key] for table in tables if key in table], path) for key in keys}
         return OrderedDict(made) if isinstance(first, OrderedDict) else made
     if isinstance(first, (list, tuple)):
-        rows = [cast("list[Any]", one) for one in trees if isinstance(one, (list, tuple))]
+        rows = [cast("list[Any]", tree) for tree in trees if isinstance(tree, (list, tuple))]
         parts = [
             merged([row[n] for row in rows if n < len(row)], path) for n in range(len(rows[0]))
         ]

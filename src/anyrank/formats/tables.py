@@ -140,8 +140,8 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
 def _extra(table: Any) -> Listing:
     """The weights' extra state and versions, without the weights."""
     extras = {
-        key: one
-        for key, one in extras_of(table).items()
+        key: value
+        for key, value in extras_of(table).items()
         if not isinstance(table[key], StoredTensor)
     }
     return Listing("", (), {}, extras=extras, versions=versions_of(table))

@@ -58,7 +58,7 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Grou
             order = _filled(blanked, product)
             parts = tuple(text for _, text in order)
             made.append((order, Group(parts, shape, dtype, size, nbytes)))
-    return [one for _, one in sorted(made, key=lambda item: (item[0], item[1].shape))]
+    return [group for _, group in sorted(made, key=lambda item: (item[0], item[1].shape))]
 
 
 def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
@@ -66,10 +66,10 @@ def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
     1.2.
     """
     rests: dict[int, set[Indices]] = {}
-    for one in indices:
-        if not one:
+    for index in indices:
+        if not index:
             return [()]
-        rests.setdefault(one[0], set()).add(one[1:])
+        rests.setdefault(index[0], set()).add(index[1:])
     firsts: dict[frozenset[Indices], list[int]] = {}
     for first, rest in rests.items():
         firsts.setdefault(frozenset(rest), []).append(first)

@@ -118,9 +118,9 @@ class ElasticRun:
 
 def add_modules(known: list[nn.Module], things: Iterable[Any]) -> None:
     """Add the modules among things to a list, each once."""
-    for one in things:
-        if isinstance(one, nn.Module) and all(one is not module for module in known):
-            known.append(one)
+    for thing in things:
+        if isinstance(thing, nn.Module) and all(thing is not module for module in known):
+            known.append(thing)
 
 
 def check_unsharded(model: Any) -> None:
@@ -152,7 +152,7 @@ def make_state(
     if not models:
         raise ValueError("prepare() the model, the optimizer and the training DataLoader before")
     custom = _numbered("registered", registered)
-    stateful = [k for k, one in custom.items() if not isinstance(one, (nn.Module, Optimizer))]
+    stateful = [k for k, thing in custom.items() if not isinstance(thing, (nn.Module, Optimizer))]
     return anyrank.TrainState(
         first_rank=stateful,
         **_numbered("model", models),
@@ -165,7 +165,7 @@ def make_state(
 
 def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
     """Parts of a state by name: optimizer, optimizer_1, ..."""
-    return {f"{name}_{number}" if number else name: one for number, one in enumerate(things)}
+    return {f"{name}_{number}" if number else name: thing for number, thing in enumerate(things)}
 
 
 def step_as_trained(scheduler: Any, run: ElasticRun) -> Any:

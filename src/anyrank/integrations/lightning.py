@@ -149,7 +149,7 @@ class Elastic(_Callback):
         self._trainer = trainer
         # The first one in each hook: saved is what is there before others end the run. A new list,
         # because Lightning is going over this one.
-        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
         # Asked for only when the module and the DataModule are set up.
         source = trainer.fit_loop._data_source
         dataloader = source.dataloader
@@ -177,7 +177,7 @@ class Elastic(_Callback):
             seed=self._seed,
             first_rank=["lightning"],
             lightning=self._loops,
-            **{f"scheduler_{number}": one for number, one in enumerate(schedulers) if number},
+            **{f"scheduler_{n}": scheduler for n, scheduler in enumerate(schedulers) if n},
             **self._held,
         )
         self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)

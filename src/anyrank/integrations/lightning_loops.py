@@ -63,7 +63,7 @@ class LoopState:
         for tracker in loops["epoch_progress"].values():
             tracker["processed"] = min(tracker["processed"], self._loader.epoch)
             tracker["completed"] = min(tracker["completed"], self._loader.epoch)
-        callbacks = {one.state_key: one.state_dict() for one in trainer.callbacks}
+        callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         datamodule = trainer.datamodule
         return {
             "loops": loops,

@@ -147,7 +147,9 @@ def merge(model: nn.Module, *, adapter: str = "default") -> nn.Module:
     inner: Any = _peft_model(model)
     _config(inner, adapter)
     layers: list[Any] = [
-        one for one in inner.modules() if isinstance(one, BaseTunerLayer) and adapter in _of(one)
+        module
+        for module in inner.modules()
+        if isinstance(module, BaseTunerLayer) and adapter in _of(module)
     ]
     if any(layer.merged for layer in layers):
         raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")

@@ -176,9 +176,9 @@ def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
     if path == os.path.normpath(folder):
         return "must"
     saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
-    for one in saved:
-        if os.path.normpath(one.path) == path:
-            return one.step
+    for checkpoint in saved:
+        if os.path.normpath(checkpoint.path) == path:
+            return checkpoint.step
     raise ValueError(
         f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
         f"the newest, or one of {[one.path for one in saved]}; the weights of another checkpoint "

@@ -158,7 +158,7 @@ def check_saved(saved: SavedStreams) -> None:
 
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
     """The streams of this rank: ambient ones, its own accelerator's, the user's generators."""
-    users = [TorchStream(f"generator.{name}", one) for name, one in generators.items()]
+    users = [TorchStream(f"generator.{name}", generator) for name, generator in generators.items()]
     return [*ambient(own_accelerator()), *users]
 
 

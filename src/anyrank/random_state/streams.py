@@ -176,7 +176,7 @@ def own_accelerator() -> list[torch.device]:
 def accelerators_of(model: torch.nn.Module) -> list[torch.device]:
     """The accelerators that a model computes on, and the rank's own."""
     found = {parameter.device for parameter in model.parameters()}
-    return sorted({one for one in found if is_in_use(one)} | set(own_accelerator()), key=str)
+    return sorted({*filter(is_in_use, found), *own_accelerator()}, key=str)
 
 
 def is_in_use(device: torch.device) -> bool:

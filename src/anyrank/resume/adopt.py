@@ -93,20 +93,20 @@ class Adopting(Resuming):
             CheckpointError: all problems, in one list.
         """
         self.ranks.together("looking at the checkpoint", self._check_visible)
-        wanted = {k: one for k, one in self.inner.parts.items() if k not in self.skip}
-        for part, one in wanted.items():
-            if isinstance(one, nn.Module):
-                self._match_module(part, one)
+        wanted = {k: value for k, value in self.inner.parts.items() if k not in self.skip}
+        for part, value in wanted.items():
+            if isinstance(value, nn.Module):
+                self._match_module(part, value)
 
         def here() -> None:
             targets = self.inner.targets()
             names = names_of(targets)
-            for part, one in wanted.items():
-                if isinstance(one, Optimizer):
-                    self.matched[part] = self._optimizer(part, one, names)
-                elif not isinstance(one, nn.Module):
-                    self.matched[part] = self._stateful(part, one)
-            wrong = [problem for one in self.matched.values() for problem in one.problems]
+            for part, value in wanted.items():
+                if isinstance(value, Optimizer):
+                    self.matched[part] = self._optimizer(part, value, names)
+                elif not isinstance(value, nn.Module):
+                    self.matched[part] = self._stateful(part, value)
+            wrong = [problem for match in self.matched.values() for problem in match.problems]
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
 
@@ -270,7 +270,7 @@ def _outcome_of(plan: AgreedPlan) -> Outcome:
 
 
 def _outcome_of_fills(matched: Matched) -> Outcome:
-    return _outcome([(one.held.layout, one.held.dtype, one.stored) for one in matched.fills])
+    return _outcome([(fill.held.layout, fill.held.dtype, fill.stored) for fill in matched.fills])
 
 
 def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:

@@ -48,9 +48,7 @@ def record_of(
     if problems:
         return {}, {}, problems
     found, problems = _our_names(part, optimizer, source, names, rename)
-    held = {
-        names[id(one)].name: names[id(one)] for g in optimizer.param_groups for one in g["params"]
-    }
+    held = {names[id(p)].name: names[id(p)] for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, StoredTensor] = {}
 
     def put(where: str, value: Any) -> Any:
@@ -68,7 +66,7 @@ def record_of(
     given = source.groups or _groups_now(mine, optimizer)
     groups = [
         {
-            "params": [found.get(one, str(one)) for one in group.params],
+            "params": [found.get(key, str(key)) for key in group.params],
             "options": _json(_options(optimizer, group), f"{part}.param_groups.{number}", put),
         }
         for number, group in enumerate(given)
@@ -167,8 +165,8 @@ def _our_names(
     rename: Callable[[str], str],
 ) -> tuple[dict[str | int, str], list[str]]:
     """The name of a parameter in the checkpoint -> in this state; and what does not fit."""
-    keys = [*source.state, *(one for group in source.groups for one in group.params)]
-    mine = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+    keys = [*source.state, *(key for group in source.groups for key in group.params)]
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     found: dict[str | int, str] = {key: f"parameter {key}" for key in keys}
     if any(isinstance(key, int) for key in keys):
         sizes = [len(group.params) for group in source.groups]
@@ -180,13 +178,15 @@ def _our_names(
                 f"order, that the run was trained with, or leave it as it is with skip=[{part!r}]"
             ]
         for saved, held in zip(source.groups, mine, strict=True):
-            found |= {key: one.name for key, one in zip(saved.params, held, strict=True)}
+            found |= {key: param.name for key, param in zip(saved.params, held, strict=True)}
         lost = [key for key in source.state if found[key] == f"parameter {key}"]
         problem = listed(f"{part}: state of parameters that no group has", list(map(str, lost)))
         return found, [problem] if lost else []
-    flat = [one for group in mine for one in group]
+    flat = [param for group in mine for param in group]
     try:
-        match = match_keys([one.all_names() for one in flat], map(str, dict.fromkeys(keys)), rename)
+        match = match_keys(
+            [param.all_names() for param in flat], map(str, dict.fromkeys(keys)), rename
+        )
     except LoadError as error:
         return found, [f"{part}: {error}"]
     found = {key: rename(str(key)) for key in keys}

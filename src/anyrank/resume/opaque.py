@@ -53,7 +53,7 @@ def overrides(optimizer: Optimizer, method: str) -> bool:
 
 def _kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
     """Tensors other than the parameters, and other optimizers, in an optimizer's attributes."""
-    seen = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
     seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
     for name, value in vars(optimizer).items():
         if name not in PLAIN:
@@ -110,33 +110,33 @@ def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
 
 def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
     """Names of tensors that an optimizer keeps in addition to its parameters, and does not save."""
-    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     kept = [*_tensors_of("state", optimizer.state, parameters)]
     for where, value in _kept_elsewhere(optimizer):
         if isinstance(value, Optimizer):
             kept += _tensors_of(f"{where}.state", value.state, parameters)
         else:
             kept.append((where, value))
-    there = {(one.data_ptr(), one.shape, one.dtype) for one in saved}
+    there = {(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in saved}
     return [
         where
-        for where, one in kept
-        if (one.data_ptr(), one.shape, one.dtype) not in there
-        and not any(_equal(one, other) for other in saved)
+        for where, tensor in kept
+        if (tensor.data_ptr(), tensor.shape, tensor.dtype) not in there
+        and not any(_equal(tensor, other) for other in saved)
     ]
 
 
 def _tensors_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, one in _within(where, value, {*seen}):
-        if isinstance(one, torch.Tensor):
-            yield name, one
+    for name, found in _within(where, value, {*seen}):
+        if isinstance(found, torch.Tensor):
+            yield name, found
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a tensor has a copy's values, wherever that is."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return torch.equal(one.detach().cpu().view(-1), other.detach().cpu().view(-1))
+    return torch.equal(tensor.detach().cpu().view(-1), other.detach().cpu().view(-1))
 
 
 def match_opaque(

@@ -71,7 +71,7 @@ class Replicas:
         self.replicas = replicas
         self.history = history
         self.digests: dict[Key, int] = {}
-        devices = {one.local.device for one in replicas if not one.local.is_cpu}
+        devices = {replica.local.device for replica in replicas if not replica.local.is_cpu}
         # What the training has asked of each device up to now: another thread waits for it.
         self.written = {d: torch.accelerator.current_stream(d).record_event() for d in devices}
 
@@ -83,12 +83,14 @@ class Replicas:
         """
         for device, event in self.written.items():
             torch.accelerator.current_stream(device).wait_event(event)
-        left = [one for one in self.replicas if one.key not in self.digests]
-        now = [one for one in left if steady or not one.steady]
-        found = start_digests([(one.name, one.local) for one in now], ranks.check)
+        left = [replica for replica in self.replicas if replica.key not in self.digests]
+        now = [replica for replica in left if steady or not replica.steady]
+        found = start_digests([(replica.name, replica.local) for replica in now], ranks.check)
 
         def finish() -> None:
-            self.digests |= {one.key: digest for one, digest in zip(now, found(), strict=True)}
+            self.digests |= {
+                replica.key: digest for replica, digest in zip(now, found(), strict=True)
+            }
 
         return finish
 
@@ -107,7 +109,9 @@ class Replicas:
             zip(ranks.ranks, ranks.together("comparing the replicas", here), strict=True)
         )
         alike = [
-            len({answers[rank].get(m) for rank in m}) == 1 for one in answers.values() for m in one
+            len({answers[rank].get(m) for rank in m}) == 1
+            for answer in answers.values()
+            for m in answer
         ]
         if all(alike):
             self.history.saves += 1
@@ -131,7 +135,10 @@ class Replicas:
 
     def _differing(self, ranks: Ranks) -> dict[str, tuple[str, bool, list[list[int]]]]:
         """Name -> part, whether it is an error, and the ranks by value. All ranks."""
-        mine = {one.key: (one.part, one.strict, self.digests[one.key]) for one in self.replicas}
+        mine = {
+            replica.key: (replica.part, replica.strict, self.digests[replica.key])
+            for replica in self.replicas
+        }
         seen: dict[Key, dict[int, list[int]]] = {}
         kinds: dict[str, tuple[str, bool]] = {}
         for rank, table in zip(ranks.ranks, ranks.gather(mine), strict=True):
@@ -163,15 +170,15 @@ def choose(
     """
     found: list[Replica] = []
     whole = history.saves % EVERY == 0
-    named = [(part, one, held) for part, one in parts.items() for held in one.tensors]
-    for index, (part, one, held) in enumerate(named):
+    named = [(part, saved, held) for part, saved in parts.items() for held in saved.tensors]
+    for index, (part, saved, held) in enumerate(named):
         turn = whole or part in history.differed or (index + history.saves) % (EVERY - 1) == 0
         if held.name in unsynced or not turn:
             continue
         for members in replicas(index, held, coordinates).values():
             if len(members) > 1 and rank in members:
-                steady = held.name in one.steady
-                found.append(Replica(part, held.name, held.local(), members, one.strict, steady))
+                steady = held.name in saved.steady
+                found.append(Replica(part, held.name, held.local(), members, saved.strict, steady))
     return found
 
 

@@ -88,7 +88,7 @@ def summarize(
 
 def tensors_of(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
     """What the ranks hold together: the same list on all of them."""
-    return [held for one in parts.values() for held in one.tensors]
+    return [held for saved in parts.values() for held in saved.tensors]
 
 
 def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
@@ -98,8 +98,8 @@ def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
         CheckpointError: names the first.
     """
     seen: set[str] = set()
-    for part, one in parts.items():
-        for name in [*(held.name for held in (*one.tensors, *one.own)), *one.aliases]:
+    for part, saved in parts.items():
+        for name in [*(held.name for held in (*saved.tensors, *saved.own)), *saved.aliases]:
             if name in seen:
                 raise CheckpointError(
                     f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
@@ -136,12 +136,12 @@ def compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: R
                 f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
                 f"{rank} at {other.step}: call step_done on all ranks after each step"
             )
-    wrong = [p for p in first.shared if len({one.shared[p] for one in answers}) > 1]
+    wrong = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not wrong:
         return
     part = wrong[0]
     mine = parts[part]
-    tables = [[str(one) for one in held.describe()] for held in mine.tensors]
+    tables = [[str(line) for line in held.describe()] for held in mine.tensors]
     every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
     for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
         if other != every[0]:
@@ -156,10 +156,10 @@ def records_of(
     parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
 ) -> dict[str, Any]:
     """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
-    records = {part: one.record for part, one in parts.items()}
+    records = {part: saved.record for part, saved in parts.items()}
     for part in answers[0].records:
-        if len({one.records[part] for one in answers}) > 1:
-            trees = [one["tree"] for one in ranks.gather(records[part])]
+        if len({answer.records[part] for answer in answers}) > 1:
+            trees = [record["tree"] for record in ranks.gather(records[part])]
             records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
     return records
 

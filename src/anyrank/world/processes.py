@@ -85,7 +85,7 @@ def _rank_of(pid: int) -> str | None:
             variables = file.read().split(b"\0")
     except OSError:
         return None
-    found = next((one for one in variables if one.startswith(b"RANK=")), None)
+    found = next((variable for variable in variables if variable.startswith(b"RANK=")), None)
     return None if found is None else found[len("RANK=") :].decode()
 
 
