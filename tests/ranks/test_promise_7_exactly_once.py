@@ -23,7 +23,7 @@ from anyrank.data.order import Order
 from anyrank.data.position import Position, check_receipt
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
-from anyrank.random_state.hashing import derive
+from anyrank.tensors.hashing import derive
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 

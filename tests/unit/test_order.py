@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyrank.data.order import Order, feistel
-from anyrank.random_state.hashing import derive, mix64, signed
+from anyrank.tensors.hashing import derive, mix64, signed
 
 SEEDS = st.integers(-(2**70), 2**70)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import anyrank
-from anyrank.resume import receipt
-from anyrank.resume.receipt import digest_of_box, receipt_of_step
+from anyrank.files import receipt
+from anyrank.files.receipt import digest_of_box, receipt_of_step
 from anyrank.tensors.box import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool, torch.int64]
@@ -25,6 +28,7 @@ def whole(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None)
 @given(st.data())
 def test_any_cut_into_boxes_adds_up_to_the_same(dtype: torch.dtype, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=3))
@@ -106,3 +110,132 @@ def test_checkpoints_of_exact_runs_have_a_receipt(
         assert {"model.weight", "model.bias", "optimizer.state.weight.exp_avg"} <= names, names
         assert len(found["receipt"]["digest"]) == 32
         assert anyrank.Checkpoints(tmp_path, state).resume("must") is not None
+
+
+# -- what reads them ------------------------------------------------------------------------------
+
+
+def train(folder: Path, *, rate: float = 0.1, seed: int = 0, exact: bool = True) -> None:
+    """A run of four steps, each saved, whose third has another learning rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1, bias=False))
+    model.register_buffer("empty", torch.empty(0, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.linspace(-1, 1, 64).view(16, 4)
+    loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=2, seed=seed, exact=exact)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    with anyrank.Checkpoints(folder, state, every=1, keep=9) as ckpts:
+        for step in ckpts.steps(until=4):
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.param_groups[0]["lr"] = rate if state.step == 2 else 0.1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def forge(step: Path, change: Callable[[Any], None]) -> None:
+    """Change a manifest, and its checksum of itself."""
+    path = step / "anyrank.json"
+    table = json.loads(path.read_text())
+    del table["self"]
+    change(table)
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    table["self"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def empty_files(run: Path) -> None:
+    """Leave no payload: what still works reads none."""
+    for path in run.glob("*/*.distcp"):
+        path.write_bytes(b"")
+
+
+def test_diff_names_the_first_step_that_differs_without_reading_tensors(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", rate=0.2)
+    train(tmp_path / "again")
+    for name in ("a", "b", "again"):
+        empty_files(tmp_path / name)
+    equal = anyrank.diff(tmp_path / "a", tmp_path / "again")
+    assert (bool(equal), equal.steps_equal, equal.equal) == (True, [1, 2, 3, 4], 4 * 7)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert (bool(found), found.step, found.steps_equal) == (False, 3, [1, 2])
+    assert found.digests == ["model.0.bias", "model.0.weight", "model.1.weight"]
+    assert (found.data, found.values, found.only_a, found.only_b) == ({}, {}, [], [])
+    assert "the same samples up to this step" in str(found)
+    assert json.loads(found.to_json())["digests"] == found.digests
+
+
+def test_diff_says_when_the_samples_are_other_ones(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", seed=1)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert found.step == 1
+    assert set(found.data) == {"seed", "receipt"}
+    assert "other samples were seen in this epoch" in str(found)
+    assert "seed: 0 and 1" in str(found)
+
+
+def test_diff_reads_the_values_of_steps_that_lack_a_receipt(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", rate=0.2, exact=False)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert found.step == 3
+    assert found.digests == []
+    assert {"model.0.bias", "model.0.weight", "model.1.weight"} <= set(found.values)
+
+
+def test_tensors_of_one_run_alone_are_named(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def lose(table: Any) -> None:
+        del table["receipt"]["tensors"]["model.0.bias"]
+        table["receipt"]["digest"] = "0" * 32
+
+    forge(tmp_path / "b/step-00000002", lose)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert (found.step, found.only_a, found.digests, found.data) == (2, ["model.0.bias"], [], {})
+
+
+FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "tensor": (
+        lambda t: t["receipt"]["tensors"].update({"model.0.bias": "0" * 16}),
+        "model.0.bias has digest 0000000000000000 in the receipt",
+    ),
+    "digest": (lambda t: t["receipt"].update(digest="0" * 32), "the receipt's digest is 00000"),
+    "samples": (lambda t: t["parts"]["data"]["tree"].update(seed=7), "and of its parts "),
+    "name": (
+        lambda t: t["receipt"]["tensors"].update({"model.x": "0" * 16}),
+        "its receipt has model.x, which was not saved",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_verify_finds_a_forged_receipt(tmp_path: Path, kind: str) -> None:
+    change, expected = FORGED[kind]
+    train(tmp_path)
+    whole = anyrank.verify(tmp_path)
+    assert whole, whole
+    assert "receipts" in whole.checked
+    forge(tmp_path / "step-00000002", change)
+    (finding,) = anyrank.verify(tmp_path).findings
+    assert finding.where == str(tmp_path / "step-00000002/anyrank.json")
+    assert expected in finding.what
+    assert "this step proves nothing" in finding.what
+
+
+@pytest.mark.parametrize("data", [None, {}, {"tree": {}}, {"tree": {"seed": "x"}}])
+def test_a_receipt_without_its_data_is_damage(tmp_path: Path, data: Any) -> None:
+    train(tmp_path)
+    forge(tmp_path / "step-00000002", lambda table: table["parts"].update(data=data))
+    (finding,) = anyrank.verify(tmp_path).findings
+    assert "the manifest.parts.data" in finding.what
+    with pytest.raises(anyrank.CorruptCheckpoint, match=r"the manifest\.parts\.data"):
+        anyrank.diff(tmp_path, tmp_path)
+
+
+def test_verify_without_a_receipt_says_nothing_of_receipts(tmp_path: Path) -> None:
+    train(tmp_path, exact=False)
+    assert "receipts" not in anyrank.verify(tmp_path).checked

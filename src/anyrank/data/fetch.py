@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
-from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import fingerprint, kept, reseed
+from anyrank.tensors.hashing import derive
 
 
 @dataclass(frozen=True)

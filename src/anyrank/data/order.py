@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.data.receipts import Receipt, receipt_of_range
-from anyrank.random_state.hashing import derive, mix64, signed
+from anyrank.tensors.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
 IDENTITY_NAME = "identity"

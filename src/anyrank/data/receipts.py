@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anyrank.random_state.hashing import derive, mix64, signed
+from anyrank.tensors.hashing import derive, mix64, signed
 
 MASK = (1 << 64) - 1
 BLOCK = 1 << 20  # ids hashed at a time: 8 MiB for each intermediate

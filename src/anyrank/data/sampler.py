@@ -19,8 +19,8 @@ from anyrank.data.position import Position
 from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
-from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
+from anyrank.tensors.hashing import derive
 
 DATALOADER = "torch.utils.data.dataloader"
 

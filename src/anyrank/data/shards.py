@@ -18,8 +18,8 @@ import torch
 
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
-from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import kept
+from anyrank.tensors.hashing import derive
 
 SHARDS_NAME = "shards-v1"
 END = object()

@@ -18,8 +18,8 @@ from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import MicrobatchSlot, Schedule
 from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
-from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import accelerators_of, seeded
+from anyrank.tensors.hashing import derive
 from anyrank.world.ranks import Ranks
 
 

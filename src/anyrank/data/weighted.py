@@ -13,7 +13,7 @@ import torch
 
 from anyrank.data.order import Order
 from anyrank.data.receipts import Receipt, receipt_of
-from anyrank.random_state.hashing import derive, mix64, signed
+from anyrank.tensors.hashing import derive, mix64, signed
 
 WEIGHTED_NAME = "weighted-v1"
 TOTAL = 1 << 44  # sum of the scaled weights; small compared with the 63 bits of a draw

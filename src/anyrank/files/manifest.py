@@ -53,6 +53,8 @@ FIELDS = {
     "streams": STREAMS,
     "receipt": Optional({"digest": str, "tensors": Table(DIGEST)}),
 }
+# What a receipt's digest takes from the state of the loader.
+POSITION = {"seed": int, "epoch": COUNT, "step": COUNT, "samples": COUNT, "receipt": [ANY]}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ class Manifest:
     differed: list[str] = field(default_factory=list[str])
     streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """The state of the loader, of a step with a receipt."""
+        state: dict[str, Any] = self.parts["data"]["tree"]
+        return state
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
@@ -144,6 +152,8 @@ def parse(data: bytes, path: str) -> Manifest:
         raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
         check(table, FIELDS, "the manifest")
+        if "receipt" in table:
+            check(table["parts"], {"data": {"tree": POSITION}}, "the manifest.parts")
         if not table["saved_on"]["ranks"]:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
         names = [field.name for field in fields(Manifest)]

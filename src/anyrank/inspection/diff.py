@@ -7,11 +7,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.receipt import data_differences, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
@@ -50,6 +52,10 @@ class DiffReport:
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared as well.
         values: name -> how they differ, the largest difference first.
+        digests: of steps that both have a receipt: the tensors whose digests in it differ. No
+            values were read then, and none are compared.
+        data: of such steps: what differs between the states of their loaders -> both values;
+            empty where both have seen the same samples.
         step: of two runs: the first step that both have and in which they differ, which the other
             fields are of; None if there is none.
         steps_equal: of two runs: the steps that are equal.
@@ -65,13 +71,16 @@ class DiffReport:
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, Difference]
+    digests: list[str] = field(default_factory=list[str])
+    data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     step: int | None = None
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed or self.steps_only
-        return not (names or self.shapes or self.dtypes or self.values)
+        by_receipt = self.digests or self.data
+        return not (names or self.shapes or self.dtypes or self.values or by_receipt)
 
     def to_json(self) -> str:
         """All fields, as a JSON object; a NaN is null."""
@@ -91,6 +100,8 @@ class DiffReport:
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [_in_words(name, each) for name, each in self.values.items()]),
+            ("data", data_in_words(self.data) if self.data or self.digests else []),
+            ("digest", self.digests),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ):
             lines += [f"  {title:<10}{printable(item)}" for item in items[:SHOWN]]
@@ -106,6 +117,14 @@ class DiffReport:
         return f"different{before}, but for {count(self.equal, 'equal tensor')}"
 
 
+def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """What differs between the data of two steps, a line each."""
+    if not data:
+        return ["the same samples up to this step"]
+    lines = [f"{name}: {x} and {y}" for name, (x, y) in data.items() if name != "receipt"]
+    return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
+
+
 def _in_words(name: str, each: Difference) -> str:
     return f"{name}: {each.elements:,} of {each.of:,} values, by {each.largest:.3g} at most"
 
@@ -114,7 +133,9 @@ def diff(a: Source, b: Source) -> DiffReport:
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
     Two runs are compared step by step, weights, optimizer and all other tensors; the report is of
-    the first step that differs. Of other pairs the weights are compared.
+    the first step that differs. Steps of runs with exact=True are compared by their receipts, and
+    no tensor is read; give the folders of two steps to compare their values. Of other pairs the
+    weights are compared.
 
     Called by one process.
 
@@ -168,14 +189,31 @@ def _diff_runs(
     only = sorted(steps_a.keys() ^ steps_b.keys())
     tensors = 0
     for step in sorted(steps_a.keys() & steps_b.keys()):
-        listings = _list_step(steps_a[step]), _list_step(steps_b[step])
-        found = _diff(steps_a[step], steps_b[step], *listings)
+        found = _diff_steps(steps_a[step], steps_b[step])
         if not found:
             return replace(found, step=step, steps_equal=equal, steps_only=only)
         equal.append(step)
         tensors += found.equal
     found = DiffReport(a, b, tensors, [], [], {}, {}, {}, {})
     return replace(found, steps_equal=equal, steps_only=only)
+
+
+def _diff_steps(a: str, b: str) -> DiffReport:
+    """One step of two runs: by the receipts where both have one, else by all values."""
+    of_a, of_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
+    if not (of_a.receipt and of_b.receipt):
+        return _diff(a, b, _list_step(a), _list_step(b))
+    mine, other = of_a.receipt["tensors"], of_b.receipt["tensors"]
+    same = [name for name in mine if mine[name] == other.get(name)]
+    found = DiffReport(a, b, len(same), [], [], {}, {}, {}, {})
+    if of_a.receipt["digest"] == of_b.receipt["digest"]:
+        return found
+    data = data_differences(of_a.data_state, of_b.data_state)
+    digests = tensor_differences(of_a.receipt, of_b.receipt)
+    only_a, only_b = ([n for n in x if n not in y] for x, y in ((mine, other), (other, mine)))
+    if not (data or digests or only_a or only_b):
+        data = {"digest": (of_a.receipt["digest"], of_b.receipt["digest"])}
+    return replace(found, only_a=only_a, only_b=only_b, digests=digests, data=data)
 
 
 def _list_step(folder: str) -> Listing:

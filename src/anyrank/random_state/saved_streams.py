@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.random_state.hashing import derive
 from anyrank.random_state.streams import Stream, TorchStream, ambient, own_accelerator
+from anyrank.tensors.hashing import derive
 
 Scope = Literal["global", "dp", "rank"]
 ALWAYS = ("python", "torch")  # the streams that every process has

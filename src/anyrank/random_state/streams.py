@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from anyrank.random_state.hashing import derive
+from anyrank.tensors.hashing import derive
 from anyrank.world.device import rank_device
 
 MT_WORDS = 624  # of a Mersenne twister's state

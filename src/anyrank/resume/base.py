@@ -16,8 +16,8 @@ import torch
 
 from anyrank.errors import CheckpointError
 from anyrank.model.tensors import ModelTensor
-from anyrank.random_state.hashing import mix64, signed
 from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.hashing import mix64, signed
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.ranks import Ranks

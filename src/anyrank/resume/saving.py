@@ -18,6 +18,7 @@ from anyrank.data.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.receipt import Digests, receipt_of_step
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.dcp import METADATA
@@ -33,7 +34,6 @@ from anyrank.random_state.saved_streams import (
 from anyrank.resume.digests import check_memory
 from anyrank.resume.part_types import Saved
 from anyrank.resume.rank_file import Item, items_of, write_share
-from anyrank.resume.receipt import digests_of_items, receipt_of_step
 from anyrank.resume.replicas import History, Replicas, choose
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.state import TrainState, run_parts
@@ -248,10 +248,7 @@ def write(
 
     def share() -> tuple[list[SavedBox], dict[str, FileRecord], dict[str, int]]:
         faults.point("save.write")
-        digests: dict[str, int] = {}
-        if snapshot.receipt is not None:
-            left_out = snapshot.receipt.left_out
-            digests = digests_of_items(snapshot.items, left_out, ranks.check)
+        digests = tensor_digests(snapshot, ranks)
         try:
             written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
             return *written, digests
@@ -286,6 +283,17 @@ def write(
         return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
 
     return ranks.from_one("committing the checkpoint", first, commit)
+
+
+def tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
+    """What this rank's boxes add to the digests of the receipt; nothing for a run without one."""
+    digests = Digests()
+    if snapshot.receipt is not None:
+        for item in snapshot.items:
+            ranks.check()
+            if item.name not in snapshot.receipt.left_out:
+                digests.add(item.name, item.shape, item.dtype, item.box, item.source)
+    return digests.tensors
 
 
 def _not_shared(folder: str, ranks: Ranks) -> CheckpointError:

@@ -6,39 +6,39 @@ those that it writes, and the sum is the same however the tensor is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from anyrank.random_state.hashing import derive, mix64, signed
-from anyrank.resume.rank_file import Item
+from anyrank.files.manifest import POSITION
 from anyrank.tensors.box import Box
+from anyrank.tensors.hashing import derive, mix64_, signed
 
-PART_ELEMENTS = 1 << 18  # hashed at a time: a few times 2 MiB of memory
+PART_ELEMENTS = 1 << 16  # hashed at a time, so few that a processor's cache holds them
 SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
+NO_POSITION = ("version", "receipts", "exact")  # what may differ between equal runs
 
 
-def digests_of_items(
-    items: Iterable[Item], left_out: Collection[str], check: Callable[[], None]
-) -> dict[str, int]:
-    """What this rank's boxes add to the digests of their tensors.
+class Digests:
+    """Digests of tensors, each added up box by box.
 
-    Args:
-        items: that it writes.
-        left_out: names of tensors that belong to one rank.
-        check: called between boxes; raises to stop early.
+    Attributes:
+        tensors: name -> the sum of what was added.
     """
-    found: dict[str, int] = {}
-    for item in items:
-        check()
-        if item.name not in left_out:
-            seed = derive(item.name, repr(item.shape), str(item.dtype))
-            total = digest_of_box(item.source, item.box, item.shape, seed)
-            found[item.name] = (found.get(item.name, 0) + total) % MODULUS
-    return found
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, int] = {}
+
+    def add(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box, values: torch.Tensor
+    ) -> None:
+        """Add the elements of a box of a tensor of this name, shape and dtype."""
+        seed = derive(name, repr(tuple(shape)), str(dtype))
+        total = self.tensors.get(name, 0) + digest_of_box(values, box, shape, seed)
+        self.tensors[name] = total % MODULUS
 
 
 def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: int) -> int:
@@ -58,7 +58,7 @@ def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: in
         places = positions(at, part.sizes, shape, source.device)
         for number, words in enumerate(words_of(source.detach()[part.slices()])):
             key = signed((seed + number) % MODULUS)
-            total += mix64(words ^ (places * SPREAD + key)).sum()
+            total += mix64_((places * SPREAD).add_(key).bitwise_xor_(words)).sum()
     return int(total.item()) % MODULUS
 
 
@@ -86,7 +86,7 @@ def receipt_of_step(parts: Iterable[Mapping[str, int]], data: Mapping[str, Any])
     """The receipt of a step.
 
     Args:
-        parts: of all ranks, from `digests_of_items`.
+        parts: `Digests.tensors` of all ranks.
         data: the state of the loader, whose position and receipt are chained.
     """
     tensors: dict[str, int] = {}
@@ -94,6 +94,18 @@ def receipt_of_step(parts: Iterable[Mapping[str, int]], data: Mapping[str, Any])
         for name, value in part.items():
             tensors[name] = (tensors.get(name, 0) + value) % MODULUS
     table = {name: f"{value:016x}" for name, value in sorted(tensors.items())}
-    position = {name: data[name] for name in ("seed", "epoch", "step", "samples", "receipt")}
+    position = {name: data[name] for name in POSITION}
     digest = derive(repr(position), *(f"{name} {value}" for name, value in table.items()), size=16)
     return {"digest": f"{digest:032x}", "tensors": table}
+
+
+def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between the states of two runs' loaders: name -> both values."""
+    names = [name for name in {**a, **b} if name not in NO_POSITION]
+    return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+
+
+def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The names of tensors that both receipts have, with other digests."""
+    mine, other = a["tensors"], b["tensors"]
+    return [name for name in mine if other.get(name, mine[name]) != mine[name]]

@@ -15,15 +15,23 @@ def derive(*parts: int | str, size: int = 8) -> int:
 
 def mix64(values: torch.Tensor) -> torch.Tensor:
     """splitmix64 of each value (Steele, Lea, Flood 2014): a bijection of int64 that mixes well."""
-    values = values + (0x9E3779B97F4A7C15 - (1 << 64))
-    values = (values ^ shift(values, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    values = (values ^ shift(values, 27)) * (0x94D049BB133111EB - (1 << 64))
-    return values ^ shift(values, 31)
+    return mix64_(values.clone())
+
+
+def mix64_(values: torch.Tensor) -> torch.Tensor:
+    """`mix64` in place, which is several times as fast where the values are many."""
+    values += 0x9E3779B97F4A7C15 - (1 << 64)
+    values ^= shift(values, 30)
+    values *= 0xBF58476D1CE4E5B9 - (1 << 64)
+    values ^= shift(values, 27)
+    values *= 0x94D049BB133111EB - (1 << 64)
+    values ^= shift(values, 31)
+    return values
 
 
 def shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Right shift that fills with zeros, as for unsigned numbers."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def signed(number: int) -> int:
