@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks.exact_runs import sha256, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,22 +79,6 @@ def wrap(net: Any, kind: str) -> nn.Module:
             fully_shard(block, **options)
         fully_shard(net, **options)
     return net
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-
-
-def sha256(net: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.Tensor) -> str:
-    """Of all weights and of all optimizer state, in the order of the parameters."""
-    digest = hashlib.sha256()
-    tensors: list[Any] = list(others)
-    for parameter in net.parameters():
-        state = optimizer.state.get(parameter, {})
-        tensors += [parameter, *(state[name] for name in sorted(state))]
-    for tensor in tensors:
-        digest.update(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

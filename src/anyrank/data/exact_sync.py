@@ -31,6 +31,7 @@ from anyrank.data.gradient_sync import (
     GRADIENT,
     NO_GRADIENT,
     GradientSync,
+    check_not_exchanged,
     check_trainable,
     local,
     units,
@@ -196,11 +197,7 @@ class ExactSync(GradientSync):
                 "the losses for one step.backward, and run each module that fully_shard wraps "
                 "inside of another once in it, or wrap the outermost module alone"
             )
-        if self.ranks.size > 1 and rows[0][1] and len({row[1] for row in rows}) == 1:
-            raise ValueError(
-                "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
-                "them: give microbatches() the wrapped model (DistributedDataParallel)"
-            )
+        check_not_exchanged([row[1] for row in rows])
         every = zip(self.summed, *(row[0] for row in rows), strict=True)
         names = [name for name, *there in every if GRADIENT in there]
         if self.ranks.size == 1:

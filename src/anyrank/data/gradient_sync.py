@@ -163,11 +163,7 @@ class GradientSync:
         norm = sum(map(squares, self.unwrapped.values())) if is_first else 0.0
         rows = ranks.gather((states, norm))
         check_trainable(list(self.unwrapped), [row[0] for row in rows], ranks)
-        if norm and len({row[1] for row in rows}) == 1:
-            raise ValueError(
-                "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
-                "them: give microbatches() the wrapped model (DistributedDataParallel)"
-            )
+        check_not_exchanged([row[1] for row in rows])
         every = zip(self.unwrapped.values(), *(row[0] for row in rows), strict=True)
         for parameter, *there in every:
             if GRADIENT in there:  # a gradient that no rank has stays None, as on one rank
@@ -236,6 +232,23 @@ def check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks)
             raise ValueError(
                 f"{different(title, trained, ranks.named)}: freeze the same parameters on all ranks"
             )
+
+
+def check_not_exchanged(norms: Sequence[float]) -> None:
+    """Refuse gradients that a wrapper has exchanged already.
+
+    Args:
+        norms: of each rank's gradients before the exchange; 0 where nothing is to be checked.
+
+    Raises:
+        ValueError: they are equal on all ranks; on all ranks.
+    """
+    # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.
+    if len(norms) > 1 and norms[0] and math.isfinite(norms[0]) and len(set(norms)) == 1:
+        raise ValueError(
+            "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
+            "them: give microbatches() the wrapped model (DistributedDataParallel)"
+        )
 
 
 def units(module: Any) -> Sequence[Any]:

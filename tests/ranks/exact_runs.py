@@ -1,0 +1,37 @@
+"""What the tests of exact=True compare: SHA-256 of a run's weights and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.testing import run_ranks
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def sha256(net: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.Tensor) -> str:
+    """Of all weights and of all optimizer state, in the order of the parameters."""
+    digest = hashlib.sha256()
+    tensors: list[Any] = list(others)
+    for parameter in net.parameters():
+        state = optimizer.state.get(parameter, {})
+        values = (state[name] for name in sorted(state))
+        tensors += [parameter, *(value for value in values if isinstance(value, torch.Tensor))]
+    for tensor in tensors:
+        digest.update(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digests_on(sizes: tuple[int, ...], job: Any) -> dict[str, str]:
+    """The digests of a job on one rank, by case, once those of other rank counts are equal."""
+    alone: dict[str, str] = run_ranks(1, job, timeout=200)[0]
+    for size in sizes:
+        for found in run_ranks(size, job, timeout=200):
+            assert found == alone, (size, {name for name in alone if found[name] != alone[name]})
+    return alone

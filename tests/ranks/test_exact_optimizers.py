@@ -1,0 +1,146 @@
+"""Promise 9 with exact=True: any optimizer that treats each element by itself, and a GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.ranks.exact_runs import digests_on, sha256
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+
+KINDS = ("plain", "ddp", "fsdp")
+
+
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of an average (Chen et al., 2023)."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter)
+                update = state["average"].lerp(parameter.grad, 1 - group["beta"]).sign_()
+                parameter.mul_(1 - 0.1 * group["lr"]).add_(update, alpha=-group["lr"])
+                state["average"].lerp_(parameter.grad, 0.01)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "adamw for-loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "adamw amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "lion": lambda params: Lion(params, lr=1e-2),
+}
+
+
+def build(kind: str) -> nn.Module:
+    """Odd sizes, whose shards end at other elements on each number of ranks."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(7, 41), nn.GELU(), nn.LayerNorm(41), nn.Linear(41, 3))
+    if kind == "fsdp":
+        fully_shard(net[0])
+        fully_shard(net)
+    return DistributedDataParallel(net) if kind == "ddp" else net
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(23, 7, generator=torch.Generator().manual_seed(1))
+
+
+def train(kind: str, make: Callable[[Any], torch.optim.Optimizer]) -> str:
+    net = build(kind)
+    optimizer = make(net.parameters())
+    loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
+    for _ in range(2):
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loader.step == 6
+    return sha256(net, optimizer)
+
+
+def job_optimizers() -> dict[str, str]:
+    return {
+        f"{name} {kind}": train(kind, make)
+        for name, make in OPTIMIZERS.items()
+        for kind in KINDS
+        if (name, kind) != ("adamw fused", "fsdp")
+    }
+
+
+def test_promise_9_the_same_bits_with_any_elementwise_optimizer() -> None:
+    alone = digests_on((2, 3), job_optimizers)
+    for name in OPTIMIZERS:
+        assert len({alone[case] for case in alone if case.startswith(name + " ")}) == 1, name
+    assert len(set(alone.values())) >= 4
+
+
+def job_all_infinite() -> list[Any]:
+    """Every rank's gradients are inf in its first step."""
+    found: list[Any] = []
+    for exact in (False, True):
+        net = nn.Linear(7, 2)
+        loader = anyrank.ElasticLoader(rows()[:8].abs(), global_batch=8, microbatch=2, exact=exact)
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward((net(batch) * torch.inf).sum())
+        found.append(net.weight.grad.isinf().all().item())
+    return found
+
+
+def test_ranks_that_all_overflow_are_not_taken_for_ranks_that_have_exchanged() -> None:
+    assert run_ranks(2, job_all_infinite, timeout=60) == [[True, True]] * 2
+
+
+def overflowing(kind: str, everywhere: bool) -> tuple[str, list[float]]:
+    """Train with a GradScaler; losses overflow in step 1, and with `everywhere` in step 0."""
+    net = build(kind)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
+    scales: list[float] = []
+    for step in loader:
+        for batch in step.microbatches(net):
+            loss = net(batch).square().mean()
+            if (step.number == 1 and step.k == 1) or (everywhere and step.number == 0):
+                loss = loss * torch.inf
+            scaler.scale(step.scale(loss)).backward()
+        scaler.unscale_(optimizer)
+        step.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return sha256(net, optimizer), scales
+
+
+def job_overflowing() -> dict[str, Any]:
+    return {
+        f"{kind} {everywhere}": overflowing(kind, everywhere)
+        for kind in KINDS
+        for everywhere in (False, True)
+    }
+
+
+def test_an_overflow_in_one_microbatch_skips_the_step_on_all_ranks() -> None:
+    alone = digests_on((2, 3), job_overflowing)
+    first, second = [{str(alone[f"{kind} {case}"]) for kind in KINDS} for case in (False, True)]
+    assert len(first) == len(second) == 1, alone
+    assert alone["plain False"][1] == [256.0, 128.0, 128.0]
+    assert alone["plain True"][1] == [128.0, 64.0, 64.0]
