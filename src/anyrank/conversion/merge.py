@@ -22,6 +22,7 @@ from anyrank.errors import LoadError
 from anyrank.files.output import Span
 from anyrank.files.storage import join_path, read_range, storage_for
 from anyrank.tensors.box import Box
+from anyrank.tensors.low_rank import product
 from anyrank.tensors.names import PEFT_PREFIX, of_adapter
 from anyrank.tensors.spec import StoredTensor
 
@@ -187,9 +188,7 @@ class MergedContent:
         given = self.base.read(self.base.tensors[name], box)
         wide = torch.promote_types(given.dtype, torch.float32)
         a, b = (factor.to(wide) for factor in self._factors(name, low))
-        rows, columns = box.slices()
-        product = (b[columns] @ a[:, rows]).T if low.transposed else b[rows] @ a[:, columns]
-        total = given.to(wide) + product * low.scaling
+        total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
         if not total.isfinite().all():
             raise LoadError(
                 f"{name}: {int((~total.isfinite()).sum())} values of the base with the adapter "

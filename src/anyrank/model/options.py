@@ -26,7 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller of `load` or `plan` asked for; see `load` for each."""
+    """What the caller of `load`, `plan` or `sync` asked for; see there for each."""
 
     missing: str = "error"
     unexpected: str = "error"
@@ -37,6 +37,7 @@ class Options:
     progress: bool | Callable[[int, int], None] | None = None
     verify: bool = False
     layout: Any = None
+    merge: bool = False
 
     def check(self) -> None:
         """Refuse options that are wrong in themselves.
@@ -50,9 +51,10 @@ class Options:
         renamer(self.rename)
         if self.buffer_bytes is not None:
             check_count("buffer_bytes", self.buffer_bytes, BUFFER_BYTES.most)
-        verify: Any = self.verify  # whatever was given
-        if not isinstance(verify, bool):
-            raise TypeError(f"verify={verify!r}: give True or False")
+        for name in ("verify", "merge"):
+            given: Any = getattr(self, name)  # whatever it is
+            if not isinstance(given, bool):
+                raise TypeError(f"{name}={given!r}: give True or False")
         for layout in self.layout if isinstance(self.layout, tuple) else (self.layout,):
             check_layout(layout)
         if not (

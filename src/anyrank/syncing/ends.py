@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import GivenLayout, apply_layouts
+from anyrank.model.lora import find_lora, merged_name
 from anyrank.model.match import is_pinned
 from anyrank.model.tensors import (
     ModelTensor,
@@ -33,6 +34,18 @@ Module = nn.Module | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """What one adapter adds to a weight of `src`; see `Factors`, whose positions are names here."""
+
+    adapter: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+    narrows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One tensor of an end, the same on all ranks that hold a part of it.
 
@@ -42,11 +55,13 @@ class Row:
         dtype: of its elements.
         layout: how it lies on its mesh; None: whole on each rank.
         mesh: number of the mesh, by which its coordinate is found.
-        kind: "parameter", "buffer" or "derived".
+        kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
+            "dropped" for what a merged model has not.
         is_meta: whether it has no values yet.
         is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
         is_merged: whether the values of an adapter that is still there are part of it.
         is_pinned: whether it belongs to a frozen part, and is never written to.
+        added: what adapters add to it on the way.
     """
 
     keys: tuple[str, ...]
@@ -59,6 +74,7 @@ class Row:
     is_adapter: bool
     is_merged: bool
     is_pinned: bool
+    added: tuple[Added, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,16 +96,18 @@ class End:
     digest: str
 
 
-def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
+def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = False) -> End:
     """One end as this rank has it. All ranks, if any of them has a layout.
 
     Args:
         given: the module, the dict, or None.
         layout: of plain tensors that are parts; None on all ranks, or something on each.
         ranks: of the call.
+        merge: see the end as the model that it is with its adapters merged.
 
     Raises:
-        LoadError: tensors that cannot be read or written, named with their type.
+        LoadError: tensors that cannot be read or written, named with their type; adapters that
+            cannot be merged.
     """
     module = _as_module(given)
     given_meshes: dict[int, Any] = {}
@@ -124,9 +142,42 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks) -> End:
                 is_pinned(tensor),
             )
         )
+    if merge:
+        rows = _as_merged(tensors, rows)
     kind = plain_class(module)
     title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
     return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows, title))
+
+
+def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
+    """The rows of a model as it is with its adapters merged.
+
+    Raises:
+        LoadError: as `find_lora`.
+    """
+    lora = find_lora(tensors)
+    factors = {n for found in lora.added.values() for each in found for n in (each.a, each.b)}
+    merged: list[Row] = []
+    for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
+        if index in factors:
+            merged.append(replace(row, kind="factor"))
+        elif index in lora.dropped:
+            merged.append(replace(row, kind="dropped"))
+        else:
+            keys = tuple(dict.fromkeys(merged_name(place) for place in tensor.registrations))
+            added = tuple(
+                Added(
+                    each.adapter,
+                    rows[each.a].keys[0],
+                    rows[each.b].keys[0],
+                    each.scaling,
+                    each.transposed,
+                    each.narrows,
+                )
+                for each in lora.added.get(index, ())
+            )
+            merged.append(replace(row, keys=keys, added=added, is_adapter=False))
+    return merged
 
 
 def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
@@ -180,7 +231,7 @@ def _digest(rows: list[Row], title: str) -> str:
         layout = layouts.get(row.layout) or layouts.setdefault(row.layout, repr(row.layout))
         text.append(
             f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
-            f"{row.is_adapter}{row.is_merged}{row.is_pinned}"
+            f"{row.is_adapter}{row.is_merged}{row.is_pinned}{row.added}"
         )
     return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
 

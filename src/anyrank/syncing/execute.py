@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from anyrank.errors import AnyrankError
@@ -17,7 +18,9 @@ from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
 from anyrank.model.shared_memory import Source, check_writable, filled_apart
 from anyrank.model.verify import compare_replicas
+from anyrank.syncing.adapters import Adapters
 from anyrank.syncing.ends import look
+from anyrank.syncing.flows import Flow
 from anyrank.syncing.move import WHAT, Mover, Places
 from anyrank.syncing.planning import Agreement, agree_plan
 from anyrank.syncing.report import SyncReport, forget, remember
@@ -46,11 +49,12 @@ def execute_sync(
     if ranks.any(options.layout is not None, "reading layout="):
         layout = options.layout or {}  # ranks without it take part
         layouts = layout if isinstance(layout, tuple) else (layout, layout)
-        ends = look(dst, layouts[0] or {}, ranks), look(src, layouts[1] or {}, ranks)
+        into = look(dst, layouts[0] or {}, ranks)
+        ends = into, look(src, layouts[1] or {}, ranks, merge=options.merge)
         agreed = agree_plan(lambda: ends, options, ranks, version, held)
     else:
         agreed = agree_plan(
-            lambda: (look(dst, None, ranks), look(src, None, ranks)),
+            lambda: (look(dst, None, ranks), look(src, None, ranks, merge=options.merge)),
             options,
             ranks,
             version,
@@ -84,11 +88,15 @@ class _Sync:
         match: ModelMatch = plan.match.of(agreed.dst.tensors)
         share = Share(agreed.dst.module, match, agreed.seed, self.meter)
 
+        factors, gathered = self._factors()
+
         def prepare() -> tuple[tuple[Places, Mover], None]:
             check_writable(match)  # a kept plan knows no memory
             share.allocate(match.stored if self.atomic else filled_apart(match, self._sources()))
-            places = self._places(share, match)
-            return (places, Mover(plan, places, self.ranks, self.meter.sample)), None
+            filled = (*match.stored, *match.compared)
+            targets = {index: share.local(index) for index in filled}
+            places = Places(self._locals(), targets, Adapters(factors, plan.added))
+            return (places, self._mover(plan.flows, places)), None
 
         (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
         check_before(plan.flows, places, self.ranks)
@@ -103,7 +111,8 @@ class _Sync:
         def commit() -> tuple[tuple[int, ...], float, dict[str, str], list[str]]:
             renewed = share.commit(replacements)
             share.move_buffers()
-            moved = (mover.sent, mover.received, mover.copied, *self.meter.peaks())
+            sent, received = mover.sent + gathered[0], mover.received + gathered[1]
+            moved = (sent, received, mover.copied, *self.meter.peaks())
             return moved, self.meter.seconds(), share.rules, renewed
 
         answers = self.ranks.together("putting the weights in place", commit)
@@ -144,15 +153,45 @@ class _Sync:
             raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
         return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
 
-    def _places(self, share: Share, match: ModelMatch) -> Places:
-        sources = {number: source.local() for number, (source, _) in self._sources().items()}
-        filled = (*match.stored, *match.compared)
-        return Places(sources, {index: share.local(index) for index in filled})
+    def _factors(self) -> tuple[dict[int, torch.Tensor], tuple[int, int]]:
+        """The factors of adapters that this rank needs, whole, and bytes sent and received for
+        them. All ranks.
+        """
+        plan, sources = self.agreed.plan, self._locals()
+        if not plan.factors:
+            return {}, (0, 0)
+
+        def allocate() -> tuple[Mover, None]:
+            factors = {
+                flow.index: torch.empty(
+                    flow.strips[0].box.sizes, dtype=flow.held, device=sources[flow.index].device
+                )
+                for flow in plan.factors
+                if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
+            }
+            return self._mover(plan.factors, Places(sources, factors)), None
+
+        mover, _ = self.ranks.own_and_all("allocating memory", allocate)
+        self.ranks.together("gathering the adapters", mover.run)
+        return dict(mover.places.targets), (mover.sent, mover.received)
+
+    def _mover(self, flows: Sequence[Flow], places: Places) -> Mover:
+        return Mover(flows, self.agreed.plan.receivers, places, self.ranks, self.meter.sample)
+
+    def _locals(self) -> dict[int, torch.Tensor]:
+        """This rank's memory of `src`, by number of the source tensor."""
+        return {number: source.local() for number, (source, _) in self._sources().items()}
 
     def _sources(self) -> dict[int, Source]:
-        """This rank's tensors of `src` by number; a plan counts the elements of each row-major."""
-        tensors = self.agreed.src.tensors
+        """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
+
+        One that is merged on the way is in no tensor as it is, and so has no strides.
+        """
+        tensors, plan = self.agreed.src.tensors, self.agreed.plan
         return {
-            number: (tensors[index], row_major(tensors[index].shape))
-            for number, index in self.agreed.plan.locals.items()
+            number: (
+                tensors[index],
+                () if number in plan.added else row_major(tensors[index].shape),
+            )
+            for number, index in plan.locals.items()
         }

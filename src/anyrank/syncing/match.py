@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +74,7 @@ class Facts:
     duplicates: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
     frozen: list[str] = field(default_factory=list[str])
+    merged: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> l
     known: dict[tuple[str, ...], SourceTensor] = {}
     for rows, ranks in groups:
         for row in rows:
-            if row.kind == "derived":
+            if row.kind in ("derived", "dropped"):
                 continue
             found = known.get(row.keys)
             if found is None:
@@ -147,7 +148,7 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
     tensors: dict[str, StoredTensor] = {}
     for number, source in enumerate(sources):
         row = source.row
-        for key in row.keys:
+        for key in row.keys if row.kind != "factor" else ():
             if key in tensors:
                 raise LoadError(f"src holds {key} twice, as different tensors on different ranks")
             tensors[key] = StoredTensor.contiguous(key, row.shape, row.dtype, number, 0)
@@ -166,7 +167,14 @@ def match_ends(
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
     names = [t.all_names() for t in dst.tensors if t.kind != "derived"]
-    adapters = [key for source in sources if source.row.is_adapter for key in source.row.keys]
+    if options.merge:
+        _check_merged(dst, sources)
+    adapters = [
+        key
+        for source in sources
+        if source.row.is_adapter and source.row.kind != "factor"
+        for key in source.row.keys
+    ]
     left = match_keys(names, adapters, renamer(options.rename)).unexpected
     if left or not dst.tensors:  # the first is refused below for all dst, with words of its own
         options = replace(options, unexpected="ignore")
@@ -186,14 +194,30 @@ def match_ends(
         Filling(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
         for index, stored in sorted({**match.stored, **match.compared}.items())
     )
-    numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
-    facts = _facts(dst, match, len(fillings), numbers)
+    facts = _facts(dst, match, len(fillings), sources)
     matched = MatchedEnd(dst.rows, fillings, facts, left)
     return match.of([]), matched
 
 
-def _facts(dst: End, match: ModelMatch, count: int, numbers: Mapping[str, int]) -> Facts:
+def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
+    """Refuse merge=True where there is nothing to merge, or an adapter would count twice.
+
+    Raises:
+        LoadError: names the adapter of dst.
+    """
+    if not any(source.row.added or source.row.is_merged for source in sources):
+        raise LoadError("merge=True, and src has no active adapter (PEFT): leave it out")
+    own = [row.keys[0] for row in dst.rows if row.is_adapter]
+    if own:
+        raise LoadError(
+            f"merge=True, and dst has an adapter as well, as {own[0]}: leave out merge=True to "
+            "give it the values of the adapter of src, or give a dst without"
+        )
+
+
+def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> Facts:
     tensors = dst.tensors
+    numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
     filled = {**match.stored, **match.compared}
     names = {i: {n for p in tensors[i].registrations for n in p.names} for i in filled}
     return Facts(
@@ -222,7 +246,18 @@ def _facts(dst: End, match: ModelMatch, count: int, numbers: Mapping[str, int]) 
             if stored.dtype != tensors[i].dtype
         },
         frozen=[tensors[i].name for i in match.compared],
+        merged={
+            tensors[i].name: words
+            for i, stored in filled.items()
+            if (words := _merged(sources[chunk.file].row for chunk in stored.chunks))
+        },
     )
+
+
+def _merged(rows: Iterable[Row]) -> str:
+    """The adapters that are merged into a tensor, in words."""
+    each = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
+    return ", ".join(dict.fromkeys(each))
 
 
 def joined(ends: Sequence[MatchedEnd], unexpected: str) -> Facts:
@@ -244,13 +279,14 @@ def joined(ends: Sequence[MatchedEnd], unexpected: str) -> Facts:
             duplicates={**first.duplicates, **facts.duplicates},
             cast={**first.cast, **facts.cast},
             frozen=list(dict.fromkeys([*first.frozen, *facts.frozen])),
+            merged={**first.merged, **facts.merged},
         )
     left = [key for key in ends[0].adapters if all(key in end.adapters for end in ends)]
     if left:
         raise LoadError(
             f"src has {len(left)} tensors of adapters (PEFT) that dst has not, as {left[0]}: the "
-            "base weights without them are other weights: merge the adapter into src before, or "
-            "give dst the same adapter"
+            "base weights without them are other weights: sync with merge=True, or give dst the "
+            "same adapter"
         )
     if first.unexpected and unexpected == "error":
         raise LoadError(

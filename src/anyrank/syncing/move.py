@@ -19,7 +19,8 @@ import torch
 from anyrank import faults
 from anyrank.files.reader import copy_into, synchronize
 from anyrank.settings import BUFFER_BYTES
-from anyrank.syncing.planning import Flow, SyncPlan
+from anyrank.syncing.adapters import Adapters
+from anyrank.syncing.flows import Flow
 from anyrank.tensors.box import Box
 from anyrank.tensors.sync_plan import Strip, Transfer
 from anyrank.world.pinned import page_locked
@@ -40,13 +41,18 @@ class Places:
     Attributes:
         sources: number of a source tensor -> what this rank holds of it.
         targets: position in `dst` -> what this rank has to fill of it.
+        adapters: what is added to sources while they are read.
     """
 
     def __init__(
-        self, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]
+        self,
+        sources: Mapping[int, torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+        adapters: Adapters | None = None,
     ) -> None:
         self.sources = sources
         self.targets = targets
+        self.adapters = adapters or Adapters({}, {})
 
     def devices(self) -> set[torch.device]:
         """The devices of both ends, without the CPU."""
@@ -56,9 +62,16 @@ class Places:
     def given(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """The elements of a box as this rank's source holds them, in the order of `dst`."""
         strip = flow.strips[transfer.strip]
-        moved = strip.to_source(box).relative_to(strip.to_source(transfer.box).offsets)
+        inside = strip.to_source(box)
+        moved = inside.relative_to(strip.to_source(transfer.box).offsets)
         view = self.sources[strip.source][moved.shifted(transfer.source).slices()]
+        if strip.source in self.adapters.added:
+            view = self.adapters.add_to(view, strip.source, inside)
         return _turned(view, strip, box.sizes)
+
+    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
+        """Whether `given` makes the values, so that nothing holds them."""
+        return flow.strips[transfer.strip].source in self.adapters.added
 
     def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
@@ -136,16 +149,29 @@ def _aligned(position: int) -> int:
 
 
 class Mover:
-    """Fills every rank's targets. All ranks, the same plan.
+    """Fills every rank's targets. All ranks, the same flows.
+
+    Args:
+        flows: each with this rank's transfers; those that are only compared are left out.
+        receivers: how many ranks have targets.
+        places: this rank's memory.
+        ranks: of the call.
+        sample: called now and then, to measure memory.
 
     Attributes:
         sent, received, copied: bytes of this rank.
     """
 
     def __init__(
-        self, plan: SyncPlan, places: Places, ranks: Ranks, sample: Callable[[], None]
+        self,
+        flows: Sequence[Flow],
+        receivers: int,
+        places: Places,
+        ranks: Ranks,
+        sample: Callable[[], None],
     ) -> None:
-        self.plan = plan
+        self.flows = [flow for flow in flows if not flow.is_compared]
+        self.receivers = receivers
         self.places = places
         self.ranks = ranks
         self.sample = sample
@@ -176,12 +202,10 @@ class Mover:
 
     def _rounds(self) -> Iterator[list[Flow]]:
         """All tensors, in runs of about ROUND_BYTES a rank; the same on all ranks."""
-        most = ROUND_BYTES * max(1, self.plan.receivers)
+        most = ROUND_BYTES * max(1, self.receivers)
         run: list[Flow] = []
         total = 0
-        for flow in self.plan.flows:
-            if flow.is_compared:
-                continue
+        for flow in self.flows:
             run.append(flow)
             total += flow.nbytes
             if total >= most:
@@ -241,7 +265,9 @@ class Mover:
     def _direct(self, message: _Message, side: Side) -> torch.Tensor | None:
         """The very memory of the tensor that a message goes from or to, where it can."""
         first, *others = message.blocks
-        if others:
+        if others or (
+            side == self.places.given and self.places.is_computed(first.flow, first.transfer)
+        ):
             return None
         view = side(first.flow, first.transfer, first.box)
         if not view.is_cpu or view.dtype != first.flow.wire or not view.is_contiguous():
@@ -304,7 +330,7 @@ class Mover:
 
     def _allocate(self) -> torch.Tensor:
         """Memory of the window, if anything is sent or received; untouched pages cost nothing."""
-        every = (t for flow in self.plan.flows for t in flow.transfers)
+        every = (t for flow in self.flows for t in flow.transfers)
         nbytes = self.window if any(t.sender != t.receiver for t in every) else 0
         if self.devices:
             return page_locked(nbytes, next(iter(self.devices)))

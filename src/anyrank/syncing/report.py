@@ -37,6 +37,8 @@ class SyncReport:
         tied: tensor of `dst` -> its other names.
         duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
         cast: tensor -> "dtype in src -> dtype in dst".
+        merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
+            values of `src`, each with its scaling.
         frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
         renewed: tensors that were on meta whose objects torch could not keep.
         bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
@@ -59,6 +61,7 @@ class SyncReport:
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     duplicates: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
+    merged: dict[str, str] = field(default_factory=dict[str, str])
     frozen: list[str] = field(default_factory=list[str])
     renewed: list[str] = field(default_factory=list[str])
     bytes_sent: list[int] = field(default_factory=list[int])
@@ -107,6 +110,7 @@ class SyncReport:
             "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
             "tied": [f"{name} = {', '.join(others)}" for name, others in self.tied.items()],
             "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "merged": [f"{name} + {words}" for name, words in self.merged.items()],
             "frozen": self.frozen,
             "new objects": self.renewed,
         }

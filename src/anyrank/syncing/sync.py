@@ -34,6 +34,7 @@ def sync(
     missing: Literal["error", "init", "keep"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
     layout: Layouts = None,
+    merge: bool = False,
     verify: bool = False,
     atomic: bool = False,
     version: int | None = None,
@@ -67,6 +68,9 @@ def sync(
         layout: for plain tensors that are this rank's part of a whole: a dict of name or pattern to
             (mesh, placements), or a function of the name; a pair of these for `dst` and `src`
             where the two differ. Ranks may give different ones.
+        merge: send the model that `src` is with its adapters merged, as PEFT's `merge_and_unload()`
+            makes it: the product of the LoRA factors is added to what is sent, and `src` stays as
+            it is. Each rank that sends holds the factors whole meanwhile.
         verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
@@ -88,7 +92,7 @@ def sync(
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(missing, unexpected, cast, rename, verify=verify, layout=layout)
+    options = Options(missing, unexpected, cast, rename, verify=verify, layout=layout, merge=merge)
     # Under inference mode new parameters would never get gradients.
     with (
         torch.inference_mode(False),
@@ -122,7 +126,7 @@ def _agree_arguments(
             raise ValueError(f"version={version} is negative: give the number of a step, or None")
         options.check()
 
-    names = ("missing", "unexpected", "cast", "rename", "verify")
+    names = ("missing", "unexpected", "cast", "rename", "verify", "merge")
     given = {name: getattr(options, name) for name in names}
     ranks.same_arguments("sync", {**given, "atomic": atomic}, LoadError, check)
 

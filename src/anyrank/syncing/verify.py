@@ -8,8 +8,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
+from anyrank.syncing.flows import Flow
 from anyrank.syncing.move import Places
-from anyrank.syncing.planning import Flow
 from anyrank.tensors.sync_plan import Transfer
 from anyrank.world.ranks import Ranks
 

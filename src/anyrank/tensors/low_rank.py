@@ -1,0 +1,57 @@
+"""What LoRA adds to a weight: scaling * B @ A, for any box of the weight. Pure.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from anyrank.tensors.box import Box
+
+# A matrix product of a few rows or columns takes another path in the library, and other bits.
+TILE_ROWS, TILE_COLUMNS = 32, 2048
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, box: Box, scaling: float, *, transposed: bool
+) -> torch.Tensor:
+    """A box of scaling * B @ A, or of its transpose.
+
+    Args:
+        a: [rank, columns].
+        b: [rows, rank].
+        box: in the weight.
+        scaling: as PEFT computes it.
+        transposed: whether the weight is stored [in, out].
+    """
+    rows, columns = box.slices()
+    made = (b[columns] @ a[:, rows]).T if transposed else b[rows] @ a[:, columns]
+    return made * scaling
+
+
+def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
+    """The tiles of a matrix that a box touches: cut by its shape alone, and none of them narrow.
+
+    A product that is computed by tile has the same bits in every box, on every rank.
+    """
+    by_dim = [
+        _cuts(size, most, low, low + count)
+        for size, most, low, count in zip(
+            shape, (TILE_ROWS, TILE_COLUMNS), box.offsets, box.sizes, strict=True
+        )
+    ]
+    for (row, rows), (column, columns) in itertools.product(*by_dim):
+        yield Box((row, column), (rows, columns))
+
+
+def _cuts(size: int, least: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Start and length of the parts of a dim that touch [low, high); the last one is longer."""
+    count = max(1, size // least)
+    first, last = min(low // least, count - 1), min((high - 1) // least, count - 1)
+    return [
+        (n * least, least if n < count - 1 else size - n * least) for n in range(first, last + 1)
+    ]

@@ -1,0 +1,103 @@
+"""A PEFT LoRA trainer under FSDP2 gives generators in other layouts its merged weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import anyrank
+from anyrank.testing import run_ranks
+
+WIDTH, HIDDEN = 7, 300
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+
+
+def lora(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, target_modules=["0", "2"])
+    model: Any = get_peft_model(net().to(dtype), config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def sharded(model: Any, mesh: Any) -> Any:
+    for layer in (model.base_model.model[0], model.base_model.model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parallel(mesh: Any) -> Any:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(net(), mesh, plan, src_data_rank=None)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+
+
+def job_merge() -> None:
+    rank = dist.get_rank()
+    apart, every = (
+        (DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])),
+        DeviceMesh("cpu", [0, 1, 2, 3]),
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        model = lora(dtype)
+        expected = copy.deepcopy(model).merge_and_unload().state_dict()
+        ends = {
+            "fsdp to tp on others": (
+                sharded(copy.deepcopy(model), apart[0]) if rank < 2 else None,
+                parallel(apart[1]).to(dtype) if rank >= 2 else None,
+            ),
+            "fsdp to tp on the same": (sharded(copy.deepcopy(model), every), parallel(every)),
+            "fsdp to plain": (
+                sharded(copy.deepcopy(model), every),
+                net().to(dtype) if rank == 3 else None,
+            ),
+            "plain to fsdp": (
+                model if rank == 1 else None,
+                fully_shard(net().to(dtype), mesh=every),
+            ),
+        }
+        for title, (src, dst) in ends.items():
+            for is_first in (True, False):
+                report = anyrank.sync(dst, src, merge=True, verify=True)
+                assert report.is_planned is is_first, title
+                assert sorted(report.merged) == ["0.weight", "2.weight"]
+                assert sum(report.bytes_sent) == sum(report.bytes_received)
+            for name, tensor in dst.state_dict().items() if dst is not None else ():
+                assert torch.equal(whole(tensor), expected[name].to(tensor.dtype)), (title, name)
+
+
+def test_merged_weights_are_those_of_peft_in_every_layout() -> None:
+    run_ranks(4, job_merge)
+
+
+def job_refused() -> str:
+    src: Any = lora(torch.float32) if dist.get_rank() else None
+    if src is not None:
+        src.base_model.disable_adapter_layers()
+    try:
+        anyrank.sync(net(), src, merge=True)
+    except anyrank.LoadError as error:
+        return str(error)
+    return ""
+
+
+def test_an_adapter_that_cannot_be_merged_is_every_ranks_error() -> None:
+    texts = run_ranks(2, job_refused)
+    assert texts[0] == texts[1]
+    assert "its adapters are disabled" in texts[0]
