@@ -16,7 +16,7 @@ from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.world.group import ALONE
+from anyrank.world.group import ALONE, members
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -323,6 +323,11 @@ MUST_AGREE = (
 def data_rank(position: Position) -> tuple[int, int]:
     """This rank's index among the data-parallel ranks, and their number."""
     return position._data_rank()  # pyright: ignore[reportPrivateUsage]
+
+
+def data_ranks(position: Position) -> list[int]:
+    """The data-parallel ranks, by their global numbers."""
+    return members(position._process_group)[0]  # pyright: ignore[reportPrivateUsage]
 
 
 def check_same_on_ranks(data: object, ranks: Ranks) -> None:

@@ -102,6 +102,7 @@ def plan_load(
     *,
     sources: Sequence[SourceInfo] | None = None,
     known: Listing | None = None,
+    tensors: list[ModelTensor] | None = None,
 ) -> AgreedPlan:
     """Plan a load and agree on it. All ranks; nothing is changed.
 
@@ -109,6 +110,7 @@ def plan_load(
         model, source, ranks, options: of the load.
         sources: what each rank was given, where that is known already.
         known: what the source holds, where all ranks know it already.
+        tensors: of the model, where all ranks know what they are parts of already.
 
     Raises:
         LoadError: of any rank, on all ranks.
@@ -119,7 +121,6 @@ def plan_load(
         "reading the headers", first, lambda: list_source(_given(source)).without_memory()
     )
 
-    tensors: list[ModelTensor] | None = None
     if options.layout is not None:
         tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(model), None))
         apply_layouts(tensors, options.layout, ranks, strict=True)

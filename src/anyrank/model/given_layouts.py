@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
+
+import torch
 
 from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.layout import Layout, local_shape
+from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
+from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import placement_of
 from anyrank.world.ranks import Ranks
 
-One: TypeAlias = "tuple[Any, Sequence[Any]]"
+One: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
 GivenLayout: TypeAlias = "Mapping[str, One] | Callable[[str], One | None] | None"
-"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name."""
+"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
+
+The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
+the ranks hold of the sharded dim, if that is not torch's even chunks: for each place on the mesh
+axis its (start, length) pairs, in the order in which they lie in the part.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMesh:
+    """Ranks in a grid.
+
+    Attributes:
+        shape: sizes of the axes.
+        ranks: global, in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank is; None outside."""
+        if rank not in self.ranks:
+            return None
+        index = self.ranks.index(rank)
+        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return tuple(index // step % size for step, size in zip(steps, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +62,7 @@ def check_layout(given: object) -> None:
 
     Raises:
         TypeError: neither a dict of (mesh, placements), nor a function, nor None.
+        ValueError: parts that overlap, or leave a hole.
     """
     if given is None or callable(given):
         return
@@ -44,23 +75,70 @@ def check_layout(given: object) -> None:
         _checked(str(name), one)
 
 
-def _checked(name: str, one: Any) -> tuple[Any, tuple[Any, ...]]:
-    mesh: Any = None
+def _checked(name: str, one: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
+    """A layout as plain data.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: its parts overlap, or leave a hole.
+        LoadError: a placement that holds no values.
+    """
+    mesh: RankMesh | None = None
     placements: Any = None
-    if isinstance(one, tuple) and len(one) == 2:
-        mesh, placements = one
-    if not hasattr(mesh, "get_coordinate") or not isinstance(placements, (tuple, list)):
+    if isinstance(one, tuple) and len(cast("tuple[Any, ...]", one)) in (2, 3):
+        mesh, placements = _mesh_of(one[0]), one[1]
+    if mesh is None or not isinstance(placements, (tuple, list)):
         raise TypeError(f"layout= of {name}: give (mesh, placements), not {one!r}")
-    if len(mesh.shape) != len(placements):
+    rules = tuple(placement_of(one, name) for one in cast("Sequence[Any]", placements))
+    if len(mesh.shape) != len(rules):
         raise TypeError(
-            f"layout= of {name}: {len(placements)} placements for a mesh of {len(mesh.shape)} axes"
+            f"layout= of {name}: {len(rules)} placements for a mesh of {len(mesh.shape)} axes"
         )
-    return mesh, tuple(placements)
+    return mesh, rules if len(one) == 2 else _with_intervals(name, mesh, rules, one[2])
+
+
+def _mesh_of(given: Any) -> RankMesh | None:
+    """The ranks of a DeviceMesh, a tensor or nested lists; None for anything else."""
+    try:
+        grid = torch.as_tensor(getattr(given, "mesh", given), device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if not grid.numel() or grid.is_floating_point():
+        return None
+    grid = grid.reshape(-1) if not grid.ndim else grid
+    return RankMesh(tuple(grid.shape), tuple(int(rank) for rank in grid.flatten().tolist()))
+
+
+def _with_intervals(
+    name: str, mesh: RankMesh, rules: tuple[Placement, ...], given: Any
+) -> tuple[Placement, ...]:
+    axes = [axis for axis, rule in enumerate(rules) if rule.kind == "shard"]
+    try:
+        parts = tuple(tuple((int(start), int(size)) for start, size in part) for part in given)
+    except (TypeError, ValueError):
+        parts = ()
+    if len(axes) != 1 or len(parts) != mesh.shape[axes[0]]:
+        raise TypeError(
+            f"layout= of {name}: the third element is, for each place on the one axis that shards, "
+            f"a list of (start, length), not {given!r}"
+        )
+    end = 0
+    for start, size in sorted(interval for part in parts for interval in part if interval[1]):
+        if start != end or size < 0:
+            raise ValueError(
+                f"layout= of {name}: {'a hole' if start > end else 'an overlap'} before element "
+                f"{start} of the sharded dim: each element belongs to one place on the axis"
+            )
+        end = start + size
+    return tuple(
+        IntervalShard("shard", rule.dim, intervals=parts) if axis in axes else rule
+        for axis, rule in enumerate(rules)
+    )
 
 
 def apply_layouts(
     tensors: list[ModelTensor], given: GivenLayout, ranks: Ranks, *, strict: bool
-) -> dict[int, Any]:
+) -> dict[int, RankMesh]:
     """Make plain tensors parts of a whole, as `layout=` says. All ranks.
 
     The whole's shape is what its parts add up to, and every part has to be the one that the layout
@@ -73,25 +151,29 @@ def apply_layouts(
         strict: whether each name and pattern has to be of use here.
 
     Returns:
-        Position of a tensor -> its mesh.
+        Position of a tensor -> its mesh; of equal ones, the same object.
 
     Raises:
         LoadError: parts that do not make a whole; a name or pattern that no tensor has.
     """
 
-    def find() -> tuple[dict[int, Any], dict[str, _Part]]:
-        meshes: dict[int, Any] = {}
+    def find() -> tuple[dict[int, RankMesh], dict[str, _Part]]:
+        meshes: dict[int, RankMesh] = {}
+        known: dict[RankMesh, RankMesh] = {}
         parts: dict[str, _Part] = {}
-        for index, placements, mesh in _chosen(tensors, given, strict):
+        for index, mesh, rules in _chosen(tensors, given, strict):
             tensor = tensors[index]
-            rules = tuple(placement_of(placement, tensor.name) for placement in placements)
             cut = [rule.dim for rule in rules if rule.kind == "shard"]
             if any(not 0 <= dim < tensor.tensor.dim() for dim in cut):
                 raise LoadError(f"{tensor.name}: layout= shards a dim that it has not")
-            coordinate = mesh.get_coordinate()
-            layout = Layout(tuple(int(n) for n in mesh.shape), rules)
-            at = None if coordinate is None else tuple(int(n) for n in coordinate)
-            meshes[index] = mesh
+            at = mesh.coordinate(ranks.rank)
+            if at is None and tensor.tensor.numel():
+                raise LoadError(
+                    f"{tensor.name}: rank {ranks.rank} holds {list(tensor.tensor.shape)}, and is "
+                    f"not in the mesh of its layout=, whose ranks are {list(mesh.ranks)}"
+                )
+            meshes[index] = known.setdefault(mesh, mesh)
+            layout = Layout(mesh.shape, rules)
             parts[tensor.name] = _Part(layout, at, tuple(tensor.tensor.shape))
         return meshes, parts
 
@@ -100,7 +182,7 @@ def apply_layouts(
     def join() -> None:
         for index, mesh in meshes.items():
             tensor = tensors[index]
-            inside = {int(rank) for rank in mesh.mesh.flatten()}
+            inside = {*mesh.ranks}
             held = {
                 rank: parts[tensor.name]
                 for rank, parts in zip(ranks.ranks, every, strict=True)
@@ -116,23 +198,27 @@ def apply_layouts(
 
 def _chosen(
     tensors: Sequence[ModelTensor], given: GivenLayout, strict: bool
-) -> list[tuple[int, tuple[Any, ...], Any]]:
-    """Position, placements and mesh of each plain tensor that has a layout."""
-    found: list[tuple[int, tuple[Any, ...], Any]] = []
+) -> list[tuple[int, RankMesh, tuple[Placement, ...]]]:
+    """Position, mesh and placements of each plain tensor that has a layout."""
+    found: list[tuple[int, RankMesh, tuple[Placement, ...]]] = []
     used: set[str] = set()
     for index, tensor in enumerate(tensors):
-        names = [name for place in tensor.registrations for name in place.names]
+        # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
+        every = (
+            n for place in tensor.registrations for raw in place.names for n in candidates(raw)
+        )
+        names = list(dict.fromkeys(every))
         one: Any = None
         if callable(given):
-            one = given(tensor.name)
+            answers = (given(name) for name in names)
+            one = next((answer for answer in answers if answer is not None), None)
         elif given is not None:
             keys = [k for k in given if any(n == k or fnmatch.fnmatchcase(n, k) for n in names)]
             used.update(keys)
             exact = [key for key in keys if key in names]
             one = given[(exact or keys)[0]] if keys else None
         if one is not None and tensor.layout is None:
-            mesh, placements = _checked(tensor.name, one)
-            found.append((index, placements, mesh))
+            found.append((index, *_checked(tensor.name, one)))
     unused = [key for key in given if key not in used] if isinstance(given, Mapping) else []
     if unused and strict:
         raise LoadError(f"layout= names {', '.join(unused[:10])}, which no tensor of the model has")

@@ -133,9 +133,14 @@ class Adopting(Resuming):
             return
         self.used.add(part)
         options = Options(rename=self.request.rename)
-        listing = self.source.model(part)
+        listing, tensors = self.source.model(part), None
+        if self.inner.given.is_used:
+            tensors = self.ranks.own_and_all(
+                "looking at the model", lambda: (self.inner.tensors()[part], None)
+            )[0]
+        path = self.request.path
         try:
-            plan = plan_load(module, self.request.path, self.ranks, options, known=listing)
+            plan = plan_load(module, path, self.ranks, options, known=listing, tensors=tensors)
             ends = plan.match.duplicates  # a tied tensor keeps the values of one of them alone
             if ends:
                 self.ranks.from_one(

@@ -348,7 +348,7 @@ class Checkpoints:
             ranks = self._groups.enter_context(opened)
             ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
-            run_parts(self._state).measure_base(ranks)
+            run_parts(self._state).agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))

@@ -85,7 +85,7 @@ def save_module(
             listed(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
-    named = [_below(part, target) for target in mine]
+    named = [in_part(part, target) for target in mine]
     for target in named:
         check_has_bytes(target.name, target.tensor)
     views = [lazy_view(target.name) for target in named if is_lazy_view(target)]
@@ -102,8 +102,8 @@ def save_module(
     return saved
 
 
-def _below(part: str, target: ModelTensor) -> ModelTensor:
-    """A tensor by its name in a checkpoint."""
+def in_part(part: str, target: ModelTensor) -> ModelTensor:
+    """A tensor of a part of the state, by its name in a checkpoint."""
     return replace(target, name=f"{part}.{target.name}")
 
 
@@ -143,7 +143,7 @@ def match_module(
     parts = dict(frozen_parts(module))
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
-        _below(part, target)
+        in_part(part, target)
         for target in kept(targets)
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]

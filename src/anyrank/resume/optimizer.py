@@ -8,7 +8,7 @@ shape and type is kept, and hyperparameters belong to the parameters rather than
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.optim import Optimizer
@@ -47,6 +47,7 @@ UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 # How a step is computed, not what: a run goes on with what its optimizer is made with now.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+How = Literal["like", "replicated", "plain"]  # as its parameter, or whole on the same mesh, or so
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
@@ -110,6 +111,8 @@ def _putter(
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold_to_save(where, tensor)
         layout = None if parameter is None else parameter.layout
+        if parameter is not None and _is_part(where, held, parameter):
+            held = ShardedTensor(where, held.tensor, parameter.shape, layout, parameter.coordinate)
         if held.layout is None and layout is not None and held.tensor.ndim:
             held.name = own_name(where, rank)
             saved.own.append(held)
@@ -120,6 +123,17 @@ def _putter(
         return {"~like" if held.layout == layout else "~laid": [where, str(layout)]}
 
     return put
+
+
+def _is_part(where: str, held: ShardedTensor, parameter: ShardedTensor) -> bool:
+    """Whether plain state belongs, element by element, to a plain parameter that is a part."""
+    is_plain = parameter.layout is not None and not parameter.is_dtensor
+    same = held.layout is None and held.tensor.shape == parameter.tensor.shape
+    return is_plain and same and not _is_count(where)
+
+
+def _is_count(where: str) -> bool:
+    return where.rsplit(".", 1)[-1] == "step"
 
 
 def match_optimizer(
@@ -303,8 +317,8 @@ class _Taker:
                 "it"
             )
             return torch.empty(0, device="cpu")
-        placements = self._placements(kind, saved.shape, where, same_layout)
-        if placements is None:
+        how = self._how(kind, saved.shape, where, same_layout)
+        if how is None:
             assert self.parameter is not None
             self.matched.problems.append(
                 f"{where}: has shape {list(saved.shape)}, its parameter "
@@ -312,58 +326,62 @@ class _Taker:
                 "to which rank"
             )
             return torch.empty(0, device="cpu")
-        tensor = self._make(placements, saved.shape, self._dtype(saved, where), self._device(where))
-        held = as_sharded(key, tensor)
+        held = self._hold(key, how, saved.shape, self._dtype(saved, where), self._device(where))
         self.tensors += [] if kind == "~own" else [held]
         self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
-        return tensor
+        return held.tensor
 
     def _dtype(self, saved: StoredTensor, where: str) -> torch.dtype:
         mine = saved.dtype if self.parameter is None else self.parameter.dtype
-        is_count = where.rsplit(".", 1)[-1] == "step"
-        casts = self.stored.casts and not is_count and saved.dtype.is_floating_point
+        casts = self.stored.casts and not _is_count(where) and saved.dtype.is_floating_point
         return mine if casts and mine.is_floating_point else saved.dtype
 
-    def _placements(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> Any:
-        """How the tensor lies on its parameter's mesh; () for a plain tensor, None when it cannot
-        be told.
-        """
+    def _how(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> How | None:
+        """How a tensor lies in terms of its parameter; None when it cannot be told."""
         parameter = self.parameter
         if parameter is None or parameter.layout is None or kind == "~own":
-            return ()
-        given: Any = parameter.tensor
+            return "plain"
         if kind in ("~like", "~laid"):
-            if kind == "~like" and (shape == parameter.shape or same_layout):
-                return given.placements
-            return replicated(given)
-        if where.endswith(".step") or (shape != parameter.shape and torch.Size(shape).numel() == 1):
-            return ()
+            is_like = kind == "~like" and (shape == parameter.shape or same_layout)
+            whole: How = "replicated" if parameter.is_dtensor else "plain"
+            return "like" if is_like else whole
+        if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
+            return "plain"
         pairs = zip(shape, parameter.shape, strict=False)
-        fits = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
-        return given.placements if fits else None
+        factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
+        fits = factored if parameter.is_dtensor else shape == parameter.shape
+        return "like" if fits else None
 
-    def _make(
-        self, placements: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        if not placements or self.parameter is None:
-            return torch.empty(shape, dtype=dtype, device=device)
-        like: Any = self.parameter.tensor
-        mesh = like.device_mesh
+    def _hold(
+        self, key: str, how: How, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> ShardedTensor:
+        parameter = self.parameter
+        if how == "plain" or parameter is None:
+            return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
+        if not parameter.is_dtensor:
+            part = local_shape(shape, parameter.layout, parameter.coordinate)
+            local = torch.empty(part, dtype=dtype, device=device)
+            return ShardedTensor(key, local, shape, parameter.layout, parameter.coordinate)
+        like: Any = parameter.tensor
+        mesh, placements = like.device_mesh, like.placements
+        if how == "replicated":
+            placements = replicated(like)
         whole = torch.empty(shape, device="meta")
         layout = Layout(tuple(mesh.shape), tuple(placement_of(one, "") for one in placements))
         local = torch.empty(
             local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
         )
-        return dtensor_like(
+        tensor = dtensor_like(
             like, local, placements=placements, shape=whole.shape, stride=whole.stride()
         )
+        return as_sharded(key, tensor)
 
     def _device(self, where: str) -> torch.device:
         """State lives with its parameter; a step count only where a kernel reads it."""
         if self.parameter is None:
             return torch.device("cpu")
         device = device_for(self.parameter, rank_device())
-        if where.rsplit(".", 1)[-1] != "step":
+        if not _is_count(where):
             return device
         group = next(
             group

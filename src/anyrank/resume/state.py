@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.model.tensors import ModelTensor
 from anyrank.resume.base import Base, base_problems
+from anyrank.resume.given_parts import GivenParts
 from anyrank.resume.modules import kept, match_module, save_module, targets_of
 from anyrank.resume.optimizer import match_optimizer, save_optimizer
 from anyrank.resume.part_types import Matched, Saved, Stored
@@ -60,7 +62,7 @@ class TrainState:
         data: as it was given.
 
     Raises:
-        TypeError: a part that is neither module nor optimizer nor stateful.
+        TypeError: a part that is neither module nor optimizer nor stateful; no layout.
         ValueError: a part with a reserved name; a scheduler that steps once for each process; base
             without a model.
 
@@ -88,6 +90,7 @@ class TrainState:
         generators: Mapping[str, torch.Generator] | None = None,
         first_rank: Sequence[str] = (),
         base: Any = None,
+        layout: GivenLayout = None,
         **others: Any,
     ) -> None:
         given = {
@@ -98,7 +101,7 @@ class TrainState:
             "data": data,
         }
         parts = {name: part for name, part in (given | others).items() if part is not None}
-        self._parts = RunParts(parts, seed, generators or {}, first_rank, base)
+        self._parts = RunParts(parts, seed, generators or {}, first_rank, base, layout)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -125,6 +128,7 @@ class RunParts:
         generators: the run's own, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
+        given: the plain tensors that are parts of a whole.
         unusable: why the values are those of no step, or None.
         compared: which replicas earlier saves compared.
     """
@@ -136,6 +140,7 @@ class RunParts:
         generators: Mapping[str, torch.Generator],
         first_rank: Sequence[str],
         base: Any,
+        layout: GivenLayout,
     ) -> None:
         self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
         for name, part in self.parts.items():
@@ -158,6 +163,8 @@ class RunParts:
         self.base = None if base is None else Base(base)
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
+        check_layout(layout)
+        self.given = GivenParts(layout)
         self.seed = seed
         self.generators = dict(generators)
         self.unusable: str | None = None
@@ -178,10 +185,16 @@ class RunParts:
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module that a run writes, by part."""
-        modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
-        found = {part: targets_of(module) for part, module in modules.items()}
+        found = self.tensors()
         if self.base is not None:
             found["model"] = self.base.without(found["model"], self._trained())
+        return found
+
+    def tensors(self) -> dict[str, list[ModelTensor]]:
+        """All tensors of each module, by part; plain parts as `agree` found them."""
+        modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
+        found = {part: targets_of(module) for part, module in modules.items()}
+        self.given.apply(found)
         return found
 
     def _trained(self) -> set[int]:
@@ -189,14 +202,17 @@ class RunParts:
         groups = [group for one in self.optimizers() for group in one.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
 
-    def measure_base(self, ranks: Ranks) -> None:
-        """Compute the digest of the model's base, if it has one. All ranks.
+    def agree(self, ranks: Ranks) -> None:
+        """Settle, before the first save or resume, what the ranks hold parts of, and of the model's
+        base its digest. All ranks.
 
         Raises:
-            CheckpointError: the base is on meta, or differs between ranks.
+            CheckpointError: parts that make no whole; the base is on meta, or differs between
+                ranks.
         """
+        self.given.agree(self.tensors, self.parts.get("data"), ranks)
         if self.base is not None:
-            self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
+            self.base.measure(self.tensors()["model"], self._trained(), ranks)
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""

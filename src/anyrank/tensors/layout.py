@@ -34,6 +34,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class IntervalShard(Placement):
+    """A cut into given parts instead of even chunks; nothing else cuts this dim.
+
+    Attributes:
+        intervals: for each place on the mesh axis, what it holds of the dim, in local order.
+    """
+
+    intervals: tuple[tuple[Interval, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One box of the global tensor and where it starts in the rank's local tensor."""
 
@@ -112,7 +123,10 @@ def _dim_intervals(
     intervals: list[Interval] = [(0, size)]
     for axis, split_factor in _cut_order(dim, layout):
         number, index = layout.mesh_shape[axis], coordinate[axis]
-        if split_factor == 1:
+        placement = layout.placements[axis]
+        if isinstance(placement, IntervalShard):
+            intervals = [interval for interval in placement.intervals[index] if interval[1]]
+        elif split_factor == 1:
             intervals = _take(intervals, *_nth_chunk(_length(intervals), number, index))
         else:
             intervals = _strided(intervals, split_factor, number, index)

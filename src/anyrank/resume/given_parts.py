@@ -1,0 +1,116 @@
+"""`TrainState(layout=)`: plain tensors that are parts, agreed on when a run is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from anyrank.data.loader import ElasticLoader, is_exact
+from anyrank.data.position import data_ranks
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
+from anyrank.model.tensors import ModelTensor
+from anyrank.resume.modules import in_part
+from anyrank.tensors.layout import local_pieces
+from anyrank.world.ranks import Ranks
+
+Modules = Mapping[str, Sequence[ModelTensor]]
+
+
+class GivenParts:
+    """Which tensors of a state are parts, and of what.
+
+    Args:
+        layout: as it was given; may be None on some ranks.
+
+    Attributes:
+        is_used: whether any rank gave one; the same on all.
+    """
+
+    def __init__(self, layout: GivenLayout) -> None:
+        self.layout = layout
+        self.is_used = False
+        self._known: dict[str, ModelTensor] = {}
+
+    def agree(self, find: Callable[[], Modules], data: object, ranks: Ranks) -> None:
+        """Compare the parts over the ranks. All ranks.
+
+        Args:
+            find: the tensors of each module.
+            data: of the state; a loader that averages gradients must not do so among parts.
+            ranks: that save and resume together.
+
+        Raises:
+            CheckpointError: parts that make no whole, or whose gradients would be averaged.
+        """
+        self._known = {}
+        self.is_used = ranks.any(self.layout is not None, "reading layout=")
+        if not self.is_used:
+            return
+
+        def look() -> tuple[list[ModelTensor], None]:
+            named = [in_part(part, one) for part, several in find().items() for one in several]
+            return named, None
+
+        try:
+            tensors, _ = ranks.own_and_all("looking at the state", look)
+            meshes = apply_layouts(tensors, self.layout or {}, ranks, strict=True)
+        except LoadError as error:
+            raise CheckpointError(str(error), causes=error.causes) from error
+        parts = {index: (tensors[index], mesh) for index, mesh in meshes.items()}
+        ranks.together("comparing layout= with the data", lambda: _check_data(parts.values(), data))
+        self._known = {held.name: held for held, _ in parts.values()}
+
+    def apply(self, found: Modules) -> None:
+        """Say of each part what it is a part of.
+
+        Args:
+            found: the tensors of each module; changed in place.
+
+        Raises:
+            CheckpointError: a tensor has another shape than when the ranks agreed.
+        """
+        for part, several in found.items():
+            for tensor in several:
+                known = self._known.get(f"{part}.{tensor.name}")
+                if known is None or tensor.layout is not None:
+                    continue
+                now, before = list(tensor.tensor.shape), list(known.tensor.shape)
+                if now != before:
+                    raise CheckpointError(
+                        f"{known.name}: is {now} here, and was {before} when its layout= was read: "
+                        "open the run after the model has its shapes"
+                    )
+                tensor.layout, tensor.coordinate = known.layout, known.coordinate
+                tensor.shape = known.shape
+
+
+def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> None:
+    """Refuse a loader that would average the gradients of different parts, or sum them exactly.
+
+    Raises:
+        CheckpointError: names the tensor and the ranks.
+    """
+    if not isinstance(data, ElasticLoader):
+        return
+    averaged = data_ranks(data)
+    for held, mesh in parts:
+        if not held.tensor.requires_grad:
+            continue
+        others = [
+            rank
+            for rank in mesh.ranks
+            if local_pieces(held.shape, held.layout, mesh.coordinate(rank)) != held.pieces
+        ]
+        shared = [rank for rank in others if rank in averaged]
+        if shared:
+            raise CheckpointError(
+                f"{held.name}: rank {shared[0]} holds another part of it by layout=, and the "
+                "loader would average the gradients of both: give it the data-parallel "
+                "process_group, whose ranks hold the same parts"
+            )
+        if others and is_exact(data):
+            raise CheckpointError(
+                f"exact=True: {held.name} is sharded over ranks {list(mesh.ranks)} by layout=: "
+                "tensor parallelism adds up in an order of its own; use FSDP2 or DDP over the "
+                "ranks of the data"
+            )
