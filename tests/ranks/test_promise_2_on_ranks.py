@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from tests.ranks.models import LAYOUTS, Net, reference
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyrank
 from anyrank.testing import PeakMemory, run_ranks
@@ -84,6 +86,58 @@ def test_a_rank_holds_its_share_and_a_bounded_buffer(
         else:  # one reads everything and sends each of the others its rows only
             assert report.bytes_read == [wanted, 0, 0, 0]
             assert report.bytes_sent == [wanted - wanted // world, 0, 0, 0]
+
+
+def job_columns(folder: str, strategy: Any, dims: tuple[int, ...]) -> Any:
+    """Layers in shards of their columns, and of their rows and columns where `dims` are two."""
+    world = torch.distributed.get_world_size()
+    sizes = (world,) if len(dims) == 1 else (world // 2, 2)
+    mesh = init_device_mesh("cpu", sizes)
+    with anyrank.meta():
+        model = deep(torch.bfloat16)
+    for layer in model:
+        assert isinstance(layer, nn.Linear)
+        held = distribute_tensor(layer.weight, mesh, [Shard(dim) for dim in dims])
+        layer.weight = nn.Parameter(held)
+    source = [f"{folder}/columns.safetensors"]
+    plan = anyrank.plan(model, source, strategy=strategy)
+    anyrank.load(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.ones(1)})  # warm up
+    with PeakMemory() as memory:
+        report = anyrank.load(model, source, strategy=strategy)
+    share = 0
+    for n, parameter in enumerate(model.parameters()):
+        local: Any = parameter.detach()
+        shards: Any = distribute_tensor(columns(n), mesh, [Shard(dim) for dim in dims])
+        assert torch.equal(local.to_local(), shards.to_local())
+        share += local.to_local().nbytes
+    return plan, report, memory.peak_bytes - share
+
+
+def columns(n: int) -> torch.Tensor:
+    return (
+        (torch.arange(WIDTH * WIDTH, dtype=torch.int32) * (n + 7))
+        .to(torch.bfloat16)
+        .view(WIDTH, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["stripe", "scatter"])
+@pytest.mark.parametrize("dims", [(1,), (0, 1)], ids=str)
+def test_columns_are_read_once_and_exchanged(
+    tmp_path: Path, strategy: str, dims: tuple[int, ...]
+) -> None:
+    wanted = 2 * LAYERS * WIDTH * WIDTH
+    save_file({f"{n}.weight": columns(n) for n in range(LAYERS)}, tmp_path / "columns.safetensors")
+    for plan, report, extra in run_ranks(4, job_columns, str(tmp_path), strategy, dims):
+        assert sum(report.bytes_read) == sum(plan.read_bytes) == wanted
+        if strategy == "stripe":
+            assert max(report.bytes_read) < 1.1 * wanted / 4
+            others = 3 if dims == (1,) else 1  # of a row's holders
+            assert sum(report.bytes_sent) == wanted * others // (others + 1)
+        else:
+            assert report.bytes_sent == [wanted * 3 // 4, 0, 0, 0]
+        assert sum(plan.sent_bytes) == sum(report.bytes_sent)
+        assert extra < 16 * MIB, f"{extra / MIB:.1f} MiB beyond the share"
 
 
 def job_table_on_one_rank(layout: str) -> Any:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.files.block_sums import BlockSums
-from anyrank.tensors.plan import Block, Read, blocks, cut_dense
+from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense
 
-GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
 MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
 ALIGN = 16  # of staged blocks, so that any dtype can view them
 

@@ -7,15 +7,17 @@ until the window's end, where all ranks learn of it together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from anyrank import faults
+from anyrank.files.listing import Listing
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
-from anyrank.tensors.plan import Read, plan_reads
+from anyrank.tensors.plan import GAP_BYTES, JointRead, Read, joint_reads, plan_reads
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.pages import use_large_pages
@@ -26,17 +28,22 @@ MIN_BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One block: read by `reader`, wanted by `members` (global ranks).
+    """One block: read by `reader`, each part wanted by some ranks.
 
     Attributes:
         target: position in the list of what is wanted.
-        read: the box in the file, and where it goes in each member's local tensor.
+        block: the box in the file, and where its parts go in each member's local tensor.
+        reader: global rank.
     """
 
     target: int
-    read: Read
+    block: JointRead
     reader: int
-    members: tuple[int, ...]
+
+    @property
+    def staged_bytes(self) -> int:
+        """What a reader stages at most: the block, and its parts where they have to be copied."""
+        return self.block.read.nbytes * (1 if self.block.is_whole else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,8 @@ def move(
         return 0
     use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     window = buffer_bytes // 2  # the rest is the reader's and the transport's
-    transfers = _plan_transfers(wanted, coordinates, decision.readers, window)
+    block = max(MIN_BLOCK_BYTES, window // len(coordinates))
+    transfers = _plan_transfers(wanted, reader.listing, coordinates, decision.readers, block)
     exchange = _Exchange(ranks, reader, lambda n: wanted[n].local)
     exchange.run(transfers, window)
     return exchange.bytes_sent
@@ -99,42 +107,63 @@ def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
 
 
+def joint_reads_of(
+    index: int,
+    held: ShardedTensor,
+    stored: StoredTensor,
+    coordinates: Mapping[int, Coordinates],
+    listing: Listing,
+) -> list[JointRead]:
+    """What is read of a tensor, and who wants it. Equal on all ranks.
+
+    Args:
+        index: position of the tensor in the list that `coordinates` counts.
+        held: the tensor, as any rank holds it.
+        stored: where its bytes are.
+        coordinates: of every rank, by global rank.
+        listing: what the source holds. In memory nobody reads what he does not want.
+    """
+    in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
+    groups = replicas(index, held, coordinates)
+    return joint_reads(stored, groups, 0 if in_memory else GAP_BYTES)
+
+
 def _plan_transfers(
     wanted: Sequence[Wanted],
+    listing: Listing,
     coordinates: Mapping[int, Coordinates],
     readers: Sequence[int] | None,
-    window_bytes: int,
+    block_bytes: int,
 ) -> Iterator[_Transfer]:
     """Cut what all ranks want into blocks and give each one reader.
 
     Args:
         wanted: in the same order on all ranks.
+        listing: what the source holds.
         coordinates: of every rank.
-        readers: the ranks that see the files, in turn; None lets the ranks that want a block take
-            turns.
-        window_bytes: see `windows`.
+        readers: the ranks that see the files, in turn; None lets the ranks that want a part of a
+            block take turns.
+        block_bytes: of one block at most.
     """
-    block = max(MIN_BLOCK_BYTES, window_bytes // len(coordinates))
-    turn = 0
+    turns: Counter[tuple[int, ...]] = Counter()
     for number, share in enumerate(wanted):
-        for pieces, members in replicas(share.index, share.held, coordinates).items():
-            who = tuple(readers) if readers is not None else members
-            for read in plan_reads(share.stored, pieces):
-                for box in read.box.cut(block // read.stored.dtype.itemsize):
-                    yield _Transfer(number, read.part(box), who[turn % len(who)], members)
-                    turn += 1
+        for joint in joint_reads_of(share.index, share.held, share.stored, coordinates, listing):
+            for block in joint.cut(block_bytes):
+                who = tuple(readers) if readers is not None else block.takers
+                yield _Transfer(number, block, who[turns[who] % len(who)])
+                turns[who] += 1
 
 
 def _windows(transfers: Iterator[_Transfer], window_bytes: int) -> Iterator[list[_Transfer]]:
-    """Consecutive transfers of at most `window_bytes` together (or one)."""
+    """Consecutive transfers that stage at most `window_bytes` together (or one)."""
     window: list[_Transfer] = []
     total = 0
     for transfer in transfers:
-        if window and total + transfer.read.nbytes > window_bytes:
+        if window and total + transfer.staged_bytes > window_bytes:
             yield window
             window, total = [], 0
         window.append(transfer)
-        total += transfer.read.nbytes
+        total += transfer.staged_bytes
     if window:
         yield window
 
@@ -165,34 +194,44 @@ class _Exchange:
         """
         for window in _windows(transfers, window_bytes):
             problem: Exception | None = None
-            staged: dict[int, torch.Tensor] = {}
-            mine = [(n, t) for n, t in enumerate(window) if t.reader == self.ranks.rank]
-            for number, transfer in mine:
-                staged[number] = _staging(transfer)
+            mine = [t for t in window if t.reader == self.ranks.rank]
+            read = {id(t): _staging(t.block.read) for t in mine}
             try:
                 faults.point("load.exchange")
-                self.reader.run([Job(t.read, staged[n]) for n, t in mine])
+                self.reader.run([Job(t.block.read, read[id(t)]) for t in mine])
             except Exception as error:  # the others still wait for this window's blocks
                 problem = error
-            self._pass_on(window, staged)
+            arrived = self._pass_on(window, read)
             self._agree(problem)
-            for number, transfer in enumerate(window):
-                if self.ranks.rank in transfer.members:
-                    local = self.locals_of(transfer.target)
-                    copy_into(local[transfer.read.local_slices()], staged[number])
+            for target, part, values in arrived:
+                copy_into(self.locals_of(target)[part.local_slices()], values)
 
-    def _pass_on(self, window: Sequence[_Transfer], staged: dict[int, torch.Tensor]) -> None:
+    def _pass_on(
+        self, window: Sequence[_Transfer], read: Mapping[int, torch.Tensor]
+    ) -> list[tuple[int, Read, torch.Tensor]]:
+        """Send what this rank has read; what it wants of the window: target, part, values."""
         rank = self.ranks.rank
         sent, received = list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
-        for number, transfer in enumerate(window):
-            if transfer.reader == rank:
-                payload = staged[number].view(-1).view(torch.uint8)
-                sent += [(payload, member) for member in transfer.members if member != rank]
-            elif rank in transfer.members:
-                staged[number] = _staging(transfer)
-                received.append((staged[number].view(-1).view(torch.uint8), transfer.reader))
+        arrived: list[tuple[int, Read, torch.Tensor]] = []
+        for transfer in window:
+            for part, members in transfer.block.parts:
+                if transfer.reader == rank:
+                    inside = part.box.relative_to(transfer.block.read.box.offsets)
+                    values = read[id(transfer)][inside.slices()]
+                    others = [member for member in members if member != rank]
+                    if others:
+                        payload = values.contiguous().view(-1).view(torch.uint8)
+                        sent += [(payload, member) for member in others]
+                elif rank in members:
+                    values = _staging(part)
+                    received.append((values.view(-1).view(torch.uint8), transfer.reader))
+                else:
+                    continue
+                if rank in members:
+                    arrived.append((transfer.target, part, values))
         self.ranks.exchange(sent, received, "passing on the weights")
         self.bytes_sent += sum(payload.numel() for payload, _ in sent)
+        return arrived
 
     def _agree(self, problem: Exception | None) -> None:
         failed = self.ranks.any(problem is not None, "passing on the weights")
@@ -202,6 +241,5 @@ class _Exchange:
             raise Interrupted
 
 
-def _staging(transfer: _Transfer) -> torch.Tensor:
-    read = transfer.read
+def _staging(read: Read) -> torch.Tensor:
     return torch.empty(read.box.sizes, dtype=read.stored.dtype, device="cpu")

@@ -15,13 +15,14 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.formats.sources import Source, list_memory, list_source
 from anyrank.frozen.freeze import frozen_parts
-from anyrank.loading.strategy import Decision, decide
+from anyrank.loading.exchange import joint_reads_of
+from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.allocate import default_buffer
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import Options
 from anyrank.model.tensors import ModelTensor, find_tensors
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 
 
@@ -137,11 +138,12 @@ def plan_load(
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     places = (summary.coordinates for summary in summaries)
     coordinates = dict(zip(ranks.ranks, places, strict=True))
-    shared = _replicated(match, coordinates, dict(zip(ranks.ranks, ranks.nodes, strict=True)))
+    caches = caches_of(ranks.ranks, ranks.nodes, listing)
+    repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
     visible = [info.visible for info in sources]
     return AgreedPlan(
         match=match,
-        decision=decide(options.strategy, ranks.ranks, ranks.nodes, visible, shared),
+        decision=decide(options.strategy, ranks.ranks, caches, visible, repeated),
         coordinates=coordinates,
         buffer_bytes=min(summary.buffer_bytes for summary in summaries),
         seed=sources[0].seed,
@@ -228,19 +230,18 @@ def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
     return next(iter([*seeing, *given.values(), *ranks.ranks]))
 
 
-def _replicated(
-    match: ModelMatch, coordinates: Mapping[int, Coordinates], node_of: Mapping[int, int]
+def _repeated(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], cache_of: Mapping[int, int]
 ) -> int:
-    """Bytes that ranks on different machines hold alike."""
-    if len(set(node_of.values())) == 1:
+    """Bytes that ranks with different page caches would each read."""
+    if len(set(cache_of.values())) == 1:
         return 0
-    total = 0
-    for index, stored in match.stored.items():
-        groups = replicas(index, match.tensors[index], coordinates)
-        for pieces, members in groups.items():
-            if len({node_of[member] for member in members}) > 1:
-                total += sum(piece.box.numel for piece in pieces) * stored.dtype.itemsize
-    return total
+    return sum(
+        joint.read.nbytes
+        for index, stored in match.stored.items()
+        for joint in joint_reads_of(index, match.tensors[index], stored, coordinates, match.listing)
+        if len({cache_of[rank] for rank in joint.takers}) > 1
+    )
 
 
 def _digest(match: ModelMatch) -> str:

@@ -17,9 +17,10 @@ from torch import nn
 
 from anyrank.files.listing import Listing
 from anyrank.formats.sources import Source, check_source, list_source
+from anyrank.loading.exchange import joint_reads_of
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import LoadPlan
-from anyrank.loading.strategy import Decision, decide
+from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import STRATEGIES, Options, check_choice, check_count
@@ -109,9 +110,7 @@ def plan(
         options.check_call(model, source)
         agreed = plan_load(model, source, one_process(), options)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
-        made = _closed_form(
-            tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing.format
-        )
+        made = _closed_form(tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing)
     match = agreed.match
     made = replace(made, missing=match.missing, unexpected=match.unexpected)
     return _with_check(made, match.listing) if verify else made
@@ -170,7 +169,7 @@ def plan_source(
         for key, t in listing.tensors.items()
     ]
     buffer = buffer_bytes or BUFFER_BYTES.get()
-    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing.format)
+    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing)
 
 
 def _mesh_sizes(
@@ -204,7 +203,7 @@ def _closed_form(
     ranks_per_node: int | None,
     strategy: str,
     buffer: int,
-    format_name: str,
+    listing: Listing,
 ) -> LoadPlan:
     """Bytes by rank for first-dim shards over the last mesh axis; visits shards, not ranks."""
     world = math.prod(sizes)
@@ -223,8 +222,9 @@ def _closed_form(
                 break
             share[shard] += held * tensor.held.itemsize
             wanted[shard] += held * tensor.stored.itemsize
-    crossing = sum(wanted) if copies > 1 and len(set(nodes)) > 1 else 0
-    decision = decide(strategy, range(world), nodes, [True] * world, crossing)
+    caches = caches_of(range(world), nodes, listing)
+    repeated = sum(wanted) if copies > 1 and len(set(caches)) > 1 else 0
+    decision = decide(strategy, range(world), caches, [True] * world, repeated)
     by_rank = [rank % shards for rank in range(world)]
     share_bytes = [share[s] for s in by_rank]
     read = {
@@ -238,7 +238,16 @@ def _closed_form(
         "scatter": [sum(wanted) * copies - wanted[0], *[0] * (world - 1)],
     }[decision.name]
     return _made(
-        decision, nodes, share_bytes, read, sent, buffer, format_name, sum(share), sum(wanted)
+        decision,
+        nodes,
+        caches,
+        share_bytes,
+        read,
+        sent,
+        buffer,
+        listing.format,
+        sum(share),
+        sum(wanted),
     )
 
 
@@ -257,17 +266,23 @@ def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> Lo
             numel = sum(piece.box.numel for piece in pieces)
             for member in members:
                 share[member] += numel * target.dtype.itemsize
-            if stored is None:
+        if stored is None:
+            continue
+        for joint in joint_reads_of(index, target, stored, plan.coordinates, plan.match.listing):
+            if name == "own":
+                for taker in joint.takers:
+                    read[taker] += joint.read.nbytes
                 continue
-            nbytes = numel * stored.dtype.itemsize
-            takers = {"own": members, "stripe": members, "scatter": readers or members}[name]
+            takers = readers or joint.takers
             for taker in takers:
-                read[taker] += nbytes if name == "own" else nbytes // len(takers)
-                others = len(members) - (taker in members)
-                sent[taker] += 0 if name == "own" else nbytes * others // len(takers)
+                read[taker] += joint.read.nbytes // len(takers)
+                for part, members in joint.parts:
+                    others = len(members) - (taker in members)
+                    sent[taker] += part.nbytes * others // len(takers)
     return _made(
         plan.decision,
         nodes,
+        caches_of(ranks, nodes, plan.match.listing),
         list(share.values()),
         list(read.values()),
         list(sent.values()),
@@ -281,6 +296,7 @@ def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> Lo
 def _made(
     decision: Decision,
     nodes: Sequence[int],
+    caches: Sequence[int],
     share: list[int],
     read: list[int],
     sent: list[int],
@@ -291,13 +307,15 @@ def _made(
 ) -> LoadPlan:
     staged = [min(buffer, max(pair)) for pair in zip(read, sent, strict=True)]
     peak = [sum(pair) for pair in zip(share, staged, strict=True)]
-    count = max(nodes) + 1
-    node_read, node_peak = [0] * count, [0] * count
-    for node, nbytes, peak_bytes in zip(nodes, read, peak, strict=True):
-        node_read[node] = min(node_read[node] + nbytes, source_bytes)  # the rest is in the cache
+    node_read, node_peak = [0] * (max(nodes) + 1), [0] * (max(nodes) + 1)
+    behind: dict[tuple[int, int], int] = {}
+    for node, cache, nbytes, peak_bytes in zip(nodes, caches, read, peak, strict=True):
+        behind[node, cache] = behind.get((node, cache), 0) + nbytes
         node_peak[node] += peak_bytes
+    for (node, _), nbytes in behind.items():
+        node_read[node] += min(nbytes, source_bytes)  # the rest is in the cache
     seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
     return LoadPlan(
-        decision.name, decision.reason, len(nodes), count, model_bytes, source_bytes, share, read,
-        sent, peak, node_read, node_peak, seconds, format_name,
+        decision.name, decision.reason, len(nodes), len(node_read), model_bytes, source_bytes,
+        share, read, sent, peak, node_read, node_peak, seconds, format_name,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
 
 # Below this, the latency of exchanging costs more than a second read of the same bytes saves.
 MIN_STRIPE_BYTES = 256 << 20
@@ -17,9 +18,9 @@ class Decision:
     """A strategy, the ranks that read for it, and the reason in words.
 
     Attributes:
-        name: "own": each rank reads its own bytes. "stripe": ranks that hold the same bytes read
-            disjoint parts and exchange them. "scatter": the ranks that see the source read, and
-            send each rank its own rows.
+        name: "own": each rank reads its own bytes. "stripe": ranks that want the same bytes, or
+            columns of the same rows, read disjoint parts and exchange them. "scatter": the ranks
+            that see the source read, and send each rank its own part.
         readers: global ranks that read, for "scatter"; None when all do.
     """
 
@@ -31,18 +32,18 @@ class Decision:
 def decide(
     strategy: str,
     ranks: Sequence[int],
-    nodes: Sequence[int],
+    caches: Sequence[int],
     sees: Sequence[bool],
-    replicated_bytes: int,
+    repeated_bytes: int,
 ) -> Decision:
     """Choose who reads.
 
     Args:
         strategy: what the caller asked for, of `model.options.STRATEGIES`.
         ranks: global ranks, in the group's order.
-        nodes: machine of each.
+        caches: which of the page caches serves each: see `caches_of`.
         sees: whether each sees the source.
-        replicated_bytes: bytes that ranks on different machines hold alike.
+        repeated_bytes: bytes that ranks with different caches would each read.
 
     Raises:
         LoadError: a strategy that needs the source where some ranks do not see it.
@@ -64,8 +65,14 @@ def decide(
         )
     if strategy != "auto":
         return Decision(strategy, "asked for")
-    if len(set(nodes)) == 1:
+    if len(set(caches)) == 1:
         return Decision("own", ONE_MACHINE)
-    if replicated_bytes < MIN_STRIPE_BYTES:
-        return Decision("own", "machines hold little or nothing alike")
-    return Decision("stripe", f"machines hold {replicated_bytes / 2**30:.1f} GiB alike")
+    readers = "machines" if len(set(caches)) < len(ranks) else "ranks"
+    if repeated_bytes < MIN_STRIPE_BYTES:
+        return Decision("own", f"{readers} read little or nothing alike")
+    return Decision("stripe", f"{readers} would read {repeated_bytes / 2**30:.1f} GiB alike")
+
+
+def caches_of(ranks: Sequence[int], nodes: Sequence[int], listing: Listing) -> Sequence[int]:
+    """Which page cache serves each rank: its machine's, or none but its own for a remote source."""
+    return ranks if any("://" in info.path for info in listing.files) else nodes

@@ -51,15 +51,22 @@ class Box:
             sizes[dim] = min(rows, self.sizes[dim] - low)
             yield Box(tuple(offsets), tuple(sizes))
 
-    def cut(self, most: int) -> Iterator[Box]:
-        """Parts of at most `most` elements (or one), in row-major order, of whole rows first."""
+    def cut(self, most: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
+        """Parts of at most `most` elements (or one), of whole rows first.
+
+        Args:
+            most: elements.
+            strides: by which the elements lie in memory, and in whose order the parts are.
+                Default: row-major.
+        """
         if self.numel <= max(1, most):
             yield self
             return
-        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        by = row_major(self.sizes) if strides is None else strides
+        dim = max((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: by[d])
         rows = max(1, most * self.sizes[dim] // self.numel)
         for part in self.split(dim, rows):
-            yield from part.cut(most)
+            yield from part.cut(most, strides)
 
     def slices(self) -> tuple[slice, ...]:
         """Index for the elements of this box in a tensor that starts at the global origin."""

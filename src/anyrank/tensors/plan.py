@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyrank.errors import LoadError
@@ -10,7 +10,7 @@ from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-SPARSE = 16  # read through the gaps of a strided block while at least 1 byte in 16 is wanted
+GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,41 @@ class Read:
         by = tuple(a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
         local = tuple(a + b for a, b in zip(self.local, by, strict=True))
         return Read(self.stored, self.chunk, box, local)
+
+
+@dataclass(frozen=True, slots=True)
+class JointRead:
+    """Bytes that are read together, and which ranks want which parts of them.
+
+    Attributes:
+        read: the whole; `local` means nothing.
+        parts: reads inside it, each with the ranks that want it.
+    """
+
+    read: Read
+    parts: tuple[tuple[Read, tuple[int, ...]], ...]
+
+    @property
+    def takers(self) -> tuple[int, ...]:
+        """The ranks that want a part."""
+        return tuple(sorted({rank for _, ranks in self.parts for rank in ranks}))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that is read is one part."""
+        return len(self.parts) == 1 and self.parts[0][0].box == self.read.box
+
+    def cut(self, most_bytes: int) -> Iterator[JointRead]:
+        """Joint reads of at most `most_bytes` (or one element), which lie together in the file."""
+        if self.read.nbytes <= most_bytes:
+            yield self
+            return
+        for box in self.read.box.cut(
+            most_bytes // self.read.stored.dtype.itemsize, self.read.chunk.strides
+        ):
+            inside = ((part, part.box.intersect(box), ranks) for part, ranks in self.parts)
+            parts = tuple((part.part(common), ranks) for part, common, ranks in inside if common)
+            yield JointRead(self.read.part(box), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,55 @@ def plan_reads(stored: StoredTensor, pieces: Sequence[Piece]) -> list[Read]:
     return reads
 
 
+def joint_reads(
+    stored: StoredTensor,
+    groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
+    gap_bytes: int = GAP_BYTES,
+) -> list[JointRead]:
+    """What is read of a tensor, with those who want the same bytes, or the ones between them.
+
+    Columns of a matrix lie in so many short runs that whoever reads some of them reads the others
+    as well: what several ranks want of the same rows is one joint read.
+
+    Args:
+        stored: the tensor.
+        groups: what is wanted -> the ranks that want it.
+        gap_bytes: rows of at most this size are read whole.
+
+    Raises:
+        LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
+    """
+    joint: dict[tuple[int, int, Box], tuple[Read, list[tuple[Read, tuple[int, ...]]]]] = {}
+    for pieces, ranks in groups.items():
+        for read in plan_reads(stored, pieces):
+            box = _with_gaps(read, gap_bytes)
+            whole = Read(stored, read.chunk, box, (0,) * len(box.sizes))
+            key = (read.chunk.file, read.chunk.offset, box)
+            joint.setdefault(key, (whole, []))[1].append((read, ranks))
+    return [JointRead(whole, tuple(parts)) for whole, parts in joint.values()]
+
+
+def _with_gaps(read: Read, gap_bytes: int) -> Box:
+    """The read's box, and what lies between its runs in the file where these are close together.
+
+    That depends on the chunk alone: all who want columns of it come to the same rows.
+    """
+    box, chunk = read.box, read.chunk
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    dense = 1  # elements from one index of the dim to the next, where the chunk has no holes
+    runs = box.numel
+    for dim in sorted(range(len(sizes)), key=lambda dim: chunk.strides[dim]):
+        if box.sizes[dim] == chunk.box.sizes[dim] == 1:
+            continue
+        runs //= box.sizes[dim]
+        row = chunk.box.sizes[dim] * dense * read.stored.dtype.itemsize
+        if chunk.strides[dim] != dense or runs == 1 or row > gap_bytes:
+            break
+        offsets[dim], sizes[dim] = chunk.box.offsets[dim], chunk.box.sizes[dim]
+        dense *= sizes[dim]
+    return Box(tuple(offsets), tuple(sizes))
+
+
 def blocks(read: Read, most_bytes: int) -> Iterator[Block]:
     """Cut a read into blocks whose byte range is at most `most_bytes` long, in file order.
 
@@ -105,7 +189,7 @@ def blocks(read: Read, most_bytes: int) -> Iterator[Block]:
         yield Block(read, start, start + read.nbytes, strides, True)
         return
     extent = _extent(read.box.sizes, strides) * itemsize
-    if extent <= most_bytes and read.nbytes * SPARSE >= extent:
+    if extent <= most_bytes and _gap(read) <= GAP_BYTES:
         yield Block(read, start, start + extent, strides, False)
         return
     for part in _cut(read, most_bytes):
@@ -125,15 +209,27 @@ def cut_dense(block: Block, most_bytes: int) -> Iterator[Block]:
 def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
     """Slices along the dim with the longest stride, as many rows each as fit."""
     sizes, strides = read.box.sizes, read.chunk.strides
-    dim = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
+    dim = _outer_dim(read)
     row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides) * read.stored.dtype.itemsize
     step = max(1, strides[dim] * read.stored.dtype.itemsize)
-    row_numel = read.box.numel // sizes[dim]
-    sparse = row_numel * read.stored.dtype.itemsize * SPARSE < step
-    rows = 1 if sparse else max(1, (most_bytes - row) // step + 1)
+    rows = 1 if step - row > GAP_BYTES else max(1, (most_bytes - row) // step + 1)
     rows = min(rows, -(-sizes[dim] // 2))  # always make progress
     for part in read.box.split(dim, rows):
         yield read.part(part)
+
+
+def _outer_dim(read: Read) -> int:
+    """The dim with the longest stride."""
+    dims = (dim for dim, size in enumerate(read.box.sizes) if size > 1)
+    return max(dims, key=lambda dim: read.chunk.strides[dim])
+
+
+def _gap(read: Read) -> int:
+    """Bytes between two rows along the dim with the longest stride."""
+    sizes, strides = read.box.sizes, read.chunk.strides
+    dim = _outer_dim(read)
+    row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides)
+    return (strides[dim] - row) * read.stored.dtype.itemsize
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -1,0 +1,85 @@
+"""What ranks want of the same bytes is read once: who wants what is kept, each element once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyrank.files.listing import FileInfo, Listing
+from anyrank.loading.strategy import caches_of, decide
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
+from anyrank.tensors.plan import joint_reads
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+
+def stored_as(shape: tuple[int, ...], order: list[int]) -> StoredTensor:
+    """A tensor of int64 whose dims lie in a file in this order, the slowest first."""
+    steps = row_major([shape[dim] for dim in order])
+    strides = tuple(steps[order.index(dim)] for dim in range(len(shape)))
+    return StoredTensor("w", shape, torch.int64, (Chunk(Box.whole(shape), 0, 0, strides),))
+
+
+def shards(
+    shape: tuple[int, ...], dim: int, ranks: int
+) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+    layout = Layout((ranks,), (Placement("shard", dim),))
+    pieces = {local_pieces(shape, layout, (rank,)): (rank,) for rank in range(ranks)}
+    return {some: who for some, who in pieces.items() if some}
+
+
+@given(data=st.data())
+def test_each_rank_gets_its_elements_once_and_near_bytes_are_read_once(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    order = data.draw(st.permutations(range(len(shape))))
+    dim, ranks = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    gap, most = data.draw(st.sampled_from([0, 16, 1 << 20])), data.draw(st.integers(8, 400))
+    groups = shards(shape, dim, ranks)
+    seen = {rank: torch.zeros(shape, dtype=torch.int64) for rank in range(ranks)}
+    times = torch.zeros(shape, dtype=torch.int64)
+    for joint in joint_reads(stored_as(shape, order), groups, gap):
+        for block in joint.cut(most):
+            assert block.read.nbytes <= max(8, most)
+            times[block.read.box.slices()] += 1
+            for part, who in block.parts:
+                assert part.box.intersect(block.read.box) == part.box
+                for rank in who:
+                    seen[rank][part.box.slices()] += 1
+    for pieces, (rank,) in groups.items():
+        wanted = torch.zeros(shape, dtype=torch.int64)
+        for piece in pieces:
+            wanted[piece.box.slices()] += 1
+        assert torch.equal(seen[rank], wanted)
+    assert bool((times == 1).all())
+
+
+def test_columns_are_one_read_and_rows_are_one_each() -> None:
+    stored = stored_as((64, 64), [0, 1])
+    (columns,) = joint_reads(stored, shards((64, 64), 1, 4))
+    assert (columns.read.box, columns.takers) == (Box.whole((64, 64)), (0, 1, 2, 3))
+    rows = joint_reads(stored, shards((64, 64), 0, 4))
+    assert [(joint.takers, joint.is_whole) for joint in rows] == [((n,), True) for n in range(4)]
+    transposed = joint_reads(stored_as((64, 64), [1, 0]), shards((64, 64), 0, 4))
+    assert [joint.takers for joint in transposed] == [(0, 1, 2, 3)]
+
+
+def test_long_runs_are_read_by_those_who_want_them() -> None:
+    shape = (4, 4, 1 << 14)  # runs of 128 KiB, and as long holes between them
+    joint = joint_reads(stored_as(shape, [0, 1, 2]), shards(shape, 1, 4))
+    assert [some.takers for some in joint] == [(0,), (1,), (2,), (3,)]
+    assert sum(some.read.nbytes for some in joint) == 8 * math.prod(shape)
+
+
+def test_what_no_page_cache_holds_is_read_by_one_rank_and_exchanged() -> None:
+    def decided(path: str, repeated: int) -> tuple[str, str]:
+        listing = Listing("safetensors", (FileInfo(path, 1, ""),), {})
+        caches = caches_of(range(4), [0] * 4, listing)
+        decision = decide("auto", range(4), caches, [True] * 4, repeated)
+        return decision.name, decision.reason
+
+    assert decided("/data/w.safetensors", 1 << 30)[0] == "own"
+    assert decided("s3://b/w.safetensors", 1 << 30) == ("stripe", "ranks would read 1.0 GiB alike")
+    assert decided("s3://b/w.safetensors", 1 << 20)[0] == "own"
