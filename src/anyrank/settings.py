@@ -85,4 +85,7 @@ LOCK_SEC = Knob(
     "silence after which another machine's lock on a run folder is stale",
 )
 
+# No knob: `anyrank run --replay` sets it for its script, to the folder of the replay.
+REPLAY = "ANYRANK_REPLAY"
+
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

@@ -27,6 +27,7 @@ INTERFACE = {
         *("-h", "--help"),
     },
     "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"}
+    | {"--replay", "--from", "--to"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
     "demo": {"--ranks", "--steps", "--out", "--quick", "--json", "-h", "--help"},

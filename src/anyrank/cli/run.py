@@ -45,6 +45,9 @@ class Attempt:
     type=click.IntRange(1),
     help="Ranks to go on with when the script has failed; may be given several times.",
 )
+@click.option("--replay", metavar="RUN", help="Train steps of an exact run again, and compare.")
+@click.option("--from", "start", type=click.IntRange(0), help="Step that a replay resumes.")
+@click.option("--to", "stop", type=click.IntRange(1), help="Its last step.  [default: the newest]")
 @click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
 @torchrun.machine_options
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -52,6 +55,9 @@ class Attempt:
 def command(
     ranks: int | None,
     then: tuple[int, ...],
+    replay: str | None,
+    start: int | None,
+    stop: int | None,
     as_json: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -65,11 +71,27 @@ def command(
     When it fails it is started again on the next number of ranks given with --then: a script that
     resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
     exit code is the script's, and 128 and the number of the signal where a signal ended it.
+
+    With --replay, the run's step --from is resumed, the steps up to --to are trained again, and the
+    receipts of those that the run has saved are compared. The script opens RUN and gets the
+    arguments that it was trained with; the folder is not changed. Exit code 1 if a step differs.
     """
     from anyrank.cli.console import err
 
+    count = ranks or count_devices()
+    if replay is not None:
+        if start is None:
+            raise click.UsageError("--replay needs --from, the step to begin with")
+        if then or any(machines.values()):
+            raise click.UsageError(
+                "--replay trains once, on this machine: remove --then and torchrun's flags"
+            )
+        show_replay(replay, start, stop, count, as_json, script, arguments)
+        return
+    if start is not None or stop is not None:
+        raise click.UsageError("--from and --to are for --replay")
     attempts: list[Attempt] = []
-    for number in (ranks or count_devices(), *then):
+    for number in (count, *then):
         if attempts:
             last = attempts[-1]
             err().print(
@@ -77,7 +99,7 @@ def command(
                 f"{last.seconds:.0f} s; continuing on {number}",
                 markup=False,
             )
-        attempt, is_stopped = run_once(number, script, arguments, machines)
+        attempt, is_stopped = run_once(number, script, arguments, machines, {})
         attempts.append(attempt)
         if attempt.exit_code == 0 or is_stopped:
             break
@@ -88,14 +110,48 @@ def command(
     sys.exit(attempts[-1].exit_code)
 
 
+def show_replay(
+    run: str,
+    start: int,
+    stop: int | None,
+    ranks: int,
+    as_json: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Replay steps of a run, print what was found, and exit."""
+    from anyrank.cli.console import out, write
+    from anyrank.cli.replay import replay
+
+    def launch(environ: Mapping[str, str]) -> None:
+        attempt, _ = run_once(ranks, script, arguments, {}, environ)
+        if attempt.exit_code:
+            sys.exit(attempt.exit_code)
+
+    report = replay(run, start, stop, ranks, launch)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        write(out(), *str(report).split("\n"))
+    sys.exit(0 if report else 1)
+
+
 def run_once(
-    ranks: int, script: str, arguments: tuple[str, ...], machines: Mapping[str, str | None]
+    ranks: int,
+    script: str,
+    arguments: tuple[str, ...],
+    machines: Mapping[str, str | None],
+    variables: Mapping[str, str],
 ) -> tuple[Attempt, bool]:
-    """Start the script once; the attempt, and whether SIGTERM or Ctrl-C stopped it."""
+    """Start the script once, with these environment variables beside the command's own.
+
+    Returns:
+        The attempt, and whether SIGTERM or Ctrl-C stopped it.
+    """
     full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
-    process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script
+    process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)

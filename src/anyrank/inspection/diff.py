@@ -159,13 +159,13 @@ def diff(a: Source, b: Source) -> DiffReport:
     """
     check_source(a)
     check_source(b)
-    steps_a, steps_b = _steps(a), _steps(b)
+    steps_a, steps_b = committed_steps(a), committed_steps(b)
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b)
     return _diff(name_of(a), name_of(b), list_source(a), list_source(b))
 
 
-def _steps(source: Source) -> dict[int, str] | None:
+def committed_steps(source: Source) -> dict[int, str] | None:
     """Of a run or a step: step -> folder; None for other sources."""
     if not isinstance(source, (str, os.PathLike)):
         return None

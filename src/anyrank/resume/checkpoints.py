@@ -29,10 +29,10 @@ from anyrank.resume.loop import (
 )
 from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import RunOptions
+from anyrank.resume.replay import writer_of
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments, resume_run
 from anyrank.resume.run_store import RunFolder
-from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState, run_parts
@@ -104,12 +104,12 @@ class Checkpoints:
             self.path = os.fspath(path)
             self._options = RunOptions(self.path, keep, every, background, verify, keep_every)
             self._folder = RunFolder(store_for(self.path), self.path)
+            self._writer = writer_of(self._folder, state, self._options, on_commit)
         except Exception as error:  # wrong on this rank alone, perhaps: the others wait in vain
             decline(process_group, "Checkpoints()", error)
             raise
         self._state = state
         self._process_group = process_group
-        self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
         self._calling = threading.RLock()
@@ -173,7 +173,7 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = Arguments(which, skip, fresh, rename)
+        arguments = self._writer.arguments(Arguments(which, skip, fresh, rename))
         arguments.agree(ranks)
         self.wait()
         resumed = resume_run(self._state, self._folder, arguments, self._options.verify, ranks)
@@ -271,9 +271,7 @@ class Checkpoints:
             check_step(self._state)
             if isinstance(self._state.data, Position):
                 check_complete(self._state.data)
-            due = self._is_first and self._options.cadence.is_due(
-                self._state.step + 1, self._last_save
-            )
+            due = self._is_first and self._writer.is_due(self._last_save)
             return self._writer.failed, self._signals.take(), due
 
         flags = ranks.together("completing the step", here)

@@ -12,6 +12,7 @@ from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
 from anyrank.resume.options import RunOptions
+from anyrank.resume.resume import Arguments
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.state import TrainState, run_parts
@@ -67,6 +68,14 @@ class RunWriter:
         data = self._state.data
         return isinstance(data, Position) and data.in_step
 
+    def arguments(self, given: Arguments) -> Arguments:
+        """What a resume restores, of what the script asks for."""
+        return given
+
+    def is_due(self, last_save: float) -> bool:
+        """Whether to save after the next step, the last save having been at that time."""
+        return self._options.cadence.is_due(self._state.step + 1, last_save)
+
     def renew_lock(self) -> None:
         """Show other processes that the run is alive."""
         if self._is_locked:
@@ -104,14 +113,18 @@ class RunWriter:
         self._background.stall += time.perf_counter() - start
         self._in_flight = snapshot
 
-    def _prepare(self, is_first: bool) -> None:
-        """What can refuse a save: a step that is under way, and another writer of the folder."""
+    def _check_boundary(self) -> None:
+        """Refuse to save within a step."""
         run_parts(self._state).check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "
                 "of steps(), or call step_done first"
             )
+
+    def _prepare(self, is_first: bool) -> None:
+        """What can refuse a save: a step that is under way, and another writer of the folder."""
+        self._check_boundary()
         if is_first and not self.is_saved:
             self._lock.take()
             if not self._is_locked:

@@ -1,0 +1,184 @@
+"""`anyrank run --replay`: train steps of an exact run again, and compare their receipts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyrank.errors import AnyrankError
+from anyrank.files.manifest import Manifest, read_manifest
+from anyrank.files.receipt import data_differences, tensor_differences
+from anyrank.files.storage import storage_for
+from anyrank.inspection.diff import committed_steps, data_in_words
+from anyrank.inspection.groups import printable
+from anyrank.inspection.inspect import count
+from anyrank.resume.replay import Order, TrainedStep, absolute, read_trained, write_order
+from anyrank.settings import REPLAY
+
+SHOWN = 10  # steps or tensors of a list
+AGAIN = {
+    "first": "a second replay equals the first: the script, its data or a library has changed, or "
+    "the machine erred when the run was trained",
+    "run": "a second replay equals the run: the machine erred in the first one, or an operation is "
+    "not deterministic",
+    "neither": "a second replay differs from both: this machine errs, or an operation is not "
+    "deterministic",
+}
+
+# Starts the script with these variables, and returns when it has ended well.
+Launch = Callable[[Mapping[str, str]], None]
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What a replay found. Printable; true if every step has the bits of the run.
+
+    Attributes:
+        run: as it was given.
+        start: the step that was resumed.
+        ranks: how many trained.
+        equal: the steps with the same receipt as the run's.
+        step: the first step that differs, or None.
+        digests: its tensors whose digests differ.
+        data: what differs between the states of the loaders at that step -> of the run, and now.
+        again: what a second replay up to that step equals: "first", "run" or "neither".
+    """
+
+    run: str
+    start: int
+    ranks: int
+    equal: list[int] = field(default_factory=list[int])
+    step: int | None = None
+    digests: list[str] = field(default_factory=list[str])
+    data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
+    again: str = ""
+
+    def __bool__(self) -> bool:
+        return self.step is None
+
+    def __str__(self) -> str:
+        where = f"{self.run}: from step {self.start} on {count(self.ranks, 'rank')}"
+        same = f"  same bits {_some(self.equal)}"
+        if self.step is None:
+            return f"{where}: the same bits as the run\n{same}"
+        lines = [f"{where}: step {self.step} differs", *([same] if self.equal else [])]
+        lines += [f"  data      {printable(line)}" for line in data_in_words(self.data)]
+        lines += [f"  digest    {printable(name)}" for name in self.digests[:SHOWN]]
+        if len(self.digests) > SHOWN:
+            lines.append(f"  digest    and {len(self.digests) - SHOWN} more")
+        return "\n".join([*lines, f"  again     {AGAIN[self.again]}"])
+
+
+def replay(run: str, start: int, stop: int | None, ranks: int, launch: Launch) -> ReplayReport:
+    """Train the steps of a run after `start`, up to `stop`, and compare those that it saved.
+
+    Where a step differs, the stretch since the one before is trained once more.
+
+    Raises:
+        AnyrankError: the run has no such steps, or no receipts; or the script ended too early.
+    """
+    saved = receipts_of(run, start, stop)
+    environ = threads_of(saved[start])
+    trained = train(order_of(run, start, saved), launch, environ)
+    equal = [one.step for one in trained if one.receipt["digest"] == digest(saved[one.step])]
+    differing = [one for one in trained if one.step not in equal]
+    if not differing:
+        return ReplayReport(run, start, ranks, equal)
+    (first,) = differing  # it has ended the replay
+    before = max([start, *equal])
+    theirs = saved[first.step]
+    (second,) = train(order_of(run, before, {first.step: theirs}), launch, environ)
+    return ReplayReport(
+        run,
+        start,
+        ranks,
+        equal,
+        first.step,
+        tensor_differences(theirs.receipt, first.receipt),
+        data_differences(theirs.data_state, first.data),
+        same_as(second, first, theirs),
+    )
+
+
+def same_as(second: TrainedStep, first: TrainedStep, theirs: Manifest) -> str:
+    """What a second replay of a step equals."""
+    if second.receipt["digest"] == digest(theirs):
+        return "run"
+    return "first" if second.receipt == first.receipt else "neither"
+
+
+def receipts_of(run: str, start: int, stop: int | None) -> dict[int, Manifest]:
+    """The manifests of a run's steps from `start` to `stop`, in order; all have a receipt.
+
+    Raises:
+        AnyrankError: there are none to compare.
+    """
+    folders = committed_steps(run)
+    if not folders:
+        raise AnyrankError(f"{run}: is no run, or has no step yet: check the path")
+    there = sorted(folders)
+    if start not in folders:
+        raise AnyrankError(f"{run}: has no step {start} to begin with; it has {_some(there)}")
+    chosen = [step for step in there if start <= step and (stop is None or step <= stop)]
+    if len(chosen) < 2:
+        end = "" if stop is None else f" up to {stop}"
+        raise AnyrankError(
+            f"{run}: has no step after {start}{end} to compare with; it has {_some(there)} (which "
+            "ones stay is for keep= and keep_every= of Checkpoints)"
+        )
+    return {step: _with_receipt(folders[step]) for step in chosen}
+
+
+def _with_receipt(folder: str) -> Manifest:
+    manifest = read_manifest(storage_for(folder), folder)
+    if not manifest.receipt:
+        raise AnyrankError(
+            f"{folder}: has no receipt, as the run was trained without ElasticLoader(exact=True): "
+            "its bits cannot be trained again"
+        )
+    return manifest
+
+
+def order_of(run: str, start: int, saved: Mapping[int, Manifest]) -> Order:
+    """The order to compare all steps after the start."""
+    digests = {step: digest(manifest) for step, manifest in saved.items() if step > start}
+    return Order(absolute(run), start, digests)
+
+
+def digest(manifest: Manifest) -> str:
+    """The digest of a step's receipt."""
+    return manifest.receipt["digest"]
+
+
+def train(order: Order, launch: Launch, environ: Mapping[str, str]) -> list[TrainedStep]:
+    """Train the steps of an order; all of them, or those up to the first that differs.
+
+    Raises:
+        AnyrankError: the script ended before.
+    """
+    with tempfile.TemporaryDirectory(prefix="anyrank-replay-") as folder:
+        write_order(order, folder)
+        launch({REPLAY: folder, **environ})
+        trained = read_trained(folder)
+    last = max((one.step for one in trained), default=order.start)
+    left = [step for step in order.digests if step > last]
+    if left and all(one.receipt["digest"] == order.digests[one.step] for one in trained):
+        raise AnyrankError(
+            f"{order.run}: the script ended before step {left[0]}, which the run has: give it the "
+            "arguments that it was trained with, and resume in it"
+        )
+    return trained
+
+
+def threads_of(manifest: Manifest) -> dict[str, str]:
+    """The variable for as many intra-op threads as the run had: its bits depend on them."""
+    record = manifest.data_state.get("exact")
+    threads = record.get("threads") if isinstance(record, dict) else None
+    return {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) else {}
+
+
+def _some(steps: list[int]) -> str:
+    more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
+    return ", ".join(map(str, steps[:SHOWN])) + more
