@@ -1,4 +1,4 @@
-"""exact=True over kills: whatever rank counts and wrappers follow, the bits are those of one run."""
+"""exact=True over kills: on other ranks and with other wrappers, the bits of one whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 9 with exact=True on models as people train them: LoRA, a denoising UNet, tiled losses."""
+"""Promise 9 with exact=True on models as people train: LoRA, a denoising UNet, tiled losses."""
 
 from __future__ import annotations
 

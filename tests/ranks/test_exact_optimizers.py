@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.ranks.exact_runs import digests_on, sha256
+from tests.ranks.exact_runs import digests_on, sha256, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +89,72 @@ def test_promise_9_the_same_bits_with_any_elementwise_optimizer() -> None:
     for name in OPTIMIZERS:
         assert len({alone[case] for case in alone if case.startswith(name + " ")}) == 1, name
     assert len(set(alone.values())) >= 4
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps by the gradient over its norm, as LARS; `noise` is added, and `more` is not kept."""
+
+    def __init__(self, params: Any, more: str, noise: float = 0.0) -> None:
+        super().__init__(params, {"noise": noise})
+        assert more
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["noise"]:
+                    parameter.add_(torch.rand_like(parameter) * group["noise"])
+                else:
+                    parameter.sub_(parameter.grad / parameter.grad.norm())
+
+
+class Normed(Scaled):
+    def __init__(self, params: Any, noise: float = 0.0) -> None:
+        super().__init__(params, "more", noise)
+
+
+def job_tried() -> dict[str, str]:
+    """What the first step with FSDP2 says, for optimizers that look beyond an element."""
+    found: dict[str, str] = {}
+    makers: dict[str, Any] = {
+        "fused": lambda params: torch.optim.AdamW(params, lr=0.0, fused=True),
+        "normed": Normed,
+        "noisy": lambda params: Normed(params, 0.1),
+        "unknown": lambda params: Scaled(params, "more"),
+        "adam": torch.optim.Adam,
+    }
+    for name, make in makers.items():
+        net = build("fsdp")
+        optimizer = make(net.parameters())
+        loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
+        before = torch.get_rng_state()
+        try:
+            for step in loader:
+                for batch in step.microbatches(net):
+                    step.backward(net(batch).square().mean())
+                weights = [whole(p).clone() for p in net.parameters()]
+                optimizer.step()
+                break
+            found[name] = " ".join(loader.notes)
+        except ValueError as error:
+            found[name] = str(error)
+            now = [whole(p) for p in net.parameters()]
+            assert all(map(torch.equal, weights, now))
+            assert not optimizer.state
+        assert torch.equal(torch.get_rng_state(), before)
+        optimizer.step()  # outside of the loop nothing is tried
+    return found
+
+
+def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_step() -> None:
+    first, second = run_ranks(2, job_tried, timeout=100)
+    assert first == second
+    assert "AdamW(fused=True) steps sharded parameters" in first["fused"]
+    assert "Normed gives an element other bits" in first["normed"]
+    assert "Normed gives an element other bits" in first["noisy"]
+    assert "a trial of Scaled failed" in first["unknown"]
+    assert "missing 1 required positional argument: 'more'" in first["unknown"]
+    assert first["adam"] == ""
 
 
 def job_all_infinite() -> list[Any]:

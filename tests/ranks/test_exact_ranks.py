@@ -258,7 +258,7 @@ def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> Non
     assert run_ranks(1, job_chain, timeout=150)[0] != alone["plain"]
 
 
-def job_refused(folder: str) -> list[str]:
+def job_refused() -> list[str]:
     """What is refused before the first backward, on all ranks."""
     torch.manual_seed(0)
     rows = torch.randn(8, 4)
@@ -286,24 +286,14 @@ def job_refused(folder: str) -> list[str]:
     )
     attempt(replicated)
     attempt(fully_shard(nn.Linear(4, 1)), times=2)
-    sharded = fully_shard(nn.Linear(4, 1))
-    fused = torch.optim.AdamW(sharded.parameters(), fused=True)
-    loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=True)
-    ckpts = anyrank.Checkpoints(folder, anyrank.TrainState(sharded, fused, data=loader))
-    for call in (lambda: list(ckpts.steps(until=1)), ckpts.step_done):
-        try:
-            call()
-        except (ValueError, anyrank.AnyrankError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    ckpts.close()
     if torch.distributed.get_rank():  # on one rank alone
         torch.set_num_threads(torch.get_num_threads() + 1)
     attempt(nn.Linear(4, 1))
     return found
 
 
-def test_what_cannot_be_exact_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(2, job_refused, str(tmp_path), timeout=150)
+def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(2, job_refused, timeout=150)
     for found in (first, second):
         texts = (
             "static_graph=True",
@@ -311,8 +301,6 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(tmp_path: Path) -> None:
             "tensor parallelism adds up",
             "is only replicated over",
             "more than once in a microbatch",
-            "AdamW(fused=True) steps sharded parameters",
-            "AdamW(fused=True) steps sharded parameters",
             "threads= differs between ranks",
         )
         assert len(found) == len(texts)

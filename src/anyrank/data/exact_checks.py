@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,10 +34,12 @@ class ExactRun:
     Attributes:
         record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
             "cpu" (instruction set) and "torch" (version); empty until the first step.
+        tried: optimizers that `exact_optimizer` has tried.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
+        self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
         """Check a model before its first step. All data-parallel ranks.
@@ -172,23 +175,6 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
             "exact=True: kernels of accelerators may add in any order: call "
             "torch.use_deterministic_algorithms(True) before the first step"
         )
-
-
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers whose results depend on how parameters are sharded.
-
-    Raises:
-        ValueError: names the optimizer, and the way out.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group.get("fused") and any(isinstance(one, DTensor) for one in group["params"]):
-                title = type(optimizer).__name__
-                raise ValueError(
-                    f"exact=True: {title}(fused=True) steps sharded parameters, and its kernel "
-                    "rounds the elements at the end of a shard in another way: build it with "
-                    "foreach=True or foreach=False"
-                )
 
 
 def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.data.exact_checks import ExactRun
+from anyrank.data.exact_optimizer import optimizers_tried
 from anyrank.data.fetch import (
     MicrobatchDataset,
     MicrobatchRequest,
@@ -228,8 +230,11 @@ class ElasticLoader(Position):
         self.current = None
         self._num_passes += 1
         number = self._num_passes
-        with open_ranks(self._process_group) as ranks:
+        with ExitStack() as stack:
+            ranks = stack.enter_context(open_ranks(self._process_group))
             check_same_on_ranks(self, ranks)
+            if self._exact is not None:
+                stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
             batches = self._workers.watch(lambda: iter(self._fetcher))
             this_pass = LoaderPass(
                 ranks,

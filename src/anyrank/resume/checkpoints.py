@@ -22,7 +22,6 @@ from anyrank.resume.loop import (
     Loop,
     StepCounter,
     StepHooks,
-    check_step,
     left_by_break,
     loader_of,
     stop_condition,
@@ -225,7 +224,7 @@ class Checkpoints:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
         ranks, state = self._open("steps"), self._state
-        ranks.same_arguments("steps", limits, CheckpointError, lambda: check_step(state))
+        ranks.same_arguments("steps", limits, CheckpointError, run_parts(state).check_usable)
         self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -268,7 +267,7 @@ class Checkpoints:
 
         def here() -> tuple[bool, int | None, bool]:
             self._counter.refuse_within_body()
-            check_step(self._state)
+            run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
                 check_complete(self._state.data)
             due = self._is_first and self._writer.is_due(self._last_save)

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from anyrank.data.exact_checks import check_optimizers
-from anyrank.data.loader import ElasticLoader, abandon_step, is_exact
+from anyrank.data.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position
 from anyrank.data.step import Step, is_complete
 from anyrank.errors import CheckpointError
@@ -68,18 +67,6 @@ class StepHooks:
     ) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def check_step(state: TrainState) -> None:
-    """Refuse a state that no further step may change.
-
-    Raises:
-        CheckpointError: a step of its optimizer was lost.
-        ValueError: its optimizer has other bits on other rank counts, with exact=True.
-    """
-    run_parts(state).check_usable()
-    if isinstance(state.data, ElasticLoader) and is_exact(state.data):
-        check_optimizers(map(innermost, run_parts(state).optimizers()))
 
 
 class StepCounter:
