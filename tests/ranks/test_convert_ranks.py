@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.ranks.models import LAYOUTS, Net, reference
+from tests.ranks.parts import Parts, build, fill
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 import anyrank
 from anyrank import faults
@@ -135,3 +137,38 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
     assert torch.equal(
         load_file(tmp_path / "norm/model.safetensors")["running_mean"], torch.zeros(2)
     )
+
+
+def job_parts(folder: str) -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, _, layout = build("parts")
+    fill(model, 7, rank, size)
+    for to in ("safetensors", "dcp", "torch"):
+        anyrank.convert(model, os.path.join(folder, to), to=to, layout=layout)  # type: ignore[arg-type]
+    errors: list[str] = []
+    for given in (None, {**layout, "heed": layout["bias"]}):  # type: ignore[dict-item]
+        with pytest.raises(anyrank.LoadError) as caught:
+            anyrank.convert(model, os.path.join(folder, "wrong"), layout=given)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
+    texts = run_ranks(3, job_parts, str(tmp_path))
+    wanted = Parts()
+    fill(wanted, 7)
+    for to in ("safetensors", "dcp", "torch"):
+        table = {n: t for n, t in wanted.state_dict().items() if to != "safetensors" or n != "head"}
+        assert anyrank.diff(tmp_path / to, table), to
+    for text in texts:
+        assert text == texts[0]
+        assert "the ranks' models differ" in text[0]
+        assert "layout= names heed, which no tensor of the model has" in text[1]
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_layout_is_for_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layout= is for a model"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / "a", layout={"a": ([0], [Replicate()])})
+    with pytest.raises(TypeError, match="give \\(mesh, placements\\)"):
+        anyrank.convert(nn.Linear(2, 2), tmp_path / "a", layout={"weight": ([0], None)})

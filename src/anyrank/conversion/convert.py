@@ -27,6 +27,7 @@ from anyrank.files.output import Output
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
+from anyrank.model.given_layouts import GivenLayout
 from anyrank.tensors.names import Rename, of_adapter, renamer
 from anyrank.world.group import Group
 
@@ -45,6 +46,7 @@ def convert(
     model: nn.Module | None = None,
     merge: bool = False,
     overwrite: bool = False,
+    layout: GivenLayout = None,
     process_group: Group = None,
 ) -> ConvertReport:
     """Write the weights of a source into a folder or file that other tools read.
@@ -82,6 +84,8 @@ def convert(
         merge: of [base, adapter], a LoRA adapter that PEFT saved is added to the base's weights.
         overwrite: replace a file, or a folder that holds weights with their configuration and
             tokenizer and nothing else. Of a link, what it points to.
+        layout: of a model whose plain tensors are each rank's part of a whole: a dict of name or
+            pattern to (mesh, placements), or a function of the name, as for `sync`.
         process_group: the ranks that hold the model. Default: all, or this process alone where no
             group is initialised.
 
@@ -100,12 +104,14 @@ def convert(
     """
 
     def checked() -> Options:
-        options = options_of(to, dtype, rename, shard_bytes, merge, overwrite)
+        options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
         given: Any = model  # whatever was given
         if not isinstance(given, nn.Module | None):
             raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
         if not isinstance(src, nn.Module):
             check_source(src)
+            if layout is not None:
+                raise ValueError("layout= is for a model: a source on disk holds whole tensors")
             if process_group is not None:
                 raise ValueError(
                     "process_group= is for a model: a source on disk is read by one process"

@@ -26,6 +26,7 @@ from anyrank.files.output import Output, OutputTensor, Span
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
+from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import compare_replicas
 from anyrank.tensors.box import Box, row_major
@@ -79,8 +80,9 @@ def convert_live(
         first = ranks.ranks[0]
         folder = ranks.from_one("naming the folder", first, lambda: place.folder)
         place = replace(place, folder=folder)
+        found = _tensors(model, options, ranks)
         targets, summaries = ranks.own_and_all(
-            "looking at the model", lambda: _look(model, renamer(options.rename))
+            "naming the tensors", lambda: _look(model, found, renamer(options.rename))
         )
         _check_alike(summaries, ranks)
         alike = [held for held in targets if held.kind == "parameter" or held.layout is not None]
@@ -141,15 +143,29 @@ def _agreed(
             raise ValueError(f"{place.path}: a model is written to local paths: copy it then")
         given["dst"] = os.fspath(dst)
         given.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
+        given["layout"] = options.layout is not None  # ranks may give different ones
         found.append((options, place, is_file))
 
     ranks.same_arguments("convert", given, LoadError, check)
     return found[0]
 
 
-def _look(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[ModelTensor], _Summary]:
+def _tensors(model: nn.Module, options: Options, ranks: Ranks) -> list[ModelTensor]:
+    """This rank's tensors, with what plain ones are parts of. All ranks."""
+
+    def here() -> tuple[list[ModelTensor], None]:
+        return [held for held in find_tensors(model) if held.kind != "derived"], None
+
+    found, _ = ranks.own_and_all("looking at the model", here)
+    if options.layout is not None:
+        apply_layouts(found, options.layout, ranks, strict=True)
+    return found
+
+
+def _look(
+    model: nn.Module, found: Sequence[ModelTensor], rename: Callable[[str], str]
+) -> tuple[list[ModelTensor], _Summary]:
     """This rank's tensors under the names that they get, and what the others are to know."""
-    found = [held for held in find_tensors(model) if held.kind != "derived"]
     adapters = [held.name for held in found if held.adapter]
     on_meta = [held.name for held in found if held.is_meta]
     views = [held.name for held in found if is_lazy_view(held)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.tensors.names import Rename, renamer
 
 FORMATS = ("safetensors", "dcp", "torch")
@@ -34,6 +35,7 @@ class Options:
     shard_bytes: int = SHARD_BYTES
     merge: bool = False
     overwrite: bool = False
+    layout: GivenLayout = None
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Whether the destination is one file, and not a folder."""
@@ -48,6 +50,7 @@ def options_of(
     shard_bytes: object,
     merge: object,
     overwrite: object,
+    layout: GivenLayout,
 ) -> Options:
     """The options, checked.
 
@@ -68,7 +71,8 @@ def options_of(
     if not isinstance(merge, bool) or not isinstance(overwrite, bool):
         raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
     renamer(rename)
-    return Options(str(to), _dtype(dtype), rename, shard_bytes, merge, overwrite)
+    check_layout(layout)
+    return Options(str(to), _dtype(dtype), rename, shard_bytes, merge, overwrite, layout)
 
 
 def _dtype(given: object) -> torch.dtype | None:

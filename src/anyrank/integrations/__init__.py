@@ -9,7 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-FRAMEWORKS = ("accelerate", "lightning", "peft", "torchtitan", "transformers")
+FRAMEWORKS = (
+    "accelerate",
+    "lightning",
+    "megatron",
+    "peft",
+    "torchtitan",
+    "transformers",
+    "vllm",
+)
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
 if not TYPE_CHECKING:
