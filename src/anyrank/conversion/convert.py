@@ -24,6 +24,7 @@ from anyrank.conversion.writing import Sealed, Writer, compare
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import Output
+from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
@@ -128,6 +129,9 @@ def _convert(
     is_file = options.is_file(dst)
     place = destination(dst, _paths(src), is_file, options.overwrite)
     listing = list_source(src)
+    if options.dtype is not None:
+        check_method(listing)
+        listing = dequantised(listing, {})
     selection = select(listing, renamer(options.rename))
     added: dict[str, LowRank] = {}
     if options.merge:
@@ -166,9 +170,9 @@ def _convert(
         nbytes=output.nbytes + sum(map(len, small.values())),
         tied=selection.tied,
         cast={
-            tensor.name: f"{_short(selection.tensors[tensor.name].dtype)} -> {_short(tensor.dtype)}"
+            tensor.name: f"{kind} -> {_short(tensor.dtype)}"
             for tensor in tensors
-            if tensor.dtype != selection.tensors[tensor.name].dtype
+            if (kind := listing.kind_of(selection.tensors[tensor.name])) != _short(tensor.dtype)
         },
         renamed=selection.renamed,
         merged=list(added),

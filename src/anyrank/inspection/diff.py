@@ -12,6 +12,7 @@ import torch
 
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.quantised import dequantised
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
@@ -141,7 +142,13 @@ def diff(a: Source, b: Source) -> DiffReport:
     steps_a, steps_b = _steps(a), _steps(b)
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b)
-    return _diff(name_of(a), name_of(b), list_source(a), list_source(b))
+    in_a, in_b = list_source(a), list_source(b)
+    wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
+    return _diff(name_of(a), name_of(b), wide_a, wide_b)
+
+
+def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
+    return {name: stored.dtype for name, stored in listing.tensors.items()}
 
 
 def _steps(source: Source) -> dict[int, str] | None:
@@ -198,12 +205,12 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
             if ours.shape != theirs.shape:
                 shapes[name] = (ours.shape, theirs.shape)
                 continue
-            if ours.dtype != theirs.dtype:
-                dtypes[name] = (_short(ours.dtype), _short(theirs.dtype))
+            if a.kind_of(ours) != b.kind_of(theirs):
+                dtypes[name] = (a.kind_of(ours), b.kind_of(theirs))
             found = _compare(ours, theirs, in_a, in_b)
             if found is not None:
                 values[name] = found
-            elif ours.dtype == theirs.dtype:
+            elif name not in dtypes:
                 equal += 1
         renamed = _renames(
             {name: a.tensors[name] for name in only_a},
@@ -291,7 +298,3 @@ def _renames(
             if alike:
                 renamed[name] = alike.pop(0)
     return renamed
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
