@@ -14,7 +14,7 @@ from anyrank.conversion.content import Content, StoredContent
 from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import Destination, destination
 from anyrank.conversion.file_names import as_files, configuration
-from anyrank.conversion.live import convert_live
+from anyrank.conversion.live import convert_live, into
 from anyrank.conversion.merge import LowRank, MergedContent, merged
 from anyrank.conversion.options import Options, options_of
 from anyrank.conversion.planning import check_headers, plan_output
@@ -24,12 +24,14 @@ from anyrank.conversion.writing import Sealed, Writer, compare
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import Output
+from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.tensors.names import Rename, of_adapter, renamer
-from anyrank.world.group import Group
+from anyrank.world.group import Group, members
+from anyrank.world.lines import call_alone
 
 RUN = "anyrank run"  # the format's name
 STEMS = ("diffusion_pytorch_model",)
@@ -97,6 +99,7 @@ def convert(
             get one name, a value does not exist in `dtype`, a tensor has no place in the format,
             or an adapter that is not plain LoRA or makes a weight that is not finite.
         UnsafeFile: a pickle that would run code, or a header that lies.
+        RankError: other ranks give a model for the same destination.
         CheckpointError: the destination cannot be written, or does not hold what was written; or a
             damaged run.
         ValueError, TypeError: an argument that is wrong in itself, a destination that is there
@@ -123,6 +126,7 @@ def convert(
     # With a process group every rank is there, also one that gives no model by mistake.
     if isinstance(src, nn.Module) or process_group is not None:
         return convert_live(src, dst, checked, process_group)
+    call_alone(*members(None), into(dst))
     return _convert(src, dst, checked(), model)
 
 
@@ -134,6 +138,9 @@ def _convert(
     is_file = options.is_file(dst)
     place = destination(dst, _paths(src), is_file, options.overwrite)
     listing = list_source(src)
+    if options.dtype is not None:
+        check_method(listing)
+        listing = dequantised(listing, {})
     selection = select(listing, renamer(options.rename))
     added: dict[str, LowRank] = {}
     if options.merge:
@@ -172,9 +179,9 @@ def _convert(
         nbytes=output.nbytes + sum(map(len, small.values())),
         tied=selection.tied,
         cast={
-            tensor.name: f"{_short(selection.tensors[tensor.name].dtype)} -> {_short(tensor.dtype)}"
+            tensor.name: f"{kind} -> {_short(tensor.dtype)}"
             for tensor in tensors
-            if tensor.dtype != selection.tensors[tensor.name].dtype
+            if (kind := listing.kind_of(selection.tensors[tensor.name])) != _short(tensor.dtype)
         },
         renamed=selection.renamed,
         merged=list(added),

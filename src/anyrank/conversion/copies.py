@@ -25,7 +25,8 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
     Args:
         source: as the caller gave it.
         listing: what it holds.
-        dtype: of the converted weights, which config.json is to name; None leaves it.
+        dtype: of the converted weights, which config.json is to name, and which are not quantised;
+            None leaves it.
 
     Raises:
         LoadError: a file cannot be read.
@@ -75,6 +76,9 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
     if not isinstance(table, dict):
         return data
     _rename_dtype(table, str(dtype).removeprefix("torch."))
+    for part in (table, table.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
     return (json.dumps(table, indent=2) + "\n").encode()
 
 

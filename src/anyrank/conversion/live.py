@@ -73,7 +73,7 @@ def convert_live(
         process_group: as for `convert`.
     """
     start = time.perf_counter()
-    with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
+    with torch.inference_mode(False), open_ranks(process_group, "convert()", into(dst)) as ranks:
         options, place, is_file = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
@@ -121,6 +121,11 @@ def convert_live(
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
         seconds=time.perf_counter() - start,
     )
+
+
+def into(dst: object) -> str:
+    """A conversion by its destination, which no two conversions of a program share."""
+    return f"convert() into {os.path.abspath(str(dst))}"
 
 
 def _agreed(

@@ -154,7 +154,8 @@ def _low_rank(
         )
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(
-            f"{module}.weight: is {weight.dtype}: give the base before it was quantised"
+            f"{module}.weight: is {weight.dtype}: give dtype=, with which it is "
+            "dequantised where that is known, or the base before it was quantised"
         )
     patterns: Mapping[str, float] = config["alpha_pattern"]
     key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", module)), None)

@@ -11,6 +11,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import OutputTensor
 from anyrank.tensors.names import NESTED, WRAPPERS
+from anyrank.tensors.quantised import is_small, scaled
 from anyrank.tensors.spec import StoredTensor
 
 # Names under which training tools keep what is not weights, at the top of a checkpoint.
@@ -18,8 +19,6 @@ OTHERS = (
     *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
     *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
 )
-
-SCALES = ("scale", "scales", "scale_inv", "input_scale")  # after a dot or an underscore
 
 
 @dataclass(frozen=True)
@@ -119,19 +118,10 @@ def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTe
 
 
 def _check_scales(tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
-    small = [n for n, t in tensors.items() if t.dtype.is_floating_point and t.dtype.itemsize == 1]
-    scaled = [
-        name
-        for name in small
-        if any(f"{s}{dot}{end}" in tensors for s in _stems(name) for dot in "._" for end in SCALES)
-    ]
-    if scaled:
+    small = [name for name, t in tensors.items() if is_small(t.dtype) and scaled(tensors, name)]
+    if small:
         raise LoadError(
-            f"{scaled[0]}: is {tensors[scaled[0]].dtype} with a scale beside it, as are "
-            f"{len(scaled)} tensors; to cast them to {dtype} without it would give other weights: "
+            f"{small[0]}: is {tensors[small[0]].dtype} with a scale beside it, as are "
+            f"{len(small)} tensors; to cast them to {dtype} without it would give other weights: "
             "convert without dtype=, or dequantise first with the library that made them"
         )
-
-
-def _stems(name: str) -> tuple[str, str]:
-    return name, name.rpartition(".")[0]

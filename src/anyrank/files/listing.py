@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from anyrank.errors import LoadError
+from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -26,6 +27,7 @@ class FileInfo:
         place: machine and file number of a local file; another place holds another copy.
         ends: digest of a local file's first and last bytes, by which equal copies are recognised.
         tensor: for a tensor in memory, on the rank that has it, the tensor.
+        quantised: for one that is computed from others of its listing, how.
     """
 
     path: str
@@ -36,6 +38,13 @@ class FileInfo:
     place: str = ""
     ends: str = ""
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    quantised: Quantised | None = None
+
+    def after(self, base: int) -> FileInfo:
+        """The same in a listing whose files start `base` later."""
+        if self.quantised is None or not base:
+            return self
+        return replace(self, quantised=self.quantised.in_file(base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class Listing:
         sums: index of a file -> where the checksums of its blocks are, in runs.
         tables: first parts of keys that name a table of the checkpoint, and not a module, where the
             format tells them apart.
+        quantisation: `quantization_config` of the config.json beside the weights.
     """
 
     format: str
@@ -93,11 +103,24 @@ class Listing:
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     versions: dict[str, int] = field(default_factory=dict[str, int])
     tables: frozenset[str] = frozenset()
+    quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
+        """About how many bytes of files hold so many elements of one of its tensors."""
+        computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
+        if computed is None:
+            return numel * stored.dtype.itemsize
+        return numel * computed.nbytes // computed.numel
+
+    def kind_of(self, stored: StoredTensor) -> str:
+        """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
+        computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
+        return str(stored.dtype).removeprefix("torch.") if computed is None else computed.method
 
     def without_memory(self) -> Listing:
         """The same headers, to be sent: without the tensors of a source in memory."""
@@ -121,10 +144,12 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     extras: dict[str, tuple[Any] | None] = {}
     versions: dict[str, int] = {}
     sums: dict[int, SumsFile] = {}
+    quantisation: dict[str, Any] = {}
     all_skipped = list(skipped)
     for listing in listings:
         base = len(files)
-        files += listing.files
+        files += (info.after(base) for info in listing.files)
+        quantisation = quantisation or listing.quantisation
         metadata.update(listing.metadata)
         all_skipped += listing.skipped
         extras.update(listing.extras)
@@ -149,6 +174,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         sums,
         extras,
         versions,
+        quantisation=quantisation,
     )
 
 

@@ -15,6 +15,7 @@ from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
 from anyrank.files.listing import Listing
+from anyrank.files.quantised import DequantisedFile
 from anyrank.files.segments import (
     ALIGN,
     Job,
@@ -26,6 +27,7 @@ from anyrank.files.segments import (
 from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
 from anyrank.tensors.layout import local_pieces
 from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
 MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
@@ -84,6 +86,11 @@ class Reader:
         for number in files:
             info = self.listing.files[number]
             if info.in_memory or number in self.opened:
+                continue
+            if info.quantised is not None:
+                parts = (info.quantised.values, info.quantised.scales)
+                self.open({part.chunks[0].file for part in parts})
+                self.opened[number] = DequantisedFile(info.quantised, self.fetch)
                 continue
             storage = storage_for(info.path)
             try:
@@ -160,6 +167,18 @@ class Reader:
         self.run([Job(read, whole[read.local_slices()]) for read in reads])
         return whole
 
+    def fetch(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Bytes of a tensor that lies row-major in one file, for what is computed from them."""
+        chunk = stored.chunks[0]
+        info = self.listing.files[chunk.file]
+        if info.tensor is not None:
+            return info.tensor.reshape(-1).view(torch.uint8)[start:stop].cpu()
+        data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        read_exactly(self.opened[chunk.file], info.path, [memory_of(data)], chunk.offset + start)
+        with self.lock:
+            self.bytes_read += stop - start
+        return data
+
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read
         source = self.listing.files[read.chunk.file].tensor
@@ -170,10 +189,11 @@ class Reader:
         copy_into(job.destination, view)
         self.count(read.nbytes)
 
-    def count(self, nbytes: int) -> None:
-        """Add to the bytes read, from any thread."""
+    def count(self, nbytes: int, computed: Quantised | None = None) -> None:
+        """Add to the bytes read, from any thread; what is computed counted them as it read."""
         with self.lock:
-            self.bytes_read += nbytes
+            if computed is None:
+                self.bytes_read += nbytes
             self.progress(nbytes)
 
 
@@ -243,7 +263,7 @@ class _Worker:
         }:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
-        self.reader.count(high - low)
+        self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
     def _beyond(self, before: int, after: int) -> tuple[memoryview, memoryview]:
         if len(self.ends) < before + after:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
@@ -14,6 +16,7 @@ from anyrank.formats import safetensors, torch_file
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
 MAX_INDEX_BYTES = 1 << 30
+MAX_CONFIG_BYTES = 16 << 20
 
 # Later rules only count when the earlier ones find nothing, so safetensors wins over pickles.
 LISTERS: tuple[tuple[str, Callable[[Storage, str], Listing]], ...] = (
@@ -32,6 +35,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
             do not settle.
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
+    listing = _chosen(storage, folder, names)
+    return replace(listing, quantisation=_quantisation(storage, folder, names))
+
+
+def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     for ending, lister in LISTERS:
         chosen = _choose(folder, names, ending)
         if chosen is None:
@@ -49,6 +57,24 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         return join(_name(listings), listings, skipped)
     shown = ", ".join(names[:20]) or "nothing"
     raise LoadError(f"{folder}: no weights here; the folder holds {shown}")
+
+
+def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
+    """How the weights are quantised, as config.json says."""
+    path = join_path(folder, "config.json")
+    if "config.json" not in names or storage.info(path).size > MAX_CONFIG_BYTES:
+        return {}
+    file = storage.open(path)
+    try:
+        config: Any = json.loads(read_range(file, path, 0, storage.info(path).size))
+    except (ValueError, RecursionError):
+        return {}  # whoever builds the model from it says so
+    finally:
+        file.close()
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
+    found = [table.get("quantization_config") for table in tables]
+    return next((cast("dict[str, Any]", each) for each in found if isinstance(each, dict)), {})
 
 
 def _name(listings: list[Listing]) -> str:

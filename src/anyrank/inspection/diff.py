@@ -13,6 +13,7 @@ import torch
 
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.quantised import dequantised
 from anyrank.files.receipt import data_differences, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, recognises, steps_of
@@ -162,7 +163,13 @@ def diff(a: Source, b: Source) -> DiffReport:
     steps_a, steps_b = committed_steps(a), committed_steps(b)
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b)
-    return _diff(name_of(a), name_of(b), list_source(a), list_source(b))
+    in_a, in_b = list_source(a), list_source(b)
+    wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
+    return _diff(name_of(a), name_of(b), wide_a, wide_b)
+
+
+def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
+    return {name: stored.dtype for name, stored in listing.tensors.items()}
 
 
 def committed_steps(source: Source) -> dict[int, str] | None:
@@ -236,12 +243,12 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
             if ours.shape != theirs.shape:
                 shapes[name] = (ours.shape, theirs.shape)
                 continue
-            if ours.dtype != theirs.dtype:
-                dtypes[name] = (_short(ours.dtype), _short(theirs.dtype))
+            if a.kind_of(ours) != b.kind_of(theirs):
+                dtypes[name] = (a.kind_of(ours), b.kind_of(theirs))
             found = _compare(ours, theirs, in_a, in_b)
             if found is not None:
                 values[name] = found
-            elif ours.dtype == theirs.dtype:
+            elif name not in dtypes:
                 equal += 1
         renamed = _renames(
             {name: a.tensors[name] for name in only_a},
@@ -329,7 +336,3 @@ def _renames(
             if alike:
                 renamed[name] = alike.pop(0)
     return renamed
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

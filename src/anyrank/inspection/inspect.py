@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from anyrank.files.listing import Listing
+from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import group, in_units, printable, short_dtype
+from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
@@ -73,6 +76,7 @@ class Inspection:
         nbytes: of all tensors.
         metadata: free text that the format carries.
         skipped: files and keys that `load` ignores, each with the reason.
+        quantised: tensors that `load` dequantises -> how they are quantised.
         steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
     """
 
@@ -85,6 +89,7 @@ class Inspection:
     nbytes: int
     metadata: dict[str, str]
     skipped: list[str]
+    quantised: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
 
     def to_json(self) -> str:
@@ -108,7 +113,13 @@ def summary(found: Inspection) -> list[str]:
     )
     parts = [found.format, count(len(found.tensors), "tensor")]
     parts += [f"{found.parameters:,} parameters", in_units(found.nbytes)]
-    return [f"{found.path}: {', '.join(parts)}", *(f"  {kind}" for kind in kinds)]
+    methods = Counter(found.quantised.values())
+    ways = (
+        f"{method}, which `load` dequantises: {count(number, 'tensor')} with their scales"
+        for method, number in methods.items()
+    )
+    lines = [*kinds, *ways]
+    return [f"{found.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
 
 
 def notes(found: Inspection) -> list[str]:
@@ -161,7 +172,8 @@ def inspect(source: Source) -> Inspection:
         parameters=sum(_elements(stored) for stored in listing.tensors.values()),
         nbytes=listing.nbytes,
         metadata=listing.metadata,
-        skipped=list(listing.skipped),
+        skipped=[*listing.skipped, *filter(None, [unknown_method(listing)])],
+        quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=steps_in(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else [],
     )
 

@@ -70,9 +70,9 @@ class LoadResult:
                 if len(t.registrations) > 1
             },
             cast={
-                tensors[i].name: f"{short(stored.dtype)} -> {short(tensors[i].dtype)}"
+                tensors[i].name: f"{kind} -> {short(tensors[i].dtype)}"
                 for i, stored in match.stored.items()
-                if stored.dtype != tensors[i].dtype
+                if (kind := match.listing.kind_of(stored)) != short(tensors[i].dtype)
             },
             renewed=self.renewed,
             own_code=self.own_code.ran,

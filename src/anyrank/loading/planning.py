@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import Listing
+from anyrank.files.quantised import check_method, dequantised
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.loading.exchange import joint_reads_of
 from anyrank.loading.plan_load import AgreedPlan, plan_load
@@ -38,11 +39,11 @@ START_SEC = 0.1  # headers and agreement
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What the closed form needs of one tensor."""
+    """What the closed form needs of one tensor; `stored_bytes` are of all of it."""
 
     name: str
     shape: tuple[int, ...]
-    stored: torch.dtype
+    stored_bytes: int
     held: torch.dtype
 
 
@@ -118,8 +119,17 @@ def plan(
 
 def _dtypes(match: ModelMatch) -> list[_Tensor]:
     loadable = [(i, t) for i, t in enumerate(match.tensors) if t.kind != "derived"]
-    stored = {i: tensor.dtype for i, tensor in match.stored.items()}
-    return [_Tensor(t.name, t.shape, stored.get(i, t.dtype), t.dtype) for i, t in loadable]
+    return [
+        _Tensor(
+            t.name,
+            t.shape,
+            match.listing.stored_bytes(stored, stored.numel)
+            if (stored := match.stored.get(i))
+            else math.prod(t.shape) * t.dtype.itemsize,
+            t.dtype,
+        )
+        for i, t in loadable
+    ]
 
 
 def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
@@ -159,11 +169,14 @@ def plan_source(
     check_choice("strategy", strategy, STRATEGIES)
     check_source(source)
     listing = list_source(source)
+    if dtype is not None:
+        check_method(listing)
+        listing = dequantised(listing, {})
     tensors = [
         _Tensor(
             key,
             t.shape,
-            t.dtype,
+            listing.stored_bytes(t, t.numel),
             dtype if dtype is not None and t.dtype.is_floating_point else t.dtype,
         )
         for key, t in listing.tensors.items()
@@ -221,7 +234,7 @@ def _closed_form(
             if not held:
                 break
             share[shard] += held * tensor.held.itemsize
-            wanted[shard] += held * tensor.stored.itemsize
+            wanted[shard] += held * tensor.stored_bytes // math.prod(tensor.shape)
     caches = caches_of(range(world), nodes, listing)
     repeated = sum(wanted) if copies > 1 and len(set(caches)) > 1 else 0
     decision = decide(strategy, range(world), caches, [True] * world, repeated)
@@ -256,38 +269,40 @@ def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> Lo
     share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
     model_bytes = source_bytes = 0
     name, readers = plan.decision.name, plan.decision.readers
+    listing = plan.match.listing
     for index, target in enumerate(plan.match.tensors):
         if target.kind == "derived":
             continue
         stored = plan.match.stored.get(index)
         model_bytes += math.prod(target.shape) * target.dtype.itemsize
-        source_bytes += stored.nbytes if stored is not None else 0
+        source_bytes += listing.stored_bytes(stored, stored.numel) if stored is not None else 0
         for pieces, members in replicas(index, target, plan.coordinates).items():
             numel = sum(piece.box.numel for piece in pieces)
             for member in members:
                 share[member] += numel * target.dtype.itemsize
         if stored is None:
             continue
-        for joint in joint_reads_of(index, target, stored, plan.coordinates, plan.match.listing):
+        for joint in joint_reads_of(index, target, stored, plan.coordinates, listing):
+            nbytes = listing.stored_bytes(stored, joint.read.box.numel)
             if name == "own":
                 for taker in joint.takers:
-                    read[taker] += joint.read.nbytes
+                    read[taker] += nbytes
                 continue
             takers = readers or joint.takers
             for taker in takers:
-                read[taker] += joint.read.nbytes // len(takers)
+                read[taker] += nbytes // len(takers)
                 for part, members in joint.parts:
                     others = len(members) - (taker in members)
                     sent[taker] += part.nbytes * others // len(takers)
     return _made(
         plan.decision,
         nodes,
-        caches_of(ranks, nodes, plan.match.listing),
+        caches_of(ranks, nodes, listing),
         list(share.values()),
         list(read.values()),
         list(sent.values()),
         plan.buffer_bytes,
-        plan.match.listing.format,
+        listing.format,
         model_bytes,
         source_bytes,
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
+from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.model.conversions import converted, declared_ignorable
@@ -24,6 +25,7 @@ from anyrank.tensors.names import (
     renamer,
     wrong_prefix,
 )
+from anyrank.tensors.quantised import is_small, is_wide, scaled
 from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
@@ -96,7 +98,9 @@ def match_model(
     tensors = find_tensors(model) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
-    listing = listing if is_live else _without_other_parts(tensors, listing)
+    if not is_live:
+        listing = _without_other_parts(tensors, listing)
+        listing = dequantised(listing, _held(tensors), renamer(options.rename))
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
@@ -115,6 +119,7 @@ def match_model(
     absent = [i for i in missing if not tensors[i].adapter]
     filled = [*stored.items(), *compared.items()]
     problems = _problems(tensors, filled, absent, unexpected, options)
+    problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"
@@ -179,8 +184,8 @@ def _frozen_sources(
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
         if source is None or not indices:
             continue
-        own = list_source(source)
         inner = [target for target in find_tensors(part) if target.kind != "derived"]
+        own = dequantised(list_source(source), _held(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         prefix = f"{name}/"  # no key of the source can be meant by it
@@ -281,6 +286,31 @@ def _problems(
         if line:
             lines.append(line)
     return lines
+
+
+def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
+    """What the model holds, under all of its names."""
+    loadable = [target for target in tensors if target.kind != "derived"]
+    return {name: t.dtype for t in loadable for place in t.registrations for name in place.names}
+
+
+def _quantised(
+    listing: Listing,
+    targets: list[ModelTensor],
+    filled: list[tuple[int, StoredTensor]],
+    misfits: bool,
+) -> list[str]:
+    """Small numbers that would be taken for weights."""
+    wide = [stored for i, stored in filled if is_wide(targets[i].dtype)]
+    unknown = unknown_method(listing)
+    if unknown and (misfits or any(not is_wide(stored.dtype) for stored in wide)):
+        return [unknown]
+    return [
+        f"{stored.name}: is {stored.dtype} in the source, with a scale beside it; without the "
+        "scale it is another weight: dequantise it with the library that made it"
+        for stored in wide
+        if is_small(stored.dtype) and scaled(listing.tensors, stored.name)
+    ]
 
 
 def unwritable(target: ModelTensor) -> str | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.group import Group, default_store, members, named
-from anyrank.world.meeting import Meeting, Met
+from anyrank.world.meeting import Meeting, Met, announce_alone
 from anyrank.world.store import Store, StoreLost, is_here
 from anyrank.world.watch import TICK_SEC
 
@@ -115,13 +115,28 @@ def decline(process_group: Group, call: str, error: Exception) -> None:
                 lobby.close()
 
 
-def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:
+def call_alone(ranks: Sequence[int], rank: int, about: str) -> None:
+    """Let the others of `ranks` know that this one makes a call by itself.
+
+    Raises:
+        RankError: some wait for it there.
+    """
+    if len(ranks) > 1:
+        lobby = Store(default_store(), "anyrank")
+        try:
+            announce_alone(lobby, ranks, rank, about)
+        finally:
+            lobby.close()
+
+
+def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -> Lines:
     """Meet the other ranks and connect to them. All of `ranks`.
 
     Args:
         ranks: global ranks, in the group's order.
         rank: this process's own.
         call: what the ranks call.
+        about: see `Meeting`.
 
     Raises:
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
@@ -129,7 +144,7 @@ def connect_ranks(ranks: Sequence[int], rank: int, call: str) -> Lines:
     seconds, shared = TIMEOUT_SEC.get(), default_store()
     lobby = Store(shared, "anyrank")
     try:
-        met = Meeting(lobby, ranks, rank, call, seconds, is_here(shared)).hold()
+        met = Meeting(lobby, ranks, rank, call, seconds, is_here(shared), about).hold()
     except StoreLost as error:
         raise RankError(
             f"{call}: {error}: its process or its machine is gone, or the network to it"

@@ -50,6 +50,22 @@ class Met:
     store_node: int | None
 
 
+def announce_alone(store: Store, ranks: Sequence[int], rank: int, about: str) -> None:
+    """Let the others know that this rank makes a call by itself, should they wait for it there.
+
+    Raises:
+        RankError: some already do.
+    """
+    store.set(f"alone/{rank}", about)
+    posts = {r: store.get(f"post/{key_of(ranks)}/{i}") for i, r in enumerate(ranks) if r != rank}
+    wait = [r for r, text in posts.items() if text and json.loads(text).get("about") == about]
+    if wait:
+        raise RankError(
+            f"{named(wait)} called {about} with rank {rank}, which called it by itself: give all "
+            "ranks the same arguments"
+        )
+
+
 class Meeting:
     """One rank's way into a group.
 
@@ -60,6 +76,7 @@ class Meeting:
         call: what the ranks call, for messages: "load()".
         seconds: until a rank that waits gives up.
         hosts_store: whether this machine hosts the store.
+        about: what the call is about, which tells it from one that a rank makes by itself.
     """
 
     def __init__(
@@ -70,7 +87,9 @@ class Meeting:
         call: str,
         seconds: float,
         hosts_store: bool,
+        about: str = "",
     ) -> None:
+        self.about = about
         self.store = store
         self.ranks = ranks
         self.rank = rank
@@ -111,6 +130,7 @@ class Meeting:
         post = {
             "nonce": self.nonce,
             "call": self.call,
+            "about": self.about,
             "machine": self.machine,
             "store": self.hosts_store,
             "beat": self.beats,
@@ -234,6 +254,13 @@ class Meeting:
         signs of life.
         """
         text, now = self.store.get(self.posts[index]), time.monotonic()
+        away = not text or "left" in json.loads(text)
+        if away and self.about and self.store.get(f"alone/{self.ranks[index]}") == self.about:
+            raise RankError(
+                f"rank {self.ranks[index]} called {self.about} by itself, and not with the others: "
+                "give all ranks the same arguments",
+                causes={self.ranks[index]: "it called it by itself"},
+            )
         if not text and self.has_ended(self.ranks[index]):
             raise RankError(
                 f"rank {self.ranks[index]} has ended, and never came to {self.call}: look at its "

@@ -363,13 +363,14 @@ def one_process() -> Ranks:
 
 @contextmanager
 def open_ranks(
-    process_group: Group = None, call: str = "this call"
+    process_group: Group = None, call: str = "this call", about: str = ""
 ) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
     Args:
         process_group: see `Group`.
         call: what the ranks call, the same on each: "load()".
+        about: see `Meeting`.
 
     Raises:
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
@@ -378,7 +379,7 @@ def open_ranks(
     if len(ranks) == 1:
         yield Ranks(ranks, rank)
         return
-    made = Ranks(ranks, rank, connect_ranks(ranks, rank, call))
+    made = Ranks(ranks, rank, connect_ranks(ranks, rank, call, about))
     try:
         yield made
     finally:

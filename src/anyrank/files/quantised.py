@@ -1,0 +1,131 @@
+"""Quantised tensors, dequantised while they are read: each is a file of float32 that is computed
+from the ranges of two others, so that whatever reads files reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import FileInfo, Listing
+from anyrank.files.segments import memory_of
+from anyrank.tensors.names import candidates
+from anyrank.tensors.quantised import (
+    METHODS,
+    Fetch,
+    Pair,
+    Quantised,
+    is_small,
+    is_wide,
+    pairs_of,
+)
+from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.symbolic import SymbolicTensor
+
+MOST_NUMEL = 1 << 18  # computed at a time
+ITEM = torch.float32.itemsize
+
+
+class DequantisedFile:
+    """The float32 values of a quantised tensor, as if they were the bytes of a file."""
+
+    def __init__(self, quantised: Quantised, fetch: Fetch) -> None:
+        self.quantised = quantised
+        self.fetch = fetch
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        """Fill some of the buffers, in order; never more than is computed at a time."""
+        unit, numel = self.quantised.unit, self.quantised.numel
+        end = offset + sum(len(buffer) for buffer in buffers)
+        start = offset // ITEM // unit * unit
+        most = start + max(unit, MOST_NUMEL // unit * unit)
+        stop = min(-(-end // ITEM // unit) * unit, most, numel)
+        values = self.quantised.decode(start, stop, self.fetch)  # which `data` does not keep
+        data = memory_of(values)[offset - start * ITEM :]
+        done = 0
+        for buffer in buffers:
+            part = data[done : done + len(buffer)]
+            buffer[: len(part)] = part
+            done += len(part)
+        return done
+
+    def close(self) -> None:
+        """Nothing to release: the files belong to their reader."""
+
+
+def dequantised(
+    listing: Listing,
+    held: Mapping[str, torch.dtype],
+    rename: Callable[[str], str] = lambda key: key,
+) -> Listing:
+    """The listing with float32 tensors in place of quantised ones, except where these are wanted.
+
+    The tensor of a pair `X_blocks`, `X_scales` is X, with its last two dims swapped if there are
+    three, which is how transformers holds stacked experts. If `X_blocks` itself is wanted as a
+    floating tensor, it is that, and nothing is swapped.
+
+    Args:
+        listing: the source.
+        held: name -> dtype of what is to be filled; empty if everything is to be floating.
+        rename: from the source's keys to these names.
+
+    Raises:
+        LoadError: scales that do not fit.
+    """
+    pairs = pairs_of(listing.tensors)
+    holds_small = any(map(is_small, held.values()))
+
+    def wanted(key: str) -> torch.dtype | None:
+        return next((held[name] for name in candidates(rename(key)) if name in held), None)
+
+    tensors, files = dict(listing.tensors), list(listing.files)
+    for pair in pairs:
+        by_values, by_name = wanted(pair.values), wanted(pair.name)
+        dtype = by_name if by_values is None else by_values
+        if holds_small if dtype is None else not is_wide(dtype):
+            continue
+        quantised = pair.quantised(listing.tensors, listing.quantisation)
+        stored = _computed(pair, quantised, len(files), swapped=by_values is None)
+        files.append(_info(listing, quantised))
+        del tensors[pair.values], tensors[pair.scales]
+        tensors[pair.name if by_values is None else pair.values] = stored
+    return replace(listing, tensors=tensors, files=tuple(files))
+
+
+def _computed(pair: Pair, quantised: Quantised, number: int, *, swapped: bool) -> StoredTensor:
+    stored = StoredTensor.contiguous(pair.values, quantised.shape, torch.float32, number, 0)
+    if pair.method == "mxfp4" and len(quantised.shape) == 3 and swapped:
+        return SymbolicTensor(stored).transpose(1, 2).stored
+    return stored
+
+
+def _info(listing: Listing, quantised: Quantised) -> FileInfo:
+    source = listing.files[quantised.values.chunks[0].file]
+    path = f"{quantised.values.name} of {source.path}"
+    return FileInfo(path, quantised.numel * ITEM, source.version, quantised=quantised)
+
+
+def unknown_method(listing: Listing) -> str | None:
+    """Why a source cannot be read as floating weights, in words; None if it can."""
+    method = listing.quantisation.get("quant_method")
+    if not listing.quantisation or method in METHODS:
+        return None
+    return (
+        f"the source is quantised by {method or 'a method without a name'} (quantization_config in "
+        f"its config.json), and only {' and '.join(METHODS)} are dequantised while they are read: "
+        "give the weights from before it was quantised; or dequantise it with the library that "
+        "made it (transformers: model.dequantize(), then save_pretrained) and give the result"
+    )
+
+
+def check_method(listing: Listing) -> None:
+    """Refuse a source that cannot be read as floating weights.
+
+    Raises:
+        LoadError: names the method.
+    """
+    problem = unknown_method(listing)
+    if problem is not None:
+        raise LoadError(problem)

@@ -1,0 +1,208 @@
+"""Weights that are stored as small numbers and the scales of their blocks: what they are, and
+their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.tensors.box import row_major
+from anyrank.tensors.spec import StoredTensor
+
+METHODS = ("mxfp4", "fp8")
+BLOCK = (128, 128)  # DeepSeek's, where no configuration says otherwise
+BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
+# How tools name the scale of an 8-bit weight, after a dot or an underscore.
+ANY_SCALE = ("scale", "scales", "scale_inv", "input_scale")
+
+# The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Fetch = Callable[[StoredTensor, int, int], torch.Tensor]  # bytes [start, stop) of it, as uint8
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A float32 tensor that is computed from two stored ones, each row-major in one file.
+
+    Attributes:
+        method: "mxfp4" (pairs of e2m1 in bytes, with an exponent for each group) or "fp8".
+        values: the small numbers.
+        scales: of their blocks.
+        shape: of the tensor, as the small numbers lie.
+        block: rows and columns that share a scale.
+    """
+
+    method: str
+    values: StoredTensor
+    scales: StoredTensor
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def unit(self) -> int:
+        """Elements that are computed together: a group of mxfp4, a row of fp8."""
+        return self.block[1] if self.method == "mxfp4" else self.shape[-1]
+
+    def in_file(self, base: int) -> Quantised:
+        """The same in a listing whose files start `base` later."""
+        return replace(self, values=self.values.in_file(base), scales=self.scales.in_file(base))
+
+    def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, whole units, in float32."""
+        if self.method == "mxfp4":
+            return self._groups(start, stop, fetch)
+        return self._rows(start // self.unit, stop // self.unit, fetch)
+
+    def _groups(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
+        group = self.block[1]
+        halves = torch.tensor(E2M1, device="cpu")
+        pairs = torch.stack([halves.repeat(16), halves.repeat_interleave(16)], dim=1)
+        data = fetch(self.values, start // 2, stop // 2)
+        numbers = pairs[data.to(torch.int32)].view(-1, group)
+        exponents = fetch(self.scales, start // group, stop // group).to(torch.int32) - 127
+        return torch.ldexp(numbers, exponents[:, None], out=numbers).view(-1)
+
+    def _rows(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
+        rows, columns = self.shape[-2:]
+        high, wide = self.block
+        grid_rows, grid_columns = -(-rows // high), -(-columns // wide)
+
+        def grid_row(row: int) -> int:
+            return row // rows * grid_rows + row % rows // high
+
+        size = self.values.dtype.itemsize
+        data = fetch(self.values, start * columns * size, stop * columns * size)
+        numbers = data.view(self.values.dtype).to(torch.float32).view(-1, columns)
+        first, last, step = grid_row(start), grid_row(stop - 1) + 1, grid_columns
+        step *= self.scales.dtype.itemsize
+        scales = _as_float(fetch(self.scales, first * step, last * step), self.scales.dtype)
+        row = start
+        while row < stop:
+            matrix, inside = divmod(row, rows)
+            end = min(stop, matrix * rows + min(rows, (inside // high + 1) * high))
+            mine = scales.view(-1, grid_columns)[grid_row(row) - first]
+            numbers[row - start : end - start] *= mine.repeat_interleave(wide)[:columns]
+            row = end
+        return numbers.view(-1)
+
+
+def _as_float(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales in float32; bytes are exponents of two."""
+    given = torch.float8_e8m0fnu if dtype == torch.uint8 else dtype
+    return data.view(given).to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two keys of a source that are one tensor.
+
+    Attributes:
+        method: as of `Quantised`.
+        values, scales: the keys.
+        name: the key of the tensor that they are.
+    """
+
+    method: str
+    values: str
+    scales: str
+    name: str
+
+    def quantised(
+        self, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
+    ) -> Quantised:
+        """What the two are, by their shapes.
+
+        Args:
+            tensors: of the source.
+            config: the source's `quantization_config`, or nothing.
+
+        Raises:
+            LoadError: the scales do not fit, or the bytes lie in pieces.
+        """
+        values, scales = tensors[self.values], tensors[self.scales]
+        if self.method == "mxfp4":
+            *rest, groups, width = values.shape
+            shape, block, grid = (*rest, groups * width * 2), (1, width * 2), (*rest, groups)
+        else:
+            shape = values.shape
+            *rest, rows, columns = shape
+            block = _block(config, (rows, columns), scales, rest)
+            grid = (*rest, -(-rows // block[0]), -(-columns // block[1]))
+        one_a_matrix = self.method == "fp8" and block == shape[-2:]
+        if scales.shape != grid and not (one_a_matrix and scales.numel == math.prod(rest)):
+            raise LoadError(
+                f"{self.scales}: is {list(scales.shape)}, and {self.values} of {list(shape)} in "
+                f"blocks of {block[0]} x {block[1]} has {list(grid)} scales: weight_block_size of "
+                "quantization_config in config.json says how large the blocks are"
+            )
+        for stored in (values, scales):
+            if len(stored.chunks) != 1 or stored.chunks[0].strides != row_major(stored.shape):
+                raise LoadError(
+                    f"{stored.name}: its bytes lie in pieces, so it cannot be dequantised while it "
+                    "is read: convert the source to safetensors first (anyrank.convert)"
+                )
+        return Quantised(self.method, values, scales, shape, block)
+
+
+def _block(
+    config: Mapping[str, Any], shape: tuple[int, int], scales: StoredTensor, rest: Sequence[int]
+) -> tuple[int, int]:
+    given = config.get("weight_block_size", BLOCK)
+    if given is None or scales.numel == math.prod(rest):
+        return shape  # one scale for all
+    match given:
+        case [int(high), int(wide)] if high > 0 and wide > 0:
+            return high, wide
+        case _:
+            raise LoadError(
+                f"weight_block_size of quantization_config is {given!r}: two whole numbers are "
+                "expected"
+            )
+
+
+def pairs_of(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
+    """The pairs of a source, by their names and dtypes."""
+    found: list[Pair] = []
+    for key, scales in tensors.items():
+        exponents = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        stem = key.removesuffix(SCALES)
+        blocks = tensors.get(stem + BLOCKS) if stem != key and exponents else None
+        if blocks is not None and blocks.dtype == torch.uint8 and len(blocks.shape) > 1:
+            found.append(Pair("mxfp4", stem + BLOCKS, key, stem))
+        stem = key.removesuffix(SCALE_INV)
+        numbers = exponents or scales.dtype.is_floating_point
+        values = tensors.get(stem) if stem != key and numbers else None
+        if values is not None and is_small(values.dtype) and len(values.shape) > 1:
+            found.append(Pair("fp8", stem, key, stem))
+    return found
+
+
+def is_small(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of 8-bit floats."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of weights that are not quantised."""
+    return dtype.is_floating_point and not is_small(dtype)
+
+
+def scaled(tensors: Collection[str], name: str) -> bool:
+    """Whether a key has the key of a scale beside it."""
+    stems = (name, name.rpartition(".")[0])
+    return any(f"{s}{dot}{end}" in tensors for s in stems for dot in "._" for end in ANY_SCALE)

@@ -1,0 +1,269 @@
+"""Quantised sources: dequantised while they are read, bit for bit as torch's own reader does it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.quantised import BLOCK, COLUMNS, FP8, MXFP4, ROWS, fp8, mxfp4, read_by_torch, write
+from torch import nn
+
+import anyrank
+from anyrank.files.listing import Listing
+from anyrank.files.quantised import MOST_NUMEL, dequantised
+from anyrank.files.reader import Reader
+from anyrank.formats.sources import list_source
+
+
+class Holder(nn.Module):
+    """A module `l` with the given parameters, and nothing else."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.l = nn.Module()
+        for name, tensor in tensors.items():
+            self.l.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def fp8_folder(folder: Path, config: dict[str, object] | None = FP8, **sizes: int) -> str:
+    torch.manual_seed(0)
+    values, scales = fp8(**sizes)
+    return write(folder, {"l.weight": values, "l.weight_scale_inv": scales}, config)
+
+
+def mxfp4_folder(folder: Path, **sizes: int) -> str:
+    torch.manual_seed(0)
+    blocks, scales = mxfp4(**sizes)
+    return write(folder, {"l.up_blocks": blocks, "l.up_scales": scales}, MXFP4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fp8_as_torch_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = fp8_folder(tmp_path / "a")
+    model = Holder(weight=torch.zeros(ROWS, COLUMNS, dtype=dtype))
+    report = anyrank.load(model, folder)
+    expected = read_by_torch(folder, {"l.weight": (ROWS, COLUMNS)})["l.weight"]
+    assert torch.equal(model.l.weight, expected.to(dtype))
+    assert report.cast == {"l.weight": f"fp8 -> {str(dtype).removeprefix('torch.')}"}
+    assert report.bytes_read == [ROWS * COLUMNS + 3 * 4 * 4]
+    assert report.unexpected == report.missing == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_under_its_own_name_as_torch_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = mxfp4_folder(tmp_path / "a")
+    model = Holder(up_blocks=torch.zeros(3, 10, 64, dtype=dtype))
+    report = anyrank.load(model, folder)
+    expected = read_by_torch(folder, {"l.up_blocks": (3, 10, 64)})["l.up_blocks"]
+    assert torch.equal(model.l.up_blocks, expected.to(dtype))
+    assert report.cast["l.up_blocks"].startswith("mxfp4 -> ")
+
+
+def test_mxfp4_under_the_tensors_name_is_swapped(tmp_path: Path) -> None:
+    folder = mxfp4_folder(tmp_path / "a")
+    model = Holder(up=torch.zeros(3, 64, 10))
+    anyrank.load(model, folder)
+    expected = read_by_torch(folder, {"l.up_blocks": (3, 10, 64)})["l.up_blocks"]
+    assert torch.equal(model.l.up, expected.transpose(1, 2))
+
+
+def test_a_model_that_holds_them_gets_the_stored_numbers(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a")
+    stored = {
+        k: v for name in Path(folder).glob("*.safetensors") for k, v in load_file(name).items()
+    }
+    model = Holder(**{name[2:]: torch.zeros_like(t) for name, t in stored.items()})
+    report = anyrank.load(model, folder)
+    for name, tensor in stored.items():
+        assert torch.equal(model.get_parameter(name).view(torch.uint8), tensor.view(torch.uint8))
+    assert report.cast == {}
+    raw = {
+        "up_blocks": torch.zeros(3, 10, 2, 16, dtype=torch.uint8),
+        "up_scales": torch.zeros(3, 10, 2, dtype=torch.uint8),
+    }
+    assert anyrank.load(Holder(**raw), mxfp4_folder(tmp_path / "b")).cast == {}
+
+
+def test_without_a_configuration_blocks_are_of_128(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a", None, rows=130, columns=257, block=128)
+    model = Holder(weight=torch.zeros(130, 257))
+    anyrank.load(model, folder)
+    expected = read_by_torch(folder, {"l.weight": (130, 257)}, 128)["l.weight"]
+    assert torch.equal(model.l.weight, expected)
+
+
+def test_a_dict_of_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values, scales = fp8(130, 257, 128)
+    model = Holder(weight=torch.zeros(130, 257))
+    anyrank.load(model, {"l.weight": values, "l.weight_scale_inv": scales})
+    folder = write(tmp_path / "a", {"l.weight": values, "l.weight_scale_inv": scales}, None)
+    assert torch.equal(
+        model.l.weight, read_by_torch(folder, {"l.weight": (130, 257)}, 128)["l.weight"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["one", "exponents", "stacked"])
+def test_other_scales(kind: str) -> None:
+    values, scales = fp8(2 * BLOCK, BLOCK)
+    bits: Any = values
+    if kind == "one":
+        scales = torch.tensor(0.25)
+        expected = bits.float() * 0.25
+    elif kind == "exponents":
+        bits, scales = fp8(256, 128, 128)
+        scales = torch.tensor([[120], [130]], dtype=torch.uint8)
+        expected = bits.float() * torch.tensor([2.0**-7, 8.0]).repeat_interleave(128)[:, None]
+    else:
+        pairs = [fp8(130, 5, 128) for _ in range(3)]
+        bits = torch.stack([v.view(torch.uint8) for v, _ in pairs]).view(torch.float8_e4m3fn)
+        scales = torch.stack([s for _, s in pairs])
+        expected = bits.float() * scales.repeat_interleave(128, 1)[:, :130].expand(3, 130, 5)
+    model = Holder(weight=torch.zeros(bits.shape))
+    anyrank.load(model, {"l.weight": bits, "l.weight_scale_inv": scales})
+    assert torch.equal(model.l.weight, expected)
+
+
+@pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
+def test_any_range_of_bytes(tmp_path: Path, make: Any) -> None:
+    """What a reader asks for does not begin or end where blocks do."""
+    listing: Listing = dequantised(list_source(make(tmp_path / "a")), {})
+    (stored,) = listing.tensors.values()
+    number = stored.chunks[0].file
+    with Reader(listing, buffer_bytes=1 << 20) as reader:
+        reader.open({number})
+        file, size = reader.opened[number], listing.files[number].size
+        whole = bytearray(size)
+        done = 0
+        while done < size:
+            done += file.readv([memoryview(whole)[done:]], done)
+        for start, stop in [(0, 8), (4, 404), (252, 1000), (size - 12, size), (1332, 1336)]:
+            parts = [bytearray((stop - start) // 2), bytearray((stop - start) // 2)]
+            done = 0
+            buffers = [memoryview(part) for part in parts]
+            while done < stop - start:
+                got = file.readv([b for b in buffers if len(b)], start + done)
+                done += got
+                cut = min(got, len(buffers[0]))
+                buffers = [buffers[0][cut:], buffers[1][got - cut :]]
+            assert parts[0] + parts[1] == whole[start:stop]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """No more than a piece is computed at a time, however much is wanted."""
+    folder = fp8_folder(tmp_path / "a", None, rows=4096, columns=512, block=128)
+    listing = dequantised(list_source(folder), {})
+    (stored,) = listing.tensors.values()
+    fetched: list[int] = []
+    with Reader(listing, buffer_bytes=1 << 20) as reader:
+        original = reader.fetch
+
+        def fetch(part: Any, start: int, stop: int) -> torch.Tensor:
+            fetched.append(stop - start)
+            return original(part, start, stop)
+
+        reader.fetch = fetch  # type: ignore[method-assign]
+        whole = reader.read_whole(stored)
+    assert max(fetched) <= MOST_NUMEL
+    expected = read_by_torch(folder, {"l.weight": (4096, 512)}, 128)["l.weight"]
+    assert torch.equal(whole, expected)
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    wrong = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    folder = fp8_folder(tmp_path / "a", wrong)
+    with pytest.raises(anyrank.LoadError, match=r"weight_scale_inv: is \[3, 4\].*\[2, 2\] scales"):
+        anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "options", [{}, {"missing": "init", "unexpected": "ignore", "cast": "any"}]
+)
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, options: Any) -> None:
+    """Also where missing and unexpected keys are allowed: integers never become weights."""
+    stored = {"l.weight": torch.ones(4, 4, dtype=torch.int8), "l.SCB": torch.ones(4)}
+    if method != "bitsandbytes":
+        stored = {"l.qweight": torch.ones(4, 1, dtype=torch.int32), "l.scales": torch.ones(4)}
+    folder = write(tmp_path / "a", stored, {"quant_method": method})
+    model = Holder(weight=torch.zeros(4, 4))
+    with pytest.raises(anyrank.LoadError, match=f"quantised by {method}.*before it was quantised"):
+        anyrank.load(model, folder, **options)
+    with pytest.raises(anyrank.LoadError, match=f"quantised by {method}"):
+        anyrank.convert(folder, tmp_path / "b", dtype="bfloat16")
+    assert torch.equal(model.l.weight, torch.zeros(4, 4))
+
+
+def test_a_scale_of_another_name_is_never_left_out(tmp_path: Path) -> None:
+    values, _ = fp8(4, 4)
+    save_file({"l.weight": values, "l.weight_scale": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(anyrank.LoadError, match=r"weight: is torch.float8_e4m3fn.*scale beside it"):
+        anyrank.load(
+            Holder(weight=torch.zeros(4, 4)), tmp_path / "a.safetensors", unexpected="ignore"
+        )
+
+
+def test_a_block_size_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a", {"quant_method": "fp8", "weight_block_size": [1, "x"]})
+    with pytest.raises(anyrank.LoadError, match="two whole numbers"):
+        anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
+
+
+# -- the other commands -----------------------------------------------------------------------
+
+
+def test_plan_counts_what_is_stored(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a")
+    model = Holder(weight=torch.zeros(ROWS, COLUMNS))
+    stored = ROWS * COLUMNS + 3 * 4 * 4
+    assert anyrank.plan(model, folder).read_bytes == [stored]
+    closed = anyrank.plan(model, folder, world_size=4)
+    assert sum(closed.read_bytes) == pytest.approx(stored, abs=4)
+    assert closed.source_bytes == pytest.approx(stored, abs=4)
+
+
+def test_convert_with_a_dtype_writes_plain_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values, scales = fp8()
+    blocks, exponents = mxfp4()
+    stored = {"l.weight": values, "l.weight_scale_inv": scales, "l.norm": torch.ones(3)}
+    stored |= {"l.up_blocks": blocks, "l.up_scales": exponents}
+    folder = write(tmp_path / "a", stored, FP8)
+    report = anyrank.convert(folder, tmp_path / "b", dtype="bfloat16")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    shapes = {"l.weight": (ROWS, COLUMNS), "l.up_blocks": (3, 10, 64)}
+    expected = read_by_torch(folder, shapes)
+    assert found.keys() == {"l.weight", "l.up", "l.norm"}
+    assert torch.equal(found["l.weight"], expected["l.weight"].bfloat16())
+    assert torch.equal(found["l.up"], expected["l.up_blocks"].bfloat16().transpose(1, 2))
+    assert report.cast["l.weight"] == "fp8 -> bfloat16"
+    assert report.cast["l.up"] == "mxfp4 -> bfloat16"
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    assert anyrank.diff(folder, tmp_path / "b").only_a == []
+    same = anyrank.convert(folder, tmp_path / "c")
+    assert same.cast == {}
+    assert anyrank.diff(folder, tmp_path / "c")
+    assert "quantization_config" in json.loads((tmp_path / "c" / "config.json").read_text())
+
+
+def test_diff_of_quantised_and_plain(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a")
+    anyrank.convert(folder, tmp_path / "b", dtype="float32")
+    found = anyrank.diff(folder, tmp_path / "b")
+    assert found.dtypes == {"l.weight": ("fp8", "float32")}
+    assert (found.only_a, found.only_b, found.values) == ([], [], {})
+
+
+def test_inspect_says_what_they_are(tmp_path: Path) -> None:
+    found = anyrank.inspect(fp8_folder(tmp_path / "a"))
+    assert found.quantised == {"l.weight": "fp8"}
+    assert "fp8, which `load` dequantises: 1 tensor with their scales" in str(found)
+    other = write(tmp_path / "b", {"l.qweight": torch.ones(2)}, {"quant_method": "gptq"})
+    assert any("quantised by gptq" in line for line in anyrank.inspect(other).skipped)
