@@ -85,4 +85,7 @@ LOCK_SEC = Knob(
     "silence after which another machine's lock on a run folder is stale",
 )
 
+PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"
+"""No knob: by this variable `anyrank run` tells its ranks of the memory that outlives them."""
+
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

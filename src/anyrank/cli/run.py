@@ -17,6 +17,7 @@ import click
 
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
+from anyrank.cli.run_memory import outliving
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,19 @@ def command(
     from anyrank.cli.console import err
 
     attempts: list[Attempt] = []
-    for number in (ranks or count_devices(), *then):
-        if attempts:
-            last = attempts[-1]
-            err().print(
-                f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
-                f"{last.seconds:.0f} s; continuing on {number}",
-                markup=False,
-            )
-        attempt, is_stopped = run_once(number, script, arguments, machines)
-        attempts.append(attempt)
-        if attempt.exit_code == 0 or is_stopped:
-            break
+    with outliving() as memory:
+        for number in (ranks or count_devices(), *then):
+            if attempts:
+                last = attempts[-1]
+                err().print(
+                    f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
+                    f"{last.seconds:.0f} s; continuing on {number}",
+                    markup=False,
+                )
+            attempt, is_stopped = run_once(number, script, arguments, machines, memory)
+            attempts.append(attempt)
+            if attempt.exit_code == 0 or is_stopped:
+                break
     if as_json:
         click.echo(
             json.dumps({"script": script, "attempts": [asdict(attempt) for attempt in attempts]})
@@ -89,13 +91,17 @@ def command(
 
 
 def run_once(
-    ranks: int, script: str, arguments: tuple[str, ...], machines: Mapping[str, str | None]
+    ranks: int,
+    script: str,
+    arguments: tuple[str, ...],
+    machines: Mapping[str, str | None],
+    memory: dict[str, str],
 ) -> tuple[Attempt, bool]:
     """Start the script once; the attempt, and whether SIGTERM or Ctrl-C stopped it."""
     full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
-    process = subprocess.Popen(full, env=environ(ranks))  # noqa: S603 - the user's own script
+    process = subprocess.Popen(full, env=environ(ranks) | memory)  # noqa: S603 - the user's own script
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
