@@ -85,7 +85,8 @@ LOCK_SEC = Knob(
     "silence after which another machine's lock on a run folder is stale",
 )
 
-# No knob: `anyrank run --replay` sets it for its script, to the folder of the replay.
-REPLAY = "ANYRANK_REPLAY"
+# No knobs: `anyrank run` sets them for the scripts that it starts.
+REPLAY = "ANYRANK_REPLAY"  # the folder of a replay
+PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
 
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

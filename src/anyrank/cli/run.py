@@ -17,6 +17,7 @@ import click
 
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
+from anyrank.cli.run_memory import outliving
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,19 @@ def command(
     if start is not None or stop is not None:
         raise click.UsageError("--from and --to are for --replay")
     attempts: list[Attempt] = []
-    for number in (count, *then):
-        if attempts:
-            last = attempts[-1]
-            err().print(
-                f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
-                f"{last.seconds:.0f} s; continuing on {number}",
-                markup=False,
-            )
-        attempt, is_stopped = run_once(number, script, arguments, machines, {})
-        attempts.append(attempt)
-        if attempt.exit_code == 0 or is_stopped:
-            break
+    with outliving() as memory:
+        for number in (count, *then):
+            if attempts:
+                last = attempts[-1]
+                err().print(
+                    f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
+                    f"{last.seconds:.0f} s; continuing on {number}",
+                    markup=False,
+                )
+            attempt, is_stopped = run_once(number, script, arguments, machines, memory)
+            attempts.append(attempt)
+            if attempt.exit_code == 0 or is_stopped:
+                break
     if as_json:
         click.echo(
             json.dumps({"script": script, "attempts": [asdict(attempt) for attempt in attempts]})

@@ -24,8 +24,8 @@ class Cadence:
         return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
-def cadence(every: int | str | None) -> Cadence:
-    """`every=`, read.
+def cadence(every: int | str | None, name: str = "every") -> Cadence:
+    """`every=`, or the argument of another name, read.
 
     Raises:
         ValueError: it is neither a positive number of steps nor a time such as "10min".
@@ -39,6 +39,6 @@ def cadence(every: int | str | None) -> Cadence:
     if match and float(match[1]) > 0:
         return Cadence(seconds=float(match[1]) * UNITS[match[2]])
     raise ValueError(
-        f"every={every!r}: give a number of steps, as in every=500, or a time, as in '10min' "
+        f"{name}={every!r}: give a number of steps, as in {name}=500, or a time, as in '10min' "
         f"(units: {', '.join(UNITS)})"
     )

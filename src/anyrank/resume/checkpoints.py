@@ -28,9 +28,10 @@ from anyrank.resume.loop import (
 )
 from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import RunOptions
+from anyrank.resume.peers import open_memory
 from anyrank.resume.replay import writer_of
 from anyrank.resume.report import ResumeReport
-from anyrank.resume.resume import Arguments, resume_run
+from anyrank.resume.resume import Arguments
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import PendingSignals
@@ -61,6 +62,8 @@ class Checkpoints:
             all files' sizes and the small ones' checksums, "off" the small files' checksums only.
         keep_every: steps that are multiples of it stay for good.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
+        peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
+            which a restart goes on; or after so many steps, or a time, as for `every`.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
@@ -94,6 +97,7 @@ class Checkpoints:
         verify: Literal["size", "full", "off"] = "full",
         keep_every: int | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
+        peers: bool | int | str = False,
         process_group: Group = None,
     ) -> None:
         try:
@@ -101,7 +105,8 @@ class Checkpoints:
                 given = f"a {type(state).__name__}"
                 raise TypeError(f"state is {given}: give Checkpoints(path, anyrank.TrainState())")
             self.path = os.fspath(path)
-            self._options = RunOptions(self.path, keep, every, background, verify, keep_every)
+            options = (self.path, keep, every, background, verify, keep_every, peers)
+            self._options = RunOptions(*options)
             self._folder = RunFolder(store_for(self.path), self.path)
             self._writer = writer_of(self._folder, state, self._options, on_commit)
         except Exception as error:  # wrong on this rank alone, perhaps: the others wait in vain
@@ -114,7 +119,6 @@ class Checkpoints:
         self._calling = threading.RLock()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
-        self._last_save = time.monotonic()
         self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
@@ -175,12 +179,7 @@ class Checkpoints:
         arguments = self._writer.arguments(Arguments(which, skip, fresh, rename))
         arguments.agree(ranks)
         self.wait()
-        resumed = resume_run(self._state, self._folder, arguments, self._options.verify, ranks)
-        if resumed is None:
-            return None
-        self._writer.branch = resumed.branch
-        self._writer.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
-        return resumed.report
+        return self._writer.resume(arguments, ranks)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -265,13 +264,12 @@ class Checkpoints:
         ranks = self._open("step_done")
         self._is_training = True
 
-        def here() -> tuple[bool, int | None, bool]:
+        def here() -> tuple[bool, int | None, bool, bool]:
             self._counter.refuse_within_body()
             run_parts(self._state).check_usable()
             if isinstance(self._state.data, Position):
                 check_complete(self._state.data)
-            due = self._is_first and self._writer.is_due(self._last_save)
-            return self._writer.failed, self._signals.take(), due
+            return self._writer.failed, self._signals.take(), *self._writer.due()
 
         flags = ranks.together("completing the step", here)
         self._counter.count()
@@ -279,6 +277,8 @@ class Checkpoints:
         try:
             if any(flag[0] for flag in flags):
                 self.wait()
+            if flags[0][3]:
+                self._writer.remember(ranks)
             if flags[0][2] or signals:
                 self.save()
             else:
@@ -313,7 +313,7 @@ class Checkpoints:
         """
         ranks = self._open("save")
         self._writer.save(ranks, self._writers)
-        self._last_save = time.monotonic()
+        self._writer.last_save = time.monotonic()
 
     @one_thread
     def wait(self) -> None:
@@ -350,6 +350,7 @@ class Checkpoints:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
             self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
+            self._writer.memory = open_memory(self.path, ranks) if self._options.peers else None
             self._ranks = ranks
         return self._ranks
 

@@ -22,6 +22,7 @@ class RunOptions:
     background: bool
     verify: str
     keep_every: int | None
+    peers: bool | int | str = False
 
     def __post_init__(self) -> None:
         if self.keep < 2:
@@ -33,8 +34,19 @@ class RunOptions:
         if self.verify not in VERIFY:
             raise ValueError(f"verify={self.verify!r}: give one of {', '.join(VERIFY)}")
         cadence(self.every)
+        cadence(_as_every(self.peers), "peers")
 
     @property
     def cadence(self) -> Cadence:
         """When a save is due."""
         return cadence(self.every)
+
+    @property
+    def peers_cadence(self) -> Cadence:
+        """When a snapshot in memory is due."""
+        return cadence(_as_every(self.peers), "peers")
+
+
+def _as_every(peers: bool | int | str) -> int | str | None:
+    """True is each step, False is never."""
+    return int(peers) or None if isinstance(peers, bool) else peers

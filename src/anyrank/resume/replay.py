@@ -123,9 +123,9 @@ class ReplayWriter(RunWriter):
         """The order's step, whichever the script asks for."""
         return replace(given, which=self._order.start, rename=None)
 
-    def is_due(self, last_save: float) -> bool:
-        """Whether the next step is compared."""
-        return self._state.step + 1 in self._left
+    def due(self) -> tuple[bool, bool]:
+        """Whether the step that ends now is compared; nothing is kept in memory."""
+        return self._state.step + 1 in self._left, False
 
     def save(self, ranks: Ranks, writers: Ranks | None) -> None:
         """Leave the receipt of the state's step, if the order names it. All ranks.

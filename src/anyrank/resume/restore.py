@@ -155,13 +155,13 @@ class Resuming:
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.found.listing]:
             mine = [fill for fill in fills if fill.listing is listing]
-            with self._reader(listing, buffer) as reader:
-                self._read_from(reader, mine)
+            files = {chunk.file for one in mine for chunk in one.stored.chunks}
+            with self._reader(self.found.bring(listing, files), buffer) as reader:
+                self._read_from(reader, mine, files)
 
-    def _read_from(self, reader: Reader, fills: Sequence[Fill]) -> None:
+    def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
         """Fill this rank's memory from one listing: each rank reads what it holds."""
         wanted = [Wanted(n, one.held, one.stored, one.local) for n, one in enumerate(fills)]
-        files = {chunk.file for one in wanted for chunk in one.stored.chunks}
 
         def read() -> None:
             faults.point("resume.read")

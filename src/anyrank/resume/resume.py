@@ -12,6 +12,7 @@ from anyrank.files.manifest import MANIFEST
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import steps_of
 from anyrank.resume.adopt import Request, adopt
+from anyrank.resume.peers import PeerMemory
 from anyrank.resume.report import ResumeReport
 from anyrank.resume.restore import Resuming, log_report, resume_newest
 from anyrank.resume.run_store import RunFolder
@@ -30,12 +31,14 @@ class Resumed:
     Attributes:
         report: for the caller.
         is_own: whether the state is a step of this run, and on disk.
+        snapshot: name of the snapshot in memory that the state came from, or None.
         branch: the step that newer ones of the run are set aside for at the next save, or None.
     """
 
     report: ResumeReport
     is_own: bool
     branch: int | None
+    snapshot: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,12 @@ class Arguments:
 
 
 def resume_run(
-    state: TrainState, folder: RunFolder, arguments: Arguments, verify: str, ranks: Ranks
+    state: TrainState,
+    folder: RunFolder,
+    arguments: Arguments,
+    verify: str,
+    ranks: Ranks,
+    memory: PeerMemory | None = None,
 ) -> Resumed | None:
     """Restore a state; None where there is nothing to resume. All ranks.
 
@@ -101,16 +109,18 @@ def resume_run(
     """
     which, path = arguments.which, arguments.path
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
-    search = StepSearch(folder, own, verify, ranks)
+    search = StepSearch(folder, own, verify, ranks, memory)
     skip, fresh = arguments.skip, arguments.fresh
     resuming = resume_newest(state, search, ranks, skip, fresh)
     if resuming is not None:
-        report = resuming.report(folder, verify)
+        held, there = resuming.found.candidate.held, resuming.found.memory
+        report = resuming.report(folder if there is None else there.folder, verify)
         if path is not None:
             note = f"{path} was not read: the run has steps of its own, which go on from it"
             report = replace(report, notes=[*report.notes, note])
         leaves_newer = isinstance(which, int) or bool(resuming.found.left)
-        return _resumed(resuming, report, ranks, is_own=True, leaves_newer=leaves_newer)
+        resumed = _resumed(resuming, report, ranks, held is None, leaves_newer)
+        return replace(resumed, snapshot=None if held is None else held.name)
     if path is not None:
         return _from_elsewhere(state, folder, path, arguments, verify, ranks)
     if which == "must":

@@ -12,7 +12,9 @@ from anyrank.errors import CheckpointError
 from anyrank.resume.background import Background
 from anyrank.resume.lock import RunLock
 from anyrank.resume.options import RunOptions
-from anyrank.resume.resume import Arguments
+from anyrank.resume.peers import PeerMemory
+from anyrank.resume.report import ResumeReport
+from anyrank.resume.resume import Arguments, resume_run
 from anyrank.resume.run_store import RunFolder
 from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
 from anyrank.resume.state import TrainState, run_parts
@@ -29,7 +31,9 @@ class RunWriter:
     Attributes:
         on_disk: step and run that are saved already.
         branch: the step that was resumed although newer ones are there, until a save.
+        memory: where snapshots go, if anywhere.
         records: the saves of this process.
+        last_save: when the last one ended, on the monotonic clock.
         has_callback: whether any rank has an `on_commit`; only the first rank's is called.
     """
 
@@ -46,9 +50,11 @@ class RunWriter:
         self._background = Background(self._write) if options.background else None
         self._on_commit = on_commit
         self._is_locked = False
+        self.last_save = self._last_snapshot = time.monotonic()
         self._in_flight: Snapshot | None = None
         self.on_disk: tuple[int, str | None] | None = None
         self.branch: int | None = None
+        self.memory: PeerMemory | None = None
         self.records: list[SaveRecord] = []
         self.has_callback = on_commit is not None
 
@@ -72,9 +78,23 @@ class RunWriter:
         """What a resume restores, of what the script asks for."""
         return given
 
-    def is_due(self, last_save: float) -> bool:
-        """Whether to save after the next step, the last save having been at that time."""
-        return self._options.cadence.is_due(self._state.step + 1, last_save)
+    def resume(self, arguments: Arguments, ranks: Ranks) -> ResumeReport | None:
+        """Restore the state; None where there is nothing to resume. All ranks."""
+        verify, memory = self._options.verify, self.memory
+        resumed = resume_run(self._state, self._folder, arguments, verify, ranks, memory)
+        if resumed is None:
+            return None
+        self.branch = resumed.branch
+        self.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
+        if memory is not None:
+            memory.newest = resumed.snapshot
+        return resumed.report
+
+    def due(self) -> tuple[bool, bool]:
+        """Whether a save, and a snapshot in memory, follow the step that ends now."""
+        step, options = self._state.step + 1, self._options
+        keeps = self.memory is not None and options.peers_cadence.is_due(step, self._last_snapshot)
+        return options.cadence.is_due(step, self.last_save), keeps
 
     def renew_lock(self) -> None:
         """Show other processes that the run is alive."""
@@ -99,9 +119,7 @@ class RunWriter:
         if self.branch is not None:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
-        if isinstance(state.data, Position):
-            check_receipt(state.data, ranks)
-        snapshot = collect(state, ranks)
+        snapshot = self._collect(ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)
             self._note(replace(record, stall_seconds=time.perf_counter() - start), snapshot)
@@ -112,6 +130,38 @@ class RunWriter:
         self._background.start(snapshot, ranks, writers)
         self._background.stall += time.perf_counter() - start
         self._in_flight = snapshot
+
+    def _collect(self, ranks: Ranks) -> Snapshot:
+        if isinstance(self._state.data, Position):
+            check_receipt(self._state.data, ranks)
+        return collect(self._state, ranks)
+
+    def remember(self, ranks: Ranks) -> None:
+        """Keep a snapshot in the machines' memory. All ranks.
+
+        A memory that has no room is given up with a warning: the files are there.
+
+        Raises:
+            CheckpointError: something cannot be saved.
+        """
+        assert self.memory is not None
+        start, first = time.perf_counter(), self.memory.newest is None
+        snapshot = self._collect(ranks)
+        differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
+        snapshot = replace(snapshot, manifest=replace(snapshot.manifest, differed=differed))
+        try:
+            nbytes = self.memory.keep(snapshot)
+        except CheckpointError as error:
+            self.memory.forget()
+            self.memory = None
+            if ranks.index == 0:
+                log.warning("peers: nothing is kept in memory from now on: %s", error)
+            return
+        self._state.run = snapshot.manifest.run
+        self._last_snapshot = time.monotonic()
+        level = logging.INFO if first else logging.DEBUG
+        seconds = time.perf_counter() - start
+        log.log(level, "step %d is in memory: %d bytes, %.3f s", self._state.step, nbytes, seconds)
 
     def _check_boundary(self) -> None:
         """Refuse to save within a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
+from anyrank.resume.peers import Held, PeerMemory
 from anyrank.resume.records import check_records, check_tensors
 from anyrank.resume.run_store import RunFolder
 from anyrank.world.ranks import Ranks
@@ -34,6 +35,7 @@ class Candidate:
         manifest, listing: what it holds; None where damage hides it.
         damaged: what is damaged, or None.
         unread: why the step could not be read although it may be sound, or None.
+        held: for a snapshot in memory, what the machines hold of it.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Candidate:
     listing: Listing | None = None
     damaged: str | None = None
     unread: str | None = None
+    held: Held | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Selected:
         left: names of steps that kept their place, as they could not be read or not be renamed.
         notes: why, in sentences.
         verify: whether what is read is compared with its checksums.
+        memory: for a snapshot, where it is.
     """
 
     candidate: Candidate
@@ -65,22 +69,40 @@ class Selected:
     left: list[str]
     notes: list[str]
     verify: bool
+    memory: PeerMemory | None = None
 
     @property
     def name(self) -> str:
         """The step's folder."""
         return self.candidate.name
 
+    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
+        """Let this rank have the files that it reads; the listing with their places. All ranks."""
+        held = self.candidate.held
+        if self.memory is None or held is None or listing is not self.listing:
+            return listing
+        return self.memory.bring(held, listing, files)
+
 
 class StepSearch:
     """The steps of a run, the newest first, until one is whole. Equal on all ranks.
 
+    Steps are files, and snapshots in memory, which are read where both are as new.
     Damaged steps are renamed `.bad-...` and skipped. A step on a disk that does not return its
     bytes is skipped as well, and keeps its name: it may be sound.
     """
 
-    def __init__(self, folder: RunFolder, which: str | int, verify: str, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        which: str | int,
+        verify: str,
+        ranks: Ranks,
+        memory: PeerMemory | None = None,
+    ) -> None:
         self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
+        self.memory = memory if which in ("auto", "must") else None
+        self.snapshots = self.memory.whole() if self.memory is not None else []
         self.newest = self.samples = self.unread = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
@@ -95,7 +117,7 @@ class StepSearch:
             CheckpointError: there are steps and none can be used, or not the one asked for; or
                 there is another tool's checkpoint.
         """
-        while (candidate := self._from_first("looking for a checkpoint", self._look)) is not None:
+        while (candidate := self._candidate()) is not None:
             if candidate.damaged is None and candidate.unread is None:
                 return self._selected(candidate)
             self._reject(candidate)
@@ -109,6 +131,29 @@ class StepSearch:
             )
         self._from_first("looking for a checkpoint", self.folder.check_no_other)
         return None
+
+    def _candidate(self) -> Candidate | None:
+        """The newest step that was not rejected, in memory or in files. All ranks."""
+        if self.memory is not None and self.snapshots:
+            memory, held = self.memory, self.snapshots[0]
+            if self._from_first("comparing memory and files", lambda: self._is_newest(held)):
+                del self.snapshots[0]
+                return self.ranks.from_one(
+                    "looking at a snapshot", held.holder, lambda: _look_in_memory(memory, held)
+                )
+        return self._from_first("looking for a checkpoint", self._look)
+
+    def _is_newest(self, held: Held) -> bool:
+        """Whether no file is newer than a snapshot, which is of the files' run. One rank."""
+        steps = [one for one in self.folder.claimed() if one[1] not in self.left]
+        if steps and steps[0][0] > held.step:
+            return False
+        try:
+            self.folder.check_run(held.run)
+        except CheckpointError as error:
+            log.warning("%s: a snapshot in memory is not used: %s", held.name, error)
+            return False
+        return True
 
     def reject(self, selected: Selected, error: CorruptCheckpoint | Unreadable) -> None:
         """Skip a step whose damage showed when it was read. All ranks.
@@ -143,6 +188,7 @@ class StepSearch:
             left=self.left,
             notes=self.notes,
             verify=self.verify == "full",
+            memory=self.memory if candidate.held is not None else None,
         )
 
     def _reject(self, candidate: Candidate) -> None:
@@ -156,6 +202,11 @@ class StepSearch:
         self.newest = max(self.newest, candidate.step)
         if candidate.manifest is not None:
             self.samples = max(self.samples, candidate.manifest.samples)
+        if candidate.held is not None:
+            why = f"{candidate.damaged or candidate.unread}"
+            self.reasons.append(why)
+            self._note(f"skipped: the snapshot of step {candidate.step} in memory: {why}")
+            return
         if candidate.damaged is None:
             self.unread += 1
             self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
@@ -178,7 +229,10 @@ class StepSearch:
     def _leave(self, candidate: Candidate, reason: str, why: str) -> None:
         self.reasons.append(reason)
         self.left.append(candidate.name)
-        self.notes.append(f"skipped and left as it is: {candidate.name} {why}")
+        self._note(f"skipped and left as it is: {candidate.name} {why}")
+
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
         if self.ranks.index == 0:
             log.warning("%s: LOST: %s", self.folder.path, self.notes[-1])
 
@@ -227,6 +281,14 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         if which == step or not folder.may_be_sound(error):
             raise
         return Candidate(step, name, unread=str(error))
+
+
+def _look_in_memory(memory: PeerMemory, held: Held) -> Candidate:
+    """A snapshot, with what is wrong with it. On its holder."""
+    try:
+        return Candidate(held.step, held.name, *memory.examine(held), held=held)
+    except CheckpointError as error:
+        return Candidate(held.step, held.name, damaged=str(error), held=held)
 
 
 def verified_in_words(verify: str) -> str:

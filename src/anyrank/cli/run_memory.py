@@ -1,0 +1,66 @@
+"""Memory that outlives the ranks of `anyrank run`: a folder in this machine's tmpfs.
+
+Its owner holds a lock on it, which ends with the process however that ends. So what a killed owner
+left behind is known by its free lock, and removed by the next `anyrank run` at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+
+from anyrank.settings import PEERS_FOLDER
+
+TMPFS = "/dev/shm"  # noqa: S108 - folders in it are made by mkdtemp, for this user alone
+PREFIX = "anyrank-run-"
+
+
+@contextlib.contextmanager
+def outliving(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
+    """The variables by which ranks find a folder in memory that is removed at the end; none where
+    this machine has no such memory.
+    """
+    if not os.access(tmpfs, os.W_OK | os.X_OK):
+        yield {}
+        return
+    _sweep(tmpfs)
+    path = descriptor = None
+    while descriptor is None:
+        path = tempfile.mkdtemp(prefix=PREFIX, dir=tmpfs)
+        descriptor = _lock(path)
+    try:
+        yield {PEERS_FOLDER: str(path)}
+    finally:
+        shutil.rmtree(str(path), ignore_errors=True)
+        os.close(descriptor)
+
+
+def _sweep(tmpfs: str) -> None:
+    """Remove what owners that were killed have left."""
+    for entry in os.scandir(tmpfs):
+        if (
+            entry.name.startswith(PREFIX)
+            and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+        ):
+            descriptor = _lock(entry.path)
+            if descriptor is not None:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _lock(path: str) -> int | None:
+    """A descriptor that holds the lock of a folder; None where it is gone or another's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.isdir(path):
+            return descriptor
+    os.close(descriptor)
+    return None

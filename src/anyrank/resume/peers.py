@@ -1,0 +1,281 @@
+"""Snapshots of a run in the memory of its machines, which outlives the processes of the ranks.
+
+A snapshot is a step of a run as in files, in a folder of each machine's tmpfs: what the machine's
+own ranks write, and a copy of what those of the machine before it write, so that a machine may be
+lost. It is there when the machines that hold all of its files have committed it. `anyrank run`
+makes the folder, and removes it at its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from anyrank import faults
+from anyrank.errors import CheckpointError
+from anyrank.files.listing import FileInfo, Listing, SumsFile
+from anyrank.files.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record
+from anyrank.files.storage import LocalStorage, join_path
+from anyrank.files.store import LocalStore, digest_of, storing, write_file
+from anyrank.formats.run_folder import INDEX, SavedBox, index_of, list_step, step_name
+from anyrank.resume.peer_files import Transfer, make_folder, pass_on
+from anyrank.resume.rank_file import write_share
+from anyrank.resume.records import check_records, check_tensors
+from anyrank.resume.run_store import RunFolder
+from anyrank.resume.saving import Snapshot
+from anyrank.settings import PEERS_FOLDER
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A snapshot that the machines hold all files of.
+
+    Attributes:
+        step, run, written: of its manifest.
+        holder: global rank that can read its manifest and its index.
+        sizes: of its files.
+        machines: file -> numbers of the machines that hold it.
+    """
+
+    step: int
+    run: str
+    written: str
+    holder: int
+    sizes: dict[str, int]
+    machines: dict[str, list[int]]
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return step_name(self.step)
+
+
+class _Together(LocalStorage):
+    """The files of a snapshot by their sizes, wherever they are."""
+
+    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
+        self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
+
+    def is_file(self, path: str) -> bool:
+        return path in self.sizes
+
+    def info(self, path: str) -> FileInfo:
+        return FileInfo(path, self.sizes[path], "")
+
+
+class PeerMemory:
+    """The snapshots of one run, as one rank sees them. All ranks call its methods together.
+
+    At most two are kept: while one is written, the one before it stays.
+
+    Attributes:
+        folder: of the run, in this machine's memory.
+        newest: name of the snapshot that is kept when the next one comes.
+    """
+
+    def __init__(self, root: str, path: str, ranks: Ranks) -> None:
+        place = path if "://" in path else os.path.abspath(path)
+        key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+        self.folder = RunFolder(LocalStore(), join_path(root, key))
+        self.ranks = ranks
+        self.newest: str | None = None
+        self._tag = ranks.from_one(
+            "naming the memory", ranks.ranks[0], lambda: uuid.uuid4().hex[:8]
+        )
+        self._count = 0
+        machines = range(len(ranks.hosts))
+        self._on = [
+            [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
+        ]
+
+    # -- keep -------------------------------------------------------------------------------------
+
+    def keep(self, snapshot: Snapshot) -> int:
+        """Write a snapshot, and commit it; its bytes on all machines.
+
+        Raises:
+            CheckpointError: a machine has no room; the snapshot before it is still there.
+        """
+        ranks, folder = self.ranks, self.folder
+        self._count += 1
+        name = step_name(snapshot.manifest.step)
+        temporary = folder.join(f"{name}.tmp-{self._tag}-{self._count}")
+        file = f"__{ranks.index}_0.distcp"
+
+        def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
+            faults.point("peers.write")
+            with storing(temporary):
+                make_folder(folder.path)
+                make_folder(temporary)
+                if self._leads:
+                    self._remove_but(self.newest, os.path.basename(temporary))
+            return write_share(folder.store, temporary, file, snapshot.items, ranks.check)
+
+        shares = ranks.together("writing the snapshot", share)
+        pass_on(self._copies(shares), temporary, ranks)
+        small = ranks.from_one(
+            "describing the snapshot", ranks.ranks[0], lambda: _small_files(snapshot, shares)
+        )
+
+        def commit() -> int:
+            faults.point("peers.commit")
+            if not self._leads:
+                return 0
+            for each, data in small.items():
+                write_file(folder.store, join_path(temporary, each), data)
+            with storing(temporary):
+                folder.store.rename(temporary, folder.join(name))
+                return sum(one.stat().st_size for one in os.scandir(folder.join(name)))
+
+        nbytes = sum(ranks.together("committing the snapshot", commit))
+        self.newest = name
+        return nbytes
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank is the first on its machine."""
+        return self._on[self.ranks.node][0] == self.ranks.rank
+
+    def _copies(
+        self, shares: Sequence[tuple[list[SavedBox], dict[str, FileRecord]]]
+    ) -> list[Transfer]:
+        """What each rank sends to the next machine."""
+        if len(self._on) == 1:
+            return []
+        found: list[Transfer] = []
+        for rank, node, (_, files) in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
+            there = self._on[(node + 1) % len(self._on)]
+            receiver = there[self._on[node].index(rank) % len(there)]
+            found += [Transfer(name, one.size, rank, receiver) for name, one in files.items()]
+        return found
+
+    def _remove_but(self, *kept: str | None) -> None:
+        for name in self.folder.names():
+            if name not in kept:
+                self.folder.store.remove_folder(self.folder.join(name))
+
+    def forget(self) -> None:
+        """Give all of it back to the machine. Any rank."""
+        if self._leads:
+            self._remove_but()
+
+    # -- find -------------------------------------------------------------------------------------
+
+    def whole(self) -> list[Held]:
+        """The snapshots that every file is there of, the newest first. The same on all ranks."""
+        seen = self.ranks.together("looking at the machines' memory", self._look)
+        held: dict[tuple[int, str, str], Held] = {}
+        missing: dict[tuple[int, str, str], set[str]] = {}
+        for rank, node, found in zip(self.ranks.ranks, self.ranks.nodes, seen, strict=True):
+            for key, (sizes, absent) in found.items():
+                one = held.setdefault(key, Held(*key, rank, sizes, {}))
+                missing[key] = missing.get(key, absent) & absent
+                for name in sizes.keys() - absent:
+                    one.machines.setdefault(name, []).append(node)
+        return [held[key] for key in sorted(held, reverse=True) if not missing[key]]
+
+    def _look(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
+        """What this machine has committed: of each, its files' sizes, and which are absent."""
+        found: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
+        for step, name in self.folder.committed() if self._leads else ():
+            path = self.folder.join(name)
+            try:
+                manifest = read_manifest(self.folder.store, path)
+            except CheckpointError as error:
+                log.warning("%s: is skipped: %s", path, error)
+                continue
+            sizes = {file: one.size for file, one in manifest.files.items()}
+            there = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+            absent = {file for file, size in sizes.items() if there.get(file) != size}
+            found[step, manifest.run, manifest.written] = (sizes, absent)
+        return found
+
+    def examine(self, held: Held) -> tuple[Manifest, Listing]:
+        """What a snapshot holds. On its holder.
+
+        Raises:
+            CorruptCheckpoint: a small file is not what was written.
+        """
+        path = self.folder.join(held.name)
+        manifest = read_manifest(self.folder.store, path)
+        check_records(manifest, path)
+        listing = list_step(_Together(path, held.sizes), path, manifest)
+        check_tensors(manifest, listing.tensors, path)
+        return manifest, listing
+
+    def bring(self, held: Held, listing: Listing, files: Iterable[int]) -> Listing:
+        """Let this machine have what its ranks read; the listing with its paths here.
+
+        Args:
+            held: the snapshot.
+            listing: as its holder sees it.
+            files: that this rank reads, by their numbers in the listing.
+        """
+        numbers = sorted(files)
+        path = self.folder.join(held.name)
+        mine = {os.path.basename(listing.files[n].path) for n in numbers}
+        mine |= {os.path.basename(listing.sums[n].path) for n in numbers}
+        every = self.ranks.gather(mine, "asking for the snapshot's files")
+        transfers: list[Transfer] = []
+        for machine, there in enumerate(self._on):
+            wanted = {
+                n for r, s in zip(self.ranks.ranks, every, strict=True) if r in there for n in s
+            }
+            for name in sorted(wanted):
+                holders = held.machines[name]
+                if machine not in holders:
+                    sender = self._on[holders[0]][0]
+                    transfers.append(Transfer(name, held.sizes[name], sender, there[0]))
+                    holders.append(machine)
+        pass_on(transfers, path, self.ranks)
+        infos, sums = [*listing.files], dict(listing.sums)
+        for n in numbers:
+            infos[n] = LocalStorage().info(_moved(infos[n].path, path))
+            sums[n] = SumsFile(_moved(sums[n].path, path), sums[n].size, sums[n].digest)
+        return replace(listing, files=tuple(infos), sums=sums)
+
+
+def _moved(path: str, folder: str) -> str:
+    return join_path(folder, os.path.basename(path))
+
+
+def _small_files(
+    snapshot: Snapshot,
+    shares: Sequence[tuple[list[SavedBox], dict[str, FileRecord]]],
+) -> dict[str, bytes]:
+    """The index and the manifest, which each machine has; the manifest is the last to be written.
+
+    Without DCP's metadata and a receipt: only a resume reads a snapshot.
+    """
+    index = index_of((place for share in shares for place in share[0]), snapshot.aliases)
+    files = {file: one for share in shares for file, one in share[1].items()}
+    files[INDEX] = record(digest_of(index))
+    now = datetime.now(UTC).isoformat()
+    manifest = replace(snapshot.manifest, files=files, written=now)
+    return {INDEX: index, MANIFEST: manifest.to_bytes()}
+
+
+def open_memory(path: str, ranks: Ranks) -> PeerMemory | None:
+    """The memory that `anyrank run` has for these ranks; None, and a warning, without it."""
+    roots = ranks.gather(os.environ.get(PEERS_FOLDER, ""), "looking for the machines' memory")
+    there = ranks.together(
+        "looking for the machines' memory", lambda: os.path.isdir(roots[ranks.index])
+    )
+    if all(there):
+        return PeerMemory(roots[ranks.index], path, ranks)
+    if ranks.index == 0:
+        without = [rank for rank, is_there in zip(ranks.ranks, there, strict=True) if not is_there]
+        log.warning(
+            "peers= keeps nothing in memory: %s have none that outlives them: start the script "
+            "with `anyrank run`; the files are saved as ever",
+            ranks.named(without),
+        )
+    return None
