@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import anyrank
+from anyrank.model.given_layouts import RankMesh
 from anyrank.testing import run_ranks
 
 
@@ -148,3 +149,29 @@ def test_parts_that_make_no_whole_are_refused(change: str, words: str) -> None:
 def test_what_is_no_layout_is_a_type_error(given: Any) -> None:
     with pytest.raises(TypeError, match="layout="):
         anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), layout=given)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "kind", "words"),
+    [
+        ([[(0, 2)], [(1, 1)]], ValueError, "an overlap before element 1"),
+        ([[(0, 1)], [(2, 1)]], ValueError, "a hole before element 2"),
+        ([[(0, 2)]], TypeError, "for each place on the one axis that shards"),
+        ([[0, 1], [1, 1]], TypeError, "for each place on the one axis that shards"),
+    ],
+)
+def test_intervals_hold_each_element_once(intervals: Any, kind: Any, words: str) -> None:
+    given = {"weight": ([0, 1], [Shard(0)], intervals)}
+    with pytest.raises(kind, match=words):
+        anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), layout=given)
+
+
+def test_the_coordinates_of_a_list_of_ranks_are_those_of_a_mesh() -> None:
+    mesh = RankMesh((2, 3), (4, 5, 6, 9, 8, 7))
+    assert [mesh.coordinate(rank) for rank in (4, 6, 9, 7, 1)] == [
+        (0, 0),
+        (0, 2),
+        (1, 0),
+        (1, 2),
+        None,
+    ]
