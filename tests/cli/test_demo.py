@@ -50,6 +50,8 @@ def worker_results(
         ],
         "receipts": [[1, 24, receipt]],
         "resumed": {"seconds": 0.125},
+        "sha256": "ab12",
+        "reference_sha256": "ab12" if not drift else "cd34",
         "saves": [save],
     }
     naive = {"peak_bytes": [8 * MIB, 8 * MIB], "seconds": 0.25}
@@ -82,7 +84,9 @@ def test_real_weights_load_as_transformers_loads_them_and_train(
     assert [leg["ranks"] for leg in training["legs"]] == [2, 1, 1]
     assert [leg["killed_in_save_of"] is None for leg in training["legs"]] == [False, False, True]
     assert training["receipts"][-1][1:] == [72, "exactly once"]
-    assert said["loss_difference"] < 1e-4
+    assert training["losses"] == training["reference"]
+    assert training["sha256"] == training["reference_sha256"]
+    assert len(training["sha256"]) == 64
     assert said["last_loss"] < said["first_loss"]
     assert sorted(os.listdir("results")) == FILES
     assert json.loads(Path("results/report.json").read_text(encoding="utf-8")) == said
@@ -101,13 +105,14 @@ def test_the_quick_demo_loads_saves_and_resumes_without_another_package(
     assert os.listdir() == []
 
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "ranks": [2, 1],
     "torch": "2.13.0",
     "load": {"tensors": 4, "read_bytes": [2048, 1024], "equal": True},
     "resume": {"step": 10, "components": {"model": "resharded", "data": "exact"}},
     "receipts": [[0, 480, "exactly once"]],
-    "loss_difference": 1e-7,
+    "equal_steps": [10, 20],
+    "different_step": None,
     "seconds": 9.0,
 }
 
@@ -120,7 +125,8 @@ GOOD = {
         ({"resume": {**GOOD["resume"], "step": 5}}, "resumed at step 5, saved at step 10"),
         ({"receipts": []}, "not seen exactly once"),
         ({"receipts": [[0, 480, "1 repeated"]]}, "not seen exactly once"),
-        ({"loss_difference": float("nan")}, "losses differ by nan"),
+        ({"different_step": 10}, "have the bits of one rank at steps [10, 20] alone"),
+        ({"equal_steps": [10]}, "have the bits of one rank at steps [10] alone"),
     ],
 )
 def test_findings_of_the_quick_demo(change: Any, finding: str | None) -> None:
@@ -220,7 +226,8 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     [
         (worker_results(difference=1e-3), "DDP: embeddings differ by 1.0e-03 from transformers'"),
         (worker_results(difference=float("nan")), "DDP: embeddings differ by nan"),
-        (worker_results(drift=1e-3), "losses differ by 1.0e-03 from those of one rank"),
+        (worker_results(drift=1e-3), "losses differ from those of one rank: see loss.csv"),
+        (worker_results(drift=1e-9), "weights and optimizer differ from those of one rank"),
         (worker_results(receipt="twice"), "samples were not seen exactly once"),
         (worker_results(losses=(7, 8, 9)), "the loss rose, from 7.000 to 9.000"),
         (worker_results(losses=(7, float("nan"))), "the loss rose, from 7.000 to nan"),
