@@ -235,6 +235,64 @@ def test_what_runs_outside_of_a_pass_does_not_change_its_bits() -> None:
     assert run_ranks(3, job_habits, timeout=120) == [alone] * 3
 
 
+def job_early() -> dict[str, str]:
+    """Groups of few parameters: some wait for layers that are rare, or get gradients twice."""
+    found: dict[str, str] = {}
+    size, exact_sync.GROUP_BYTES = exact_sync.GROUP_BYTES, 1 << 10
+    try:
+        for kind in ("plain", "ddp"):
+            for case in ("all", "rare", "again"):
+                found[f"{kind} {case}"] = train_early(kind, case)
+    finally:
+        exact_sync.GROUP_BYTES = size
+    return found
+
+
+def train_early(kind: str, case: str) -> str:
+    torch.manual_seed(0)
+    net = wrap(Model(rare=case == "rare"), kind)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    loader = anyrank.ElasticLoader(
+        Tokens(), global_batch=BATCH, microbatch=MICRO, seed=5, exact=True
+    )
+    is_parallel = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    begun: list[int] = []
+    start = exact_sync.start_all_reduce
+
+    def noted(*arguments: Any) -> Any:
+        begun.append(1)
+        return start(*arguments)
+
+    exact_sync.start_all_reduce = noted
+    try:
+        for _ in range(2):
+            for step in loader:
+                begun.clear()
+                for batch in step.microbatches(net):
+                    loss = token_loss(net(batch), batch)
+                    if case == "again" and step.number == 4:
+                        step.backward(loss, 1.0)
+                        loss = net(batch).square().mean()
+                    step.backward(loss, 1.0)
+                    last = len(begun)
+                if case != "rare":
+                    late = (0,) if case == "all" else (0, 5)
+                    is_early = is_parallel and step.number not in late
+                    assert (last > 3) == is_early, (step.number, last)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        exact_sync.start_all_reduce = start
+    return sha256(net, optimizer)
+
+
+def test_an_exchange_that_begins_within_the_last_backward_has_the_same_bits() -> None:
+    alone = run_ranks(1, job_early, timeout=100)[0]
+    assert len(set(alone.values())) == 3
+    for size in (2, 4):
+        assert run_ranks(size, job_early, timeout=150) == [alone] * size
+
+
 def job_chain() -> str:
     """A sum that adds the microbatches one after the other, instead of as a tree."""
 

@@ -8,11 +8,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from anyrank.data.gradient_sync import units
+from anyrank.data.gradient_sync import GradientSync, units
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.ranks import Ranks
 
@@ -35,11 +36,13 @@ class ExactRun:
         record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
             "cpu" (instruction set) and "torch" (version); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
+        repeating: models whose parameters get gradients several times in a microbatch.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
         self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self.repeating: WeakSet[nn.Module] = WeakSet()
 
     def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
         """Check a model before its first step. All data-parallel ranks.
@@ -199,6 +202,30 @@ def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
             f"exact=True: {name} is only replicated over {members}, by FSDP2's own all-reduce: use "
             "DistributedDataParallel, or a mesh of one axis"
         )
+
+
+def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
+    """Refuse wrappers whose reductions cannot be ordered.
+
+    Raises:
+        ValueError: names the wrapper, and the way out.
+    """
+    for module in sync.ddp:
+        if module.static_graph:
+            raise ValueError(
+                "exact=True: DistributedDataParallel(static_graph=True) reduces gradients in its "
+                "first backward in an order of its own: build it with static_graph=False"
+            )
+        if module._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise ValueError(
+                "exact=True: a communication hook is registered on DistributedDataParallel, and "
+                "would not be called: build it without register_comm_hook"
+            )
+        if set(dist.get_process_group_ranks(module.process_group)) != set(ranks.ranks):
+            raise ValueError(
+                "exact=True: DistributedDataParallel reduces over other ranks than those of the "
+                f"data, {ranks.ranks}: give the loader its process_group"
+            )
 
 
 class BufferWatch:

@@ -140,7 +140,7 @@ def of_same_kind(
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    options = {**group, "params": parameters}
+    options: dict[str, Any] = {**group, "params": parameters}
     if not options.get("lr", 1):
         options["lr"] = options["lr"] + 1e-3  # a warm-up begins with 0, which shows nothing
     return kind([options], **defaults)

@@ -3,21 +3,21 @@
 A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers keep
 theirs unreduced; the terms are added up in the order of `tree_sum`, which depends on the number of
 microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`exact_fsdp`), all others
-from their `.grad` after each backward, in one exchange after the last microbatch.
+from their `.grad` after each backward. Their exchange begins within the last backward, a group of
+parameters at a time, in an order that is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from anyrank.data.exact_checks import BufferWatch
+from anyrank.data.exact_checks import BufferWatch, check_wrappers
 from anyrank.data.exact_fsdp import (
     OrderedReduceScatter,
     Round,
@@ -34,14 +34,15 @@ from anyrank.data.gradient_sync import (
     check_not_exchanged,
     check_trainable,
     local,
+    put,
     units,
 )
-from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term
+from anyrank.data.ordered_reduce import OrderedGroup, as_term, start_all_reduce
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.data.tree_sum import Span, TreeSum, merged, sum_dtype
 from anyrank.world.ranks import Ranks
 
-BUCKET_BYTES = 25 << 20  # of gradients exchanged together
+GROUP_BYTES = 4 << 20  # of gradients exchanged together
 
 
 class ExactSync(GradientSync):
@@ -53,14 +54,21 @@ class ExactSync(GradientSync):
         group: the user's group of these ranks.
         plan: the step.
         is_first: check that the gradients are not exchanged already, and that the forward pass
-            changes no buffer.
+            changes no buffer; exchange after the last backward then.
+        repeating: models that get gradients several times in a microbatch, which this object finds.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, group: Any, plan: StepPlan, is_first: bool
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        group: Any,
+        plan: StepPlan,
+        is_first: bool,
+        repeating: WeakSet[nn.Module],
     ) -> None:
         super().__init__(model, ranks)
         check_wrappers(self, ranks)
@@ -100,6 +108,11 @@ class ExactSync(GradientSync):
             for parameter in unit_group.fsdp_params
         }
         self.earlier: dict[str, torch.Tensor] = {}  # gradients from before this pass
+        self.groups = list(self.grouped())
+        self.started: list[Callable[[], torch.Tensor]] = []  # what waits for each group's total
+        # FSDP2's own collectives in the backward may not come between those of the groups.
+        self.is_early = ranks.size > 1 and not is_first and not self.fsdp and model not in repeating
+        self.repeating, self.is_repeated = repeating, False
 
     def trainable_units(self) -> Iterator[tuple[Any, Any]]:
         """The FSDP2 modules that train parameters, each with its group of parameters."""
@@ -111,6 +124,9 @@ class ExactSync(GradientSync):
     @contextmanager
     def active(self) -> Generator[None, None, None]:
         """Run the pass over the microbatches: wrappers reduce as this object says."""
+        if self.is_early:  # the groups are the same on all ranks
+            rows = self.ranks.gather(bytes(map(self.state, self.summed)))
+            check_trainable(list(self.summed), rows, self.ranks)
         with ExitStack() as stack:
             for module in self.ddp:
                 # A forward outside of the pass has prepared DDP to exchange in the next backward,
@@ -133,15 +149,48 @@ class ExactSync(GradientSync):
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
         self.now.number += 1
         self.now.leaf, self.now.is_last = None if slot.is_copy else slot.k, is_last
-        yield
+        is_early = is_last and self.is_early
+        with self.starting_early() if is_early else nullcontext():
+            yield
         if self.watch is not None:
             self.changed_buffers += self.watch.changed(self.model)
+        if not is_early:
+            self.add_terms()
+
+    def add_terms(self) -> None:
+        """Make the gradients of the microbatch terms of the sums."""
         for name, parameter in self.summed.items():
             gradient, parameter.grad = parameter.grad, None
-            if slot.is_copy:
-                continue
-            term = None if gradient is None else as_term(checked(name, local(gradient)))
-            self.sums[name].add(Span(slot.k, slot.k + 1), term)
+            if self.now.leaf is not None:
+                span = Span(self.now.leaf, self.now.leaf + 1)
+                self.sums[name].add(span, term_of(name, gradient))
+
+    @contextmanager
+    def starting_early(self) -> Generator[None, None, None]:
+        """Start the exchange of each group once the backward has all of its gradients, in order."""
+        waiting = [set(names) for names in self.groups]
+        place = {name: number for number, names in enumerate(self.groups) for name in names}
+
+        def ready(name: str) -> None:
+            if place[name] < len(self.started):
+                self.is_repeated = True
+                return
+            waiting[place[name]].discard(name)
+            while len(self.started) < len(waiting) and not waiting[len(self.started)]:
+                self.started.append(self.start(self.groups[len(self.started)], is_early=True))
+
+        hooks = [
+            self.summed[name].register_post_accumulate_grad_hook(lambda _, name=name: ready(name))
+            for name in place
+            if self.summed[name].requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for names in self.groups[len(self.started) :]:
+            self.started.append(self.start(names, is_early=True))
 
     def drop_unfinished(self) -> None:
         """Drop the terms, and restore the gradients from before the pass, which was not ended."""
@@ -178,7 +227,9 @@ class ExactSync(GradientSync):
         used = [reduction.used for _, _, reduction in self.reductions]
         norm = self.norm() if is_first else 0.0
         repeated = any(reduction.is_repeated for _, _, reduction in self.reductions)
-        rows = self.ranks.gather((states, norm, complete, used, self.changed_buffers, repeated))
+        rows = self.ranks.gather(
+            (states, norm, complete, used, self.changed_buffers, repeated, self.is_repeated)
+        )
         if changed := {name for row in rows for name in row[4]}:
             raise ValueError(
                 f"exact=True: the forward pass changes the buffers {sorted(changed)[:8]}, so each "
@@ -200,12 +251,7 @@ class ExactSync(GradientSync):
         check_not_exchanged([row[1] for row in rows])
         every = zip(self.summed, *(row[0] for row in rows), strict=True)
         names = [name for name, *there in every if GRADIENT in there]
-        if self.ranks.size == 1:
-            for name in names:
-                self.deliver(name, self.sums.pop(name).total())
-        else:
-            for bucket in self.buckets(names):
-                self.exchange(bucket)
+        self.deliver_sums(set(names), any(row[6] for row in rows))
         for name in self.summed:
             self.restore(name)
         for (_, group, reduction), *there in zip(
@@ -216,12 +262,42 @@ class ExactSync(GradientSync):
                 if number in reduction.without and not any(number in used for used in there):
                     param.sharded_param.grad = None
 
+    def deliver_sums(self, used: set[str], is_repeated: bool) -> None:
+        """Make the sums the gradients of the parameters that any rank has used. All ranks.
+
+        Args:
+            used: their names.
+            is_repeated: a rank got gradients of a group after its exchange had begun.
+        """
+        if self.ranks.size == 1:
+            for name in used:
+                self.deliver(name, self.sums.pop(name).total())
+            return
+        if is_repeated:
+            self.repeating.add(self.model)
+            for finish in self.started:
+                finish()
+            self.started.clear()
+            self.add_terms()
+        is_early = bool(self.started)
+        for parameter in self.summed.values():
+            parameter.grad = None
+        for names in self.groups:
+            finish = self.started.pop(0) if is_early else self.start(names, is_early=False)
+            parts = [local(self.summed[name]) for name in names]
+            total = finish()
+            *places, _ = total.split([*(part.numel() for part in parts), self.padding(parts)])
+            for name, part, place in zip(names, parts, places, strict=True):
+                if name in used:
+                    self.deliver(name, place.view(part.shape))
+
     def state(self, name: str) -> int:
         """Whether a parameter is frozen, or has a gradient in one of this rank's microbatches."""
         if not self.summed[name].requires_grad:
             return FROZEN
         has_term = any(value is not None for _, value in self.sums[name].nodes)
-        return GRADIENT if has_term else NO_GRADIENT
+        has_last = self.summed[name].grad is not None and self.now.leaf is not None
+        return GRADIENT if has_term or has_last else NO_GRADIENT
 
     def norm(self) -> float:
         """The sum of the squares of this rank's sums."""
@@ -232,47 +308,67 @@ class ExactSync(GradientSync):
             if value is not None
         )
 
-    def buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Parameters whose gradients are exchanged together: of one dtype and device."""
+    def grouped(self) -> Iterator[list[str]]:
+        """Parameters whose gradients are exchanged together, as the backward comes to them."""
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name in names:
-            part = local(self.summed[name])
-            kinds.setdefault((sum_dtype(part.dtype), part.device), []).append(name)
+        for name in reversed(self.summed):
+            if self.summed[name].requires_grad:
+                part = local(self.summed[name])
+                kinds.setdefault((sum_dtype(part.dtype), part.device), []).append(name)
         for (dtype, _), members in kinds.items():
-            bucket: list[str] = []
+            group: list[str] = []
             size = 0
             for name in members:
-                bucket.append(name)
+                group.append(name)
                 size += local(self.summed[name]).numel() * dtype.itemsize
-                if size >= BUCKET_BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-            if bucket:
-                yield bucket
+                if size >= GROUP_BYTES:
+                    yield group
+                    group, size = [], 0
+            if group:
+                yield group
 
-    def exchange(self, names: Sequence[str]) -> None:
-        """Add up some parameters' sums over the ranks, and deliver them. All ranks."""
+    def start(self, names: Sequence[str], is_early: bool) -> Callable[[], torch.Tensor]:
+        """Start to add up some parameters' sums over the ranks. All ranks.
+
+        Args:
+            names: of a group.
+            is_early: the last microbatch's gradients are no terms yet. They and the sums are kept.
+
+        Returns:
+            What waits for the total.
+        """
         parts = [local(self.summed[name]) for name in names]
-        sizes = [part.numel() for part in parts]
-        extra = -sum(sizes) % self.ranks.size  # a shard for each rank
-        like = parts[0].new_empty(sum(sizes) + extra, dtype=sum_dtype(parts[0].dtype))
         own = TreeSum(self.count)
-        trees = [self.sums.pop(name) for name in names]
-        for number, span in enumerate(self.spans[self.ranks.index]):
-            values = [tree.nodes[number][1] for tree in trees]
-            flat = torch.empty_like(like)
-            *places, padding = flat.split([*sizes, extra])
-            padding.zero_()
-            for place, value in zip(places, values, strict=True):
-                if value is None:
-                    place.zero_()
-                else:
-                    place.view(value.shape).copy_(value)
-            own.add(span, flat)
-        total = all_reduce(own, like, OrderedGroup(self.group, self.count, self.spans))
-        *places, _ = total.split([*sizes, extra])
-        for name, part, place in zip(names, parts, places, strict=True):
-            self.deliver(name, place.view(part.shape))
+        for number, (span, _) in enumerate(self.sums[names[0]].nodes):
+            own.add(span, self.flat([self.sums[name].nodes[number][1] for name in names], parts))
+        if is_early and self.now.leaf is not None:
+            terms = [term_of(name, self.summed[name].grad) for name in names]
+            own.add(Span(self.now.leaf, self.now.leaf + 1), self.flat(terms, parts))
+        if not is_early:
+            for name in names:
+                del self.sums[name]
+        like = self.flat([None] * len(parts), parts) if not own.nodes else None
+        like = next((value for _, value in own.nodes if value is not None), like)
+        assert like is not None
+        group = OrderedGroup(self.group, self.count, self.spans)
+        return start_all_reduce(own, like, group)
+
+    def padding(self, parts: Sequence[torch.Tensor]) -> int:
+        """Elements that a group needs for shards of one size."""
+        return -sum(part.numel() for part in parts) % self.ranks.size
+
+    def flat(
+        self, values: Sequence[torch.Tensor | None], parts: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Values of a group's parameters in one tensor, a shard for each rank; zeros for None."""
+        sizes = [*(part.numel() for part in parts), self.padding(parts)]
+        flat = parts[0].new_empty(sum(sizes), dtype=sum_dtype(parts[0].dtype))
+        for place, value in zip(flat.split(sizes), [*values, None], strict=True):
+            if value is None:
+                place.zero_()
+            else:
+                place.view(value.shape).copy_(value)
+        return flat
 
     def deliver(self, name: str, total: torch.Tensor | None) -> None:
         """Make a sum the parameter's gradient, or add it to the one from before the pass."""
@@ -291,50 +387,14 @@ class ExactSync(GradientSync):
         put(parameter, earlier)
 
 
-def put(parameter: Any, part: torch.Tensor) -> None:
-    """Make a tensor this rank's part of the parameter's gradient."""
-    if isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    else:
-        parameter.grad = part
-
-
-def checked(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that can be added up in order; ValueError for a sparse one."""
+def term_of(name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient as a term of the sum; ValueError for a sparse one, which is not added up."""
+    if whole is None:
+        return None
+    gradient = local(whole)
     if gradient.layout != torch.strided:
         raise ValueError(
             f"the gradient of {name} is {gradient.layout}, which exact=True does not add up: "
             "build the module with sparse=False"
         )
-    return gradient
-
-
-def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
-    """Refuse wrappers whose reductions cannot be ordered.
-
-    Raises:
-        ValueError: names the wrapper, and the way out.
-    """
-    for module in sync.ddp:
-        if module.static_graph:
-            raise ValueError(
-                "exact=True: DistributedDataParallel(static_graph=True) reduces gradients in its "
-                "first backward in an order of its own: build it with static_graph=False"
-            )
-        if module._comm_hooks:  # pyright: ignore[reportPrivateUsage]
-            raise ValueError(
-                "exact=True: a communication hook is registered on DistributedDataParallel, and "
-                "would not be called: build it without register_comm_hook"
-            )
-        if set(dist.get_process_group_ranks(module.process_group)) != set(ranks.ranks):
-            raise ValueError(
-                "exact=True: DistributedDataParallel reduces over other ranks than those of the "
-                f"data, {ranks.ranks}: give the loader its process_group"
-            )
+    return as_term(gradient)

@@ -275,6 +275,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def put(parameter: Any, part: torch.Tensor) -> None:
+    """Make a tensor this rank's part of the parameter's gradient."""
+    if isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        parameter.grad = part
+
+
 def squares(parameter: nn.Parameter) -> float:
     """Sum of the squares of a parameter's gradient on this rank; 0 where there is none."""
     if parameter.grad is None:

@@ -6,7 +6,7 @@ nodes apart, in one all-to-all, and adds them up as the tree says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,13 @@ def reduce_scatter(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
     Returns:
         Nodes of `shard` elements; one node, if the group's ranks have all leaves.
     """
+    return start_reduce_scatter(own, like, ordered_group)()
+
+
+def start_reduce_scatter(
+    own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
+) -> Callable[[], TreeSum]:
+    """Begin `reduce_scatter`; the result waits for its end."""
     size, index = ordered_group.size, dist.get_rank(ordered_group.group)
     assert own.spans() == list(ordered_group.spans[index])
     shard = like.numel() // size
@@ -59,16 +66,26 @@ def reduce_scatter(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
     sent = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else like.new_empty(0)
     counts = [len(spans) * shard for spans in ordered_group.spans]
     received = like.new_empty(sum(counts))
-    dist.all_to_all_single(
-        received, sent.view(-1), counts, [len(parts) * shard] * size, group=ordered_group.group
+    work: Any = dist.all_to_all_single(
+        received,
+        sent.view(-1),
+        counts,
+        [len(parts) * shard] * size,
+        group=ordered_group.group,
+        async_op=True,
     )
-    trees: list[TreeSum] = []
-    for spans, part in zip(ordered_group.spans, received.split(counts), strict=True):
-        tree = TreeSum(ordered_group.count)
-        for span, value in zip(spans, part.view(-1, shard), strict=True):
-            tree.add(span, value)
-        trees.append(tree)
-    return ordered(trees, ordered_group.count)
+
+    def finish() -> TreeSum:
+        work.wait()
+        trees: list[TreeSum] = []
+        for spans, part in zip(ordered_group.spans, received.split(counts), strict=True):
+            tree = TreeSum(ordered_group.count)
+            for span, value in zip(spans, part.view(-1, shard), strict=True):
+                tree.add(span, value)
+            trees.append(tree)
+        return ordered(trees, ordered_group.count)
+
+    return finish
 
 
 def all_reduce(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup) -> torch.Tensor:
@@ -79,14 +96,26 @@ def all_reduce(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup) ->
         like: gives their shape, dtype and device.
         ordered_group: the ranks.
     """
-    root = reduce_scatter(own, like, ordered_group).total()
-    assert root is not None
-    whole = torch.empty_like(like)
-    # torch 2.13 has a new name for it, and warns of the old one.
-    names = vars(dist)
-    gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
-    gather(whole, root, group=ordered_group.group)
-    return whole
+    return start_all_reduce(own, like, ordered_group)()
+
+
+def start_all_reduce(
+    own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
+) -> Callable[[], torch.Tensor]:
+    """Begin `all_reduce`; the result waits for its end."""
+    reduced = start_reduce_scatter(own, like, ordered_group)
+
+    def finish() -> torch.Tensor:
+        root = reduced().total()
+        assert root is not None
+        whole = torch.empty_like(like)
+        # torch 2.13 has a new name for it, and warns of the old one.
+        names = vars(dist)
+        gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
+        gather(whole, root, group=ordered_group.group)
+        return whole
+
+    return finish
 
 
 def as_term(gradient: torch.Tensor) -> torch.Tensor:

@@ -321,7 +321,8 @@ class Step:
         is_first = id(model) not in self._pass.checked
         if is_first:
             self._pass.notes += self._pass.exact.begin(model, self._ranks)
-        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first)
+        repeating = self._pass.exact.repeating
+        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first, repeating)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
