@@ -33,7 +33,7 @@ from anyrank.world.group import Group, members, named
 from anyrank.world.lines import Lines, connect_ranks
 from anyrank.world.processes import own_process
 from anyrank.world.store import StoreLost
-from anyrank.world.waits import Pending, Waits
+from anyrank.world.waits import Pending, Waits, abandon
 from anyrank.world.watch import Watch
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
@@ -73,7 +73,7 @@ class Ranks:
         met = lines.met
         self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
         self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
-        self.waits = Waits(lines.group, lambda: self.watch.in_vain)
+        self.waits = Waits(lambda: self.watch.in_vain)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
         every = self.gather(own_process(), "connecting the ranks")
@@ -214,7 +214,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            self.waits.abandon()
+            abandon(self.group)
             raise self.roll_call(what) from error
         finally:
             self.watch.end()

@@ -50,12 +50,10 @@ class Waits:
     """The works of one group, waited for in the order in which they began.
 
     Args:
-        group: gloo's connections.
         in_vain: as for `Pending`.
     """
 
-    def __init__(self, group: Any, in_vain: Callable[[], str]) -> None:
-        self.group = group
+    def __init__(self, in_vain: Callable[[], str]) -> None:
         self.in_vain = in_vain
         self.queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         background.start("anyrank-waits", lambda: _serve(self.queue), self.close)
@@ -66,13 +64,14 @@ class Waits:
         self.queue.put(pending)
         return pending
 
-    def abandon(self) -> None:
-        """Never close the group, as that would wait for the works that do not end."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-
     def close(self) -> None:
         """End the thread. Does not wait."""
         self.queue.put(None)
+
+
+def abandon(group: Any) -> None:
+    """Never close gloo's connections, as that would wait for works that do not end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _serve(works: queue.SimpleQueue[Pending | None]) -> None:
