@@ -40,7 +40,7 @@ def sharded(model: Any, mesh: Any) -> Any:
 
 
 def parallel(mesh: Any) -> Any:
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return parallelize_module(net(), mesh, plan, src_data_rank=None)
 
 
@@ -57,7 +57,7 @@ def job_merge() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = lora(dtype)
         expected = copy.deepcopy(model).merge_and_unload().state_dict()
-        ends = {
+        ends: dict[str, tuple[Any, Any]] = {
             "fsdp to tp on others": (
                 sharded(copy.deepcopy(model), apart[0]) if rank < 2 else None,
                 parallel(apart[1]).to(dtype) if rank >= 2 else None,

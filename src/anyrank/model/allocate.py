@@ -28,8 +28,9 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
 
 def default_device(targets: list[ModelTensor]) -> torch.device:
     """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
-    real = [t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel]
-    return real[0].local().device if real else rank_device()
+    real = (t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel)
+    first = next(real, None)
+    return rank_device() if first is None else first.local().device
 
 
 def default_buffer(targets: list[ModelTensor]) -> int:

@@ -93,21 +93,26 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Pairs, in the order given, of which neither ends before the other starts in memory."""
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), number)
-        for number, tensor in enumerate(tensors)
-        if tensor.numel()
-    )
-    opened: list[tuple[str, int, int, int]] = []
-    for span in spans:
-        device, start, _, number = span
-        opened = [each for each in opened if each[0] == device and each[2] > start]
-        yield from ((min(each[3], number), max(each[3], number)) for each in opened)
-        opened.append(span)
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            start = tensor.data_ptr()
+            span = (start, start + _extent(tensor), number)
+            by_device.setdefault(tensor.device, []).append(span)
+    for spans in by_device.values():
+        opened: list[tuple[int, int, int]] = []
+        for span in sorted(spans):
+            if opened:
+                opened = [each for each in opened if each[1] > span[0]]
+            for *_, number in opened:
+                yield min(number, span[2]), max(number, span[2])
+            opened.append(span)
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 

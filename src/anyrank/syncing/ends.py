@@ -200,8 +200,12 @@ def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
 
 def _is_merged(tensor: ModelTensor) -> bool:
     """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
-    places = (place for place in tensor.registrations if "base_layer" in place.names[0])
-    return any(getattr(module, "merged", False) for place in places for module in place.path)
+    return any(
+        getattr(module, "merged", False)
+        for place in tensor.registrations
+        if "base_layer" in place.names[0]
+        for module in place.path
+    )
 
 
 def check_values(end: End) -> None:
@@ -225,10 +229,10 @@ def check_values(end: End) -> None:
 def _digest(rows: list[Row], title: str) -> str:
     if not rows:
         return ""
-    layouts: dict[Layout | None, str] = {}
+    layouts: dict[int, str] = {}  # by identity: a hash of a layout goes through all of it
     text = [title]
     for row in rows:
-        layout = layouts.get(row.layout) or layouts.setdefault(row.layout, repr(row.layout))
+        layout = layouts.get(id(row.layout)) or layouts.setdefault(id(row.layout), repr(row.layout))
         text.append(
             f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
             f"{row.is_adapter}{row.is_merged}{row.is_pinned}{row.added}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,10 +93,10 @@ class _Sync:
 
         def prepare() -> tuple[tuple[Places, Mover], None]:
             check_writable(match)  # a kept plan knows no memory
-            share.allocate(match.stored if self.atomic else filled_apart(match, self._sources()))
+            share.allocate(match.stored if self.atomic else filled_apart(match, self._sources))
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
-            places = Places(self._locals(), targets, Adapters(factors, plan.added))
+            places = Places(self._locals, targets, Adapters(factors, plan.added))
             return (places, self._mover(plan.flows, places)), None
 
         (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
@@ -157,7 +158,7 @@ class _Sync:
         """The factors of adapters that this rank needs, whole, and bytes sent and received for
         them. All ranks.
         """
-        plan, sources = self.agreed.plan, self._locals()
+        plan, sources = self.agreed.plan, self._locals
         if not plan.factors:
             return {}, (0, 0)
 
@@ -178,10 +179,12 @@ class _Sync:
     def _mover(self, flows: Sequence[Flow], places: Places) -> Mover:
         return Mover(flows, self.agreed.plan.receivers, places, self.ranks, self.meter.sample)
 
+    @cached_property
     def _locals(self) -> dict[int, torch.Tensor]:
         """This rank's memory of `src`, by number of the source tensor."""
-        return {number: source.local() for number, (source, _) in self._sources().items()}
+        return {number: source.local() for number, (source, _) in self._sources.items()}
 
+    @cached_property
     def _sources(self) -> dict[int, Source]:
         """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
 

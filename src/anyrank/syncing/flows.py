@@ -130,7 +130,7 @@ class Planner:
         self.cards = dict(zip(ranks.ranks, cards, strict=True))
         self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
         self.places: dict[Any, tuple[Place, ...]] = {}
-        self.wanted: dict[Any, dict[int, tuple[Piece, ...]]] = {}
+        self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
         self.transfers: dict[Any, tuple[Transfer, ...]] = {}
 
     def plan(self, dst: End, src: End) -> SyncPlan:
@@ -178,7 +178,7 @@ class Planner:
             self.ranks.from_one("describing dst", group[0], lambda: matched) for group in to_ranks
         ]
         flows, _ = self.ranks.own_and_all(
-            "planning the sync", lambda: (self._flows(ends, to_ranks, sources), None)
+            "planning the sync", lambda: (self.flows(ends, to_ranks, sources), None)
         )
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
@@ -208,12 +208,22 @@ class Planner:
                 groups.setdefault(digest, []).append(rank)
         return list(groups.values())
 
-    def _flows(
+    def flows(
         self,
         ends: Sequence[MatchedEnd],
         to_ranks: Sequence[Sequence[int]],
         sources: Sequence[SourceTensor],
     ) -> tuple[Flow, ...]:
+        """All tensors of all `dst`, each with this rank's transfers; this rank by itself.
+
+        Args:
+            ends: each different `dst`.
+            to_ranks: the ranks that have it.
+            sources: the tensors of `src`.
+
+        Raises:
+            LoadError: an element that this rank wants and nobody holds.
+        """
         every = [
             (filling.index, number, filling)
             for number, end in enumerate(ends)
@@ -235,9 +245,11 @@ class Planner:
         sources: Sequence[SourceTensor],
     ) -> Flow:
         wanted_key = (row.shape, row.layout, row.mesh, group)
-        wanted = self.wanted.get(wanted_key)
-        if wanted is None:
-            wanted = self.wanted[wanted_key] = self._wanted(row, to_ranks)
+        found = self.wanted.get(wanted_key)
+        if found is None:
+            wanted = self._wanted(row, to_ranks)
+            found = self.wanted[wanted_key] = wanted, _numel(wanted)
+        wanted, numel = found
         known = [self._places(sources[strip.source]) for strip in filling.strips]
         shape = tuple((s.box, s.start, s.dims) for s in filling.strips)
         key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
@@ -250,7 +262,6 @@ class Planner:
             )
             self.transfers[key] = transfers
         wire = min((filling.stored, row.dtype), key=lambda dtype: dtype.itemsize)
-        numel = sum(piece.box.numel for pieces in wanted.values() for piece in pieces)
         return Flow(
             name=row.keys[0],
             index=filling.index if self.ranks.rank in to_ranks else -1,
@@ -311,7 +322,6 @@ class Planner:
         dims = tuple(range(len(source.shape)))
         strip = Strip(Box.whole(source.shape), number, (0,) * len(dims), dims)
         transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
-        numel = sum(piece.box.numel for pieces in wanted.values() for piece in pieces)
         return Flow(
             name=source.row.keys[0],
             index=number,
@@ -320,7 +330,7 @@ class Planner:
             stored=source.row.dtype,
             wire=source.row.dtype,
             held=source.row.dtype,
-            nbytes=numel * source.row.dtype.itemsize,
+            nbytes=_numel(wanted) * source.row.dtype.itemsize,
             is_compared=False,
         )
 
@@ -348,3 +358,8 @@ def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int,
         for number, source in enumerate(sources)
         if source.row.added
     }
+
+
+def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
+    """Elements that all ranks want."""
+    return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)

@@ -244,6 +244,7 @@ class Mover:
             self.copied += block.box.numel * block.flow.held.itemsize
 
     def _send(self, message: _Message) -> None:
+        self._make_room(message.nbytes)  # a lost connection is no error of this rank's own
         self._try(lambda: faults.point("sync.send"))
         memory = self._try(lambda: self._direct(message, self.places.given))
         if memory is None:
@@ -254,6 +255,7 @@ class Mover:
         self.sent += sum(block.nbytes for block in message.blocks)
 
     def _receive(self, message: _Message) -> None:
+        self._make_room(message.nbytes)
         self._try(lambda: faults.point("sync.receive"))
         memory = self._try(lambda: self._direct(message, self.places.taken))
         if memory is None:
@@ -272,7 +274,6 @@ class Mover:
         view = side(first.flow, first.transfer, first.box)
         if not view.is_cpu or view.dtype != first.flow.wire or not view.is_contiguous():
             return None
-        self._make_room(message.nbytes)
         return view.view(-1).view(torch.uint8)
 
     def _fill(self, message: _Message, memory: torch.Tensor) -> None:
@@ -309,7 +310,6 @@ class Mover:
 
     def _stage(self, message: _Message) -> torch.Tensor:
         """Memory of the window: a ring, as the oldest message ends first."""
-        self._make_room(message.nbytes)
         need = _aligned(message.nbytes)
         while (start := self._free_at(need)) < 0:
             self._finish_oldest()

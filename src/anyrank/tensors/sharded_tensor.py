@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ class ShardedTensor:
 
     def local(self) -> torch.Tensor:
         """This rank's memory, to be written to in place."""
-        tensor: Any = self.tensor.detach()
-        return tensor.to_local() if self.is_dtensor else tensor
+        tensor: Any = self.tensor
+        if self.is_dtensor:
+            with torch.no_grad():  # a view for autograd would take 50 us
+                tensor = tensor.to_local()
+        return tensor.detach()
 
     @property
     def is_dtensor(self) -> bool:
@@ -88,7 +91,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def is_lazy_view(held: ShardedTensor) -> bool:
     """Whether the values are the conjugate or the negative of what the bytes say."""
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in (held.tensor, held.local()))
+    tensor, local = held.tensor, held.local()
+    return tensor.is_conj() or tensor.is_neg() or local.is_conj() or local.is_neg()
 
 
 def lazy_view(name: str) -> str:
@@ -120,10 +124,15 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
             )
         return None, None
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    shape = tuple(int(size) for size in mesh.shape)
     coordinate = mesh.get_coordinate()
-    layout = Layout(shape, tuple(placement_of(placement, name) for placement in placements))
-    return layout, None if coordinate is None else tuple(coordinate)
+    rules = tuple(placement_of(placement, name) for placement in placements)
+    return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
+
+
+@lru_cache(maxsize=256)
+def _layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
+    """One object for equal layouts: a model has few of them and many tensors."""
+    return Layout(tuple(int(size) for size in mesh_shape), placements)
 
 
 def dtensor_like(

@@ -31,7 +31,9 @@ from anyrank.world.failures import (
 )
 from anyrank.world.group import Group, members, named
 from anyrank.world.lines import Lines, connect_ranks
+from anyrank.world.processes import own_process
 from anyrank.world.store import StoreLost
+from anyrank.world.waits import Pending, Waits, abandon
 from anyrank.world.watch import Watch
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
@@ -71,9 +73,12 @@ class Ranks:
         met = lines.met
         self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
         self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
+        self.waits = Waits(lambda: self.watch.in_vain)
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        self.gather(None, "connecting the ranks")
+        every = self.gather(own_process(), "connecting the ranks")
+        near = (index for index, node in enumerate(self.nodes) if node == self.node)
+        self.watch.processes = {self.ranks[index]: every[index] for index in near}
 
     @property
     def size(self) -> int:
@@ -132,8 +137,8 @@ class Ranks:
         return [value for _, value in answers]
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
-        every = [_as_tensor(b"", length) for _ in self.ranks]
-        self.group.allgather(every, _as_tensor(data, length)).wait()
+        every, mine = [_as_tensor(b"", length) for _ in self.ranks], _as_tensor(data, length)
+        self.waits.add(self.group.allgather(every, mine), (every, mine)).wait()
         return [_as_bytes(received) for received in every]
 
     def any(self, flag: bool, what: str) -> bool:
@@ -150,7 +155,7 @@ class Ranks:
             return lambda: flag
         total = torch.tensor([int(flag)], device="cpu")
         with self._waiting(what):
-            work = self.group.allreduce([total])
+            work = self.waits.add(self.group.allreduce([total]), total)
 
         def wait() -> bool:
             with self._waiting(what):
@@ -185,24 +190,17 @@ class Ranks:
 
     @contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:
-        """Around sends and receives that run side by side, until all are waited for. All ranks.
-
-        Args:
-            what: for messages.
-
-        Raises:
-            RankError: as `gather`.
-        """
+        """Around sends and receives side by side, until all are waited for; raises as `gather`."""
         with contextlib.nullcontext() if self.lines is None else self._waiting(what):
             yield
 
-    def start_send(self, tensor: torch.Tensor, rank: int) -> Any:
+    def start_send(self, tensor: torch.Tensor, rank: int) -> Pending:
         """Start to send a contiguous CPU tensor; what waits for its end. Within `streaming`."""
-        return self.group.send([tensor], self.ranks.index(rank), 0)
+        return self.waits.add(self.group.send([tensor], self.ranks.index(rank), 0), tensor)
 
-    def start_receive(self, tensor: torch.Tensor, rank: int) -> Any:
+    def start_receive(self, tensor: torch.Tensor, rank: int) -> Pending:
         """Start to fill a contiguous CPU tensor; what waits for its end. Within `streaming`."""
-        return self.group.recv([tensor], self.ranks.index(rank), 0)
+        return self.waits.add(self.group.recv([tensor], self.ranks.index(rank), 0), tensor)
 
     @property
     def group(self) -> Any:
@@ -216,6 +214,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            abandon(self.group)
             raise self.roll_call(what) from error
         finally:
             self.watch.end()
@@ -284,7 +283,7 @@ class Ranks:
         with self._waiting(what):
             options = dist.BroadcastOptions()
             options.rootRank = self.ranks.index(rank)
-            self.group.broadcast([payload], options).wait()
+            self.waits.add(self.group.broadcast([payload], options), payload).wait()
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
 
@@ -383,6 +382,7 @@ def open_ranks(
     try:
         yield made
     finally:
+        made.waits.close()
         made.watch.close()
         made.lines = None
 

@@ -14,6 +14,7 @@ from typing import Any
 from anyrank.world import background
 from anyrank.world.group import SHOWN
 from anyrank.world.meeting import WARN_SEC
+from anyrank.world.processes import has_ended
 from anyrank.world.store import Store, StoreLost
 
 log = logging.getLogger("anyrank.world")
@@ -52,6 +53,8 @@ class Watch:
         self.posted = 0
         self.due_sec = WARN_SEC
         self.answered = False
+        self.processes: dict[int, dict[str, Any]] = {}  # of the ranks on this machine
+        self.in_vain = ""  # why no wait of this group may ever end
         background.start("anyrank-watch", partial(self._run, [group]), self.close)
 
     def begin(self, what: str) -> None:
@@ -82,6 +85,10 @@ class Watch:
         if not self.answered and self.store.has(["roll call"], ANSWER_SEC):
             self.answered = True
             self.store.set(f"alive/{self.rank}")
+            self.in_vain = "another rank has left the group, as its connections broke"
+        if self.since and not self.in_vain:
+            gone = [rank for rank, process in self.processes.items() if has_ended(process)]
+            self.in_vain = f"{self.name(gone)} ended" if gone else ""
         number, waits = self.number, bool(self.since)
         if self.posted and (self.posted != number or not waits):
             self.store.delete(f"waits/{self.posted}/{self.rank}")
