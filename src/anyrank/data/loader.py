@@ -30,6 +30,7 @@ from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
+from anyrank.world.lines import declining
 from anyrank.world.ranks import open_ranks
 
 
@@ -118,20 +119,21 @@ class ElasticLoader(Position):
         on_batch_change: OnBatchChange = "error",
         exact: bool = False,
     ) -> None:
-        n = length_of(dataset)
-        if weights is not None and not shuffle:
-            raise ValueError("weights draw samples at random: remove shuffle=False")
-        order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
-        schedule = Schedule(order, global_batch, microbatch, tail)
-        super().__init__(schedule, key, process_group, on_batch_change)
-        self._fetch_from(
-            MicrobatchDataset(dataset, seed, collate_fn),
-            exact,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-        )
+        with declining(process_group, "ElasticLoader()"):
+            n = length_of(dataset)
+            if weights is not None and not shuffle:
+                raise ValueError("weights draw samples at random: remove shuffle=False")
+            order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
+            schedule = Schedule(order, global_batch, microbatch, tail)
+            super().__init__(schedule, key, process_group, on_batch_change)
+            self._fetch_from(
+                MicrobatchDataset(dataset, seed, collate_fn),
+                exact,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+            )
 
     @classmethod
     def from_shards(
@@ -189,16 +191,17 @@ class ElasticLoader(Position):
             )
             assert len(loader) == 2
         """
-        sizes = check_lengths(shards, lengths)
-        order = ShardOrder(
-            sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
-        )
-        schedule = Schedule(order, global_batch, microbatch, tail)
-        dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
         loader = cls.__new__(cls)
-        Position.__init__(loader, schedule, key, process_group, None)
-        samples = MicrobatchDataset(dataset, seed, collate_fn)
-        loader._fetch_from(samples, exact, num_workers=num_workers)
+        with declining(process_group, "ElasticLoader.from_shards()"):
+            sizes = check_lengths(shards, lengths)
+            order = ShardOrder(
+                sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
+            )
+            schedule = Schedule(order, global_batch, microbatch, tail)
+            dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
+            Position.__init__(loader, schedule, key, process_group, None)
+            samples = MicrobatchDataset(dataset, seed, collate_fn)
+            loader._fetch_from(samples, exact, num_workers=num_workers)
         return loader
 
     def _fetch_from(self, dataset: MicrobatchDataset, exact: bool, **options: Any) -> None:
@@ -263,6 +266,9 @@ class ElasticLoader(Position):
                 # A complete step stays current, so that in_step is true until it is committed.
                 if self._num_passes == number and not (self._current and self._current.is_complete):
                     self._current = None
+
+    def _arguments(self) -> dict[str, object]:
+        return super()._arguments() | {"exact": self._exact is not None}
 
     @property
     def in_step(self) -> bool:

@@ -112,6 +112,10 @@ class Position:
         self._schedule.check_size(size)
         return index, size
 
+    def _arguments(self) -> dict[str, object]:
+        """What ranks must have given alike, by argument."""
+        return self._schedule.arguments() | {"key": self._key}
+
     @property
     def in_step(self) -> bool:
         """Whether microbatches were run that are not committed: a save is refused then."""
@@ -338,7 +342,7 @@ def check_same_on_ranks(data: object, ranks: Ranks) -> None:
     """
     if isinstance(data, Position):
         at = f"epoch {data.epoch}, step {data.step}, {data.consumed} samples of the epoch"
-        mine = data._schedule.arguments() | {"key": data._key, "position": at}  # pyright: ignore[reportPrivateUsage]
+        mine = data._arguments() | {"position": at}  # pyright: ignore[reportPrivateUsage]
         ranks.same_arguments(type(data).__name__, mine, CheckpointError)
 
 

@@ -38,7 +38,7 @@ from anyrank.resume.signals import PendingSignals
 from anyrank.resume.state import TrainState, run_parts
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
-from anyrank.world.lines import decline
+from anyrank.world.lines import declining
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -100,7 +100,7 @@ class Checkpoints:
         peers: bool | int | str = False,
         process_group: Group = None,
     ) -> None:
-        try:
+        with declining(process_group, "Checkpoints()"):
             if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
                 given = f"a {type(state).__name__}"
                 raise TypeError(f"state is {given}: give Checkpoints(path, anyrank.TrainState())")
@@ -109,9 +109,6 @@ class Checkpoints:
             self._options = RunOptions(*options)
             self._folder = RunFolder(store_for(self.path), self.path)
             self._writer = writer_of(self._folder, state, self._options, on_commit)
-        except Exception as error:  # wrong on this rank alone, perhaps: the others wait in vain
-            decline(process_group, "Checkpoints()", error)
-            raise
         self._state = state
         self._process_group = process_group
         self._signals = PendingSignals()

@@ -23,6 +23,7 @@ from anyrank.resume.replicas import History
 from anyrank.resume.report import Outcome
 from anyrank.resume.stateful import Stateful, match_stateful, save_stateful
 from anyrank.resume.wrappers import unwrapped
+from anyrank.world.lines import declining
 from anyrank.world.ranks import Ranks
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
@@ -78,6 +79,7 @@ class TrainState:
         assert (state.step, state.samples, state.epoch) == (0, 0, 0)
     """
 
+    @declining(None, "TrainState()")
     def __init__(
         self,
         model: nn.Module | None = None,

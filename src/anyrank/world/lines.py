@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -100,19 +101,33 @@ class Lines:
         return f"{text}: {host}, which hosts it and {there}, or the network to it is gone"
 
 
-def decline(process_group: Group, call: str, error: Exception) -> None:
-    """Tell ranks that wait in `call`, or come to it, that this one does not, and why.
+@contextmanager
+def declining(process_group: Group, call: str) -> Generator[None, None, None]:
+    """Around what a rank does by itself before ranks meet. When it raises, ranks that wait for this
+    one, or come to wait, learn why within seconds.
 
-    Raises nothing: the error is raised by the caller.
+    Args:
+        process_group: of the call; its ranks and all ranks are told.
+        call: what fails here: "Checkpoints()".
     """
-    with contextlib.suppress(RankError):
-        ranks, rank = members(process_group)
-        if len(ranks) > 1:
-            lobby = Store(default_store(), "anyrank")
-            try:
-                Meeting(lobby, ranks, rank, call, TIMEOUT_SEC.get(), False).leave(error)
-            finally:
-                lobby.close()
+    try:
+        yield
+    except Exception as error:
+        for group in dict.fromkeys((process_group, None)):
+            with contextlib.suppress(Exception):  # a wrong group, say; the cause is what counts
+                _leave(group, call, error)
+        raise
+
+
+def _leave(process_group: Group, call: str, error: Exception) -> None:
+    ranks, rank = members(process_group)
+    if len(ranks) == 1:
+        return
+    lobby = Store(default_store(), "anyrank")
+    try:
+        Meeting(lobby, ranks, rank, call, TIMEOUT_SEC.get(), False).leave(error)
+    finally:
+        lobby.close()
 
 
 def call_alone(ranks: Sequence[int], rank: int, about: str) -> None:

@@ -1,0 +1,161 @@
+"""What the checks of saves and resumes cost: replicas compared, bytes verified, bytes read for it.
+
+    python benchmarks/checked.py             # a minute on 2 to 4 ranks; results/checked.json
+    python benchmarks/checked.py --repeats 3
+
+Replicas: what comparing them takes of ten saves in a row, the first of which compares everything.
+Verified: a resume with verify="full" against one with verify="size", in turn, on 2 ranks, from
+files in the page cache. Extra bytes: read beyond those that are needed, on other ranks than saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from machine import describe_machine, load_average
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.resume.replicas import Replicas
+from anyrank.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "checked.json"
+MIB = 1 << 20
+SAVES = 10  # after which replicas are compared in full again
+WIDTHS = [512, 1024, 768, 1536]
+LAYERS = 20  # of 4 MiB, times three with Adam's state
+SAVED_ON, RESUMED_ON = 4, (1, 2, 3)
+LIMIT_SEC = 300.0
+GOALS = {"replicas": 0.1, "verified": 1.1, "extra": 0.02}
+
+
+def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState:
+    """Square layers and Adam."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in widths))
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return anyrank.TrainState(model, optimizer)
+
+
+def job_replicas(path: str) -> float:
+    """The comparisons' part of ten saves of a model that both ranks hold whole."""
+    state, spent = build([1024] * LAYERS, sharded=False, stepped=True), 0.0
+    compare = Replicas.compare
+
+    def timed(self: Replicas, ranks: Any) -> list[str]:
+        nonlocal spent
+        start = time.perf_counter()
+        try:
+            return compare(self, ranks)
+        finally:
+            spent += time.perf_counter() - start
+
+    with patch.object(Replicas, "compare", timed), anyrank.Checkpoints(path, state) as ckpts:
+        for number in range(SAVES):
+            state.step = number + 1
+            ckpts.save()
+        return spent / sum(record.seconds for record in ckpts.stats())
+
+
+def job_save(path: str, widths: list[int]) -> None:
+    with anyrank.Checkpoints(path, build(widths, sharded=True, stepped=True)) as ckpts:
+        ckpts.save()
+
+
+def resumed(path: str, widths: list[int], verify: Literal["size", "full"]) -> tuple[float, int]:
+    """Seconds of a resume into a new state, and bytes read by all ranks."""
+    state = build(widths, sharded=True, stepped=False)
+    with anyrank.Checkpoints(path, state, verify=verify) as ckpts:
+        dist.barrier()
+        start = time.perf_counter()
+        report = ckpts.resume("must")
+        assert report is not None
+        return time.perf_counter() - start, sum(report.bytes_read)
+
+
+def job_verified(path: str, repeats: int) -> list[tuple[float, float]]:
+    """Seconds with every byte verified and with sizes alone, in turn."""
+    found: list[tuple[float, float]] = []
+    for number in range(repeats + 1):  # the first one warms up
+        order = ("full", "size") if number % 2 else ("size", "full")
+        took = {verify: resumed(path, [1024] * LAYERS, verify)[0] for verify in order}
+        found.append((took["full"], took["size"]))
+    return found[1:]
+
+
+def job_extra(path: str) -> int:
+    return resumed(path, WIDTHS, "full")[1]
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Each figure: its median, least, most and goal."""
+    found: dict[str, list[float]] = {"replicas": [], "verified": [], "extra": []}
+    with tempfile.TemporaryDirectory(prefix="anyrank-checked-") as top:
+        for number in range(repeats):
+            path = f"{top}/replicas-{number}"
+            found["replicas"] += [max(run_ranks(2, job_replicas, path, timeout=LIMIT_SEC))]
+        path = f"{top}/verified"
+        run_ranks(2, job_save, path, [1024] * LAYERS, timeout=LIMIT_SEC)
+        by_rank = run_ranks(2, job_verified, path, 3 * repeats, timeout=LIMIT_SEC)
+        for pair in zip(*by_rank, strict=True):  # a resume takes as long as its slowest rank
+            full, size = (max(seconds) for seconds in zip(*pair, strict=True))
+            found["verified"].append(full / size)
+        path, needed = f"{top}/extra", sum(3 * 4 * n * n for n in WIDTHS)
+        run_ranks(SAVED_ON, job_save, path, WIDTHS, timeout=LIMIT_SEC)
+        for ranks in RESUMED_ON:
+            read = run_ranks(ranks, job_extra, path, timeout=LIMIT_SEC)[0]
+            found["extra"].append(read / needed - 1)
+    return {
+        what: {
+            "median": statistics.median(values),
+            "least": min(values),
+            "most": max(values),
+            "n": len(values),
+            "goal": GOALS[what],
+        }
+        for what, values in found.items()
+    }
+
+
+def main() -> None:
+    """Measure, print, and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    before = load_average()
+    figures = measure(options.repeats)
+    for what, row in figures.items():
+        print(what, json.dumps(row), flush=True)
+    shape = {
+        "load_average": [before, load_average()],
+        "replicas_mib": LAYERS * 12,
+        "saves": SAVES,
+        "verified_mib": LAYERS * 12,
+        "extra": {"saved_on": SAVED_ON, "resumed_on": RESUMED_ON, "widths": WIDTHS},
+    }
+    result = describe_machine() | shape | {"figures": figures}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
