@@ -49,8 +49,10 @@ class ShardedTensor:
         """Shape of what this rank holds."""
         return local_shape(self.shape, self.layout, self.coordinate)
 
-    @cached_property
+    @property
     def local_numel(self) -> int:
+        if self.layout is None:
+            return self.tensor.numel()
         return sum(piece.box.numel for piece in self.pieces)
 
     def local(self) -> torch.Tensor:
@@ -88,7 +90,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def is_lazy_view(held: ShardedTensor) -> bool:
     """Whether the values are the conjugate or the negative of what the bytes say."""
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in (held.tensor, held.local()))
+    if held.tensor.is_conj() or held.tensor.is_neg():
+        return True
+    return held.is_dtensor and (held.local().is_conj() or held.local().is_neg())
 
 
 def lazy_view(name: str) -> str:
