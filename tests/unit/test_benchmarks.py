@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -211,3 +213,27 @@ def test_page_holds_the_figures_of_the_results(module: Import) -> None:
 def test_page_without_a_marker_is_refused(module: Import) -> None:
     with pytest.raises(ValueError, match="end of load"):
         module("tables").filled("<!-- load: made by benchmarks/plot.py -->")
+
+
+def test_the_sweep_accounts_for_each_model_and_none_differs() -> None:
+    found = result("sweep")
+    outcomes = found["outcomes"]
+    assert sum(outcomes.values()) == found["cases"] == len(found["equal"]) + len(found["others"])
+    assert outcomes["differs"] == outcomes["died"] == 0
+    assert outcomes["equal"] == len(found["equal"]) > 0.7 * found["cases"]
+    assert all(row["detail"] for row in found["others"])
+
+
+def test_the_sweep_notices_a_bit_and_a_tie(module: Import) -> None:
+    sweep = module("sweep_models")
+    one, other = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    assert sweep.differences(one, other) == []
+    with torch.no_grad():
+        other["a"].bias.copy_(-one["a"].bias)
+    assert sweep.differences(one, other) == ["a.bias"]
+    with torch.no_grad():
+        other["a"].bias.copy_(one["a"].bias)
+        one["a"].weight.copy_(one["b"].weight)
+    one["a"].weight, other["a"].weight = one["b"].weight, nn.Parameter(one["b"].weight.clone())
+    assert sweep.differences(one, other) == ["ties of a.weight, b.weight"]

@@ -18,7 +18,9 @@ from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.exchange import joint_reads_of
 from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.allocate import default_buffer
+from anyrank.model.dora import is_magnitude
 from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.initialise import check_adapters
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import Options
 from anyrank.model.tensors import ModelTensor, find_tensors
@@ -130,6 +132,8 @@ def plan_load(
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         mine = list_memory(source) if isinstance(source, Mapping) and source else listing
         match = match_model(model, mine, options, tensors)
+        new = [match.tensors[index] for index in match.initialise]
+        check_adapters(model, [t for t in new if t.adapter and not is_magnitude(t)])
         return match, _summary(model, match, options)
 
     match, summaries = ranks.own_and_all("planning the load", match_here)

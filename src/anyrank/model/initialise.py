@@ -8,19 +8,23 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.model.adapter_rules import BASE_FIRST, adapter_rule, is_adapter_layer
 from anyrank.model.tensors import ModelTensor, Registration, plain_class
 from anyrank.tensors.box import Box
 
 Init = Callable[[nn.Module], object]
 Rule = tuple[str, Callable[[], object]]
 SENTINEL = 77  # marks unwritten integers, which have no NaN
+NO_ADAPTER_RULE = (
+    f"is not in the source, and no reset_* of its PEFT layer gives it a first value: {BASE_FIRST}"
+)
 OWN_RULES = ("reset_parameters", "_reset_parameters")
 
 
@@ -88,7 +92,8 @@ class Initialiser:
                         raise
                     raise LoadError(
                         f"{target.name}: {last} fails while it initialises "
-                        f"({type(error).__name__}: {error}): pass init= to anyrank.materialize"
+                        f"({type(error).__name__}: {error}): "
+                        + (BASE_FIRST if target.adapter else "pass init= to anyrank.materialize")
                     ) from error
         return last
 
@@ -100,23 +105,20 @@ class Initialiser:
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
             return
         for module in reversed(place.path):
-            yield from self._own_rules(module, place)
-            if target.adapter and hasattr(module, "reset_lora_parameters"):
+            if target.adapter and is_adapter_layer(module):
+                rule = adapter_rule(module, self._stand_in(module), place)
+                if rule is not None:
+                    yield rule
                 return  # adapters are added after the base model's rules have run
+            yield from self._own_rules(module)
         if not target.adapter:
             yield from self._model_rules(place)
 
-    def _own_rules(self, module: nn.Module, place: Registration) -> Iterator[Rule]:
+    def _own_rules(self, module: nn.Module) -> Iterator[Rule]:
         stand_in: Any = self._stand_in(module)
-        title = plain_class(module).__name__
         for name in OWN_RULES:
             if hasattr(module, name):
-                yield f"{title}.{name}", getattr(stand_in, name)
-        if hasattr(module, "reset_lora_parameters"):
-            adapter, kind = _lora_choice(place)
-            if kind is not False:
-                rule = stand_in.reset_lora_parameters
-                yield f"{title}.reset_lora_parameters", lambda: rule(adapter, kind)
+                yield f"{plain_class(module).__name__}.{name}", getattr(stand_in, name)
 
     def _model_rules(self, place: Registration) -> Iterator[Rule]:
         """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
@@ -147,27 +149,27 @@ class Initialiser:
         return old
 
 
-def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
-    return lambda: model._init_weights(stand_in)
-
-
-def _lora_choice(place: Registration) -> tuple[str, Any]:
-    """The adapter that a place belongs to, and how PEFT is configured to initialise it.
+def check_adapters(model: nn.Module, targets: Iterable[ModelTensor]) -> None:
+    """Try the rules of new adapters, on one tensor of each kind.
 
     Raises:
-        LoadError: a kind that computes the adapter from the base weights.
+        LoadError: one has no rule, or none that can run without the base weights.
     """
-    below = place.names[0].split(".")
-    owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]
-    table: dict[str, Any] = owners[0].peft_config if owners else {}
-    adapter = next((name for name in table if name in below), next(iter(table), "default"))
-    kind = getattr(table.get(adapter), "init_lora_weights", True)
-    if kind not in (True, False, "gaussian"):
-        raise LoadError(
-            f"{place.names[0]}: init_lora_weights={kind!r} computes the adapter from the base "
-            "weights: load the base model first, then add the adapter"
-        )
-    return adapter, kind
+    initialiser = Initialiser(model, 0)
+    kinds: dict[tuple[type, type, str], ModelTensor] = {}
+    for target in targets:
+        place = target.registrations[0]
+        table = place.names[0].removesuffix(f".{place.attribute}").rpartition(".")[2]
+        layer = next(m for m in reversed(place.path) if is_adapter_layer(m))
+        kinds.setdefault((type(layer), type(place.module), table), target)
+    for target in kinds.values():
+        local = torch.empty(target.local_shape, dtype=target.dtype, device="cpu")
+        if initialiser.fill(target, local) is None:
+            raise LoadError(f"{target.name}: {NO_ADAPTER_RULE}")
+
+
+def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
+    return lambda: model._init_weights(stand_in)
 
 
 def _derived_seed(seed: int, name: str) -> int:

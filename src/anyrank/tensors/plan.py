@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyrank.errors import LoadError
-from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -239,5 +239,9 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
-    wanted = row_major(sizes)
-    return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))
+    step = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True

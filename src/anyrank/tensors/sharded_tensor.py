@@ -49,8 +49,10 @@ class ShardedTensor:
         """Shape of what this rank holds."""
         return local_shape(self.shape, self.layout, self.coordinate)
 
-    @cached_property
+    @property
     def local_numel(self) -> int:
+        if self.layout is None:
+            return self.tensor.numel()
         return sum(piece.box.numel for piece in self.pieces)
 
     def local(self) -> torch.Tensor:
@@ -91,8 +93,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def is_lazy_view(held: ShardedTensor) -> bool:
     """Whether the values are the conjugate or the negative of what the bytes say."""
-    tensor, local = held.tensor, held.local()
-    return tensor.is_conj() or tensor.is_neg() or local.is_conj() or local.is_neg()
+    if held.tensor.is_conj() or held.tensor.is_neg():
+        return True
+    return held.is_dtensor and (held.local().is_conj() or held.local().is_neg())
 
 
 def lazy_view(name: str) -> str:

@@ -1,0 +1,154 @@
+"""New adapters of every PEFT method on meta: PEFT's own first values, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from tests.integrations.families import build
+
+import anyrank
+
+# Methods whose rules run; of the others, those that PEFT builds on meta are refused.
+RIGHT = {
+    "BEFT", "BOFT", "HIRA", "HRA", "IA3", "LILY", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PEANUT",
+    "POLY", "ROAD",
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "ADALORA": {"total_step": 10, "init_r": 2, "target_modules": ["q_proj"]},
+    "OFT": {"oft_block_size": 8, "r": 0, "target_modules": ["q_proj"]},
+    "BOFT": {"boft_block_size": 8, "target_modules": ["q_proj"]},
+    "C3A": {"block_size": 8, "target_modules": ["q_proj"]},
+    "FOURIERFT": {"n_frequency": 10, "target_modules": ["q_proj"]},
+    "WAVEFT": {"n_frequency": 10, "target_modules": ["q_proj"]},
+    "TRAINABLE_TOKENS": {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+    "ROAD": {"group_size": 8, "target_modules": ["q_proj"]},
+    "VBLORA": {"vector_length": 8, "num_vectors": 4, "topk": 2, "target_modules": ["q_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+}
+
+
+@cache
+def base() -> Any:
+    torch.manual_seed(1)
+    model = build("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def adapted(method: str, **more: Any) -> Any:
+    """A tiny Llama with a new adapter.
+
+    Raises:
+        Exception: PEFT wants more than the tests know of.
+    """
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[method]  # pyright: ignore[reportArgumentType]
+    fields = kind.__dataclass_fields__
+    options = dict(OPTIONS.get(method, {"target_modules": ["q_proj"]}))
+    if "num_virtual_tokens" in fields:
+        options = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
+    if "r" in fields and method != "ADALORA":
+        options.setdefault("r", 2)
+    model = build("llama")
+    return get_peft_model(model, kind(**(options | more)))
+
+
+def adapter_of(model: Any) -> dict[str, torch.Tensor]:
+    own = set(base().state_dict())
+    names = {
+        name: name.replace("base_model.model.", "").replace(".base_layer", "")
+        for name, _ in model.named_parameters()
+    }
+    return {n: p.detach() for n, p in model.named_parameters() if names[n] not in own}
+
+
+def built(method: str, **more: Any) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return adapted(method, **more)
+    except Exception as error:
+        pytest.skip(f"PEFT does not build it from so little: {error!r:.200}")
+
+
+@pytest.mark.parametrize("method", sorted(map(str.upper, map(str, PEFT_TYPE_TO_CONFIG_MAPPING))))
+def test_a_new_adapter_has_the_methods_own_first_values(method: str) -> None:
+    method = method.rpartition(".")[2]
+    torch.manual_seed(2)
+    theirs = built(method)
+    with anyrank.meta():
+        model = built(method)
+    report, refused = load_or_refuse(model)
+    if report is None:
+        assert method not in RIGHT, refused
+        named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        short = [".".join(n.replace(".default", "").split(".")[-3:]) for n in named]
+        assert any(name in refused.replace(".default", "") for name in short), refused
+        assert "load the base model first" in refused or "missing in the source" in refused
+        assert all(p.is_meta for p in model.parameters())
+        return
+    expected = adapter_of(theirs)
+    assert expected.keys() == adapter_of(model).keys()
+    for name, value in adapter_of(model).items():
+        assert_same_kind(value, expected[name], name)
+    assert {name for name in report.initialised if "lora_magnitude" not in name}
+
+
+def load_or_refuse(model: Any) -> tuple[anyrank.LoadReport | None, str]:
+    try:
+        return anyrank.load(model, dict(base().state_dict())), ""
+    except anyrank.LoadError as error:
+        return None, str(error)
+
+
+def assert_same_kind(value: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """The same constant, or random values of the same size."""
+    assert (value.shape, value.dtype) == (expected.shape, expected.dtype), name
+    assert bool(value.isfinite().all()), name
+    if bool((expected == expected.flatten()[0]).all()) or len(expected.unique()) == 2:
+        assert torch.equal(value, expected), name
+    elif expected.numel() >= 32:
+        assert float(value.std()) == pytest.approx(float(expected.std()), rel=0.6), name
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("LOHA", {"init_weights": False}),
+        ("LOKR", {"init_weights": False}),
+        ("OFT", {"init_weights": False}),
+    ],
+)
+def test_an_adapter_that_starts_at_random_does_so(method: str, more: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    expected = adapter_of(built(method, **more))
+    with anyrank.meta():
+        model = built(method, **more)
+    anyrank.load(model, dict(base().state_dict()))
+    for name, value in adapter_of(model).items():
+        assert_same_kind(value, expected[name], name)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("LOKR", {"init_weights": "lycoris"}),
+        ("MISS", {"init_weights": "mini", "mini_r": 2}),
+        ("IA3", {"init_ia3_weights": False}),
+        ("LORA", {"init_lora_weights": "pissa"}),
+    ],
+)
+def test_a_choice_without_a_rule_is_refused_before_anything_is_read(
+    method: str, more: dict[str, Any]
+) -> None:
+    with anyrank.meta():
+        model = built(method, **more)
+    with pytest.raises(anyrank.LoadError, match="load the base model first"):
+        anyrank.plan(model, dict(base().state_dict()))
