@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anyrank.conversion.content import StoredContent, cast_into
+from anyrank.conversion.content import StoredContent, all_finite, cast_into
 from anyrank.conversion.selection import Selection
 from anyrank.errors import LoadError
 from anyrank.files.output import Span
@@ -191,7 +191,7 @@ class MergedContent:
         rows, columns = box.slices()
         product = (b[columns] @ a[:, rows]).T if low.transposed else b[rows] @ a[:, columns]
         total = given.to(wide) + product * low.scaling
-        if not total.isfinite().all():
+        if not all_finite(total):
             raise LoadError(
                 f"{name}: {int((~total.isfinite()).sum())} values of the base with the adapter "
                 "are NaN or infinite: anyrank.verify(..., finite=True) finds which of the two has "
