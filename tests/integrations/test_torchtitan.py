@@ -3,6 +3,7 @@ its own where it is installed."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,15 +56,14 @@ def in_shape(model: nn.Module) -> tuple[Any, Any]:
 
 def torchtitans(model: nn.Module) -> tuple[Any, Any]:
     """torchtitan's own containers."""
-    from torchtitan.components import optimizer as titan
-    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
-
+    titan: Any = import_module("torchtitan.components.optimizer")
+    schedulers: Any = import_module("torchtitan.components.optimizer.lr_scheduler")
     group = titan.ParamGroupConfig(
         pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01, "eps": 1e-6}
     )
     config = titan.OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
     optimizers = titan.OptimizersContainer(config, model_parts=[model])
-    return optimizers, LRSchedulersContainer(optimizers, warm_up)
+    return optimizers, schedulers.LRSchedulersContainer(optimizers, warm_up)
 
 
 def warm_up(step: int) -> float:
@@ -76,9 +76,8 @@ def need_torchtitan() -> None:
 
 def torchtitans_setting(**more: Any) -> Any:
     """torchtitan's own configuration."""
-    from torchtitan.components.checkpoint import CheckpointManager as Titan
-
-    return Titan.Config(**({"enable": True, "interval": 2} | more))
+    titan: Any = import_module("torchtitan.components.checkpoint")
+    return titan.CheckpointManager.Config(**({"enable": True, "interval": 2} | more))
 
 
 def setting(**more: Any) -> Any:
@@ -151,15 +150,14 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
 
 def job_of_torchtitan(folder: str) -> dict[str, torch.Tensor]:
     """A step that torchtitan's own manager saves; the weights."""
-    from torchtitan.components.checkpoint import CheckpointManager as Titan
-
+    titan: Any = import_module("torchtitan.components.checkpoint")
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
     optimizers, schedulers = torchtitans(model)
     model(torch.ones(2, 4)).sum().backward()
     optimizers.step()
     schedulers.step()
-    manager = Titan(
+    manager = titan.CheckpointManager(
         torchtitans_setting(last_save_model_only=False),
         dataloader=None,
         model_parts=[model],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ def job_sft(out: str, stop: int | None = None, kind: str = "ddp") -> tuple[list[
     """Train on this rank. Returns what it logged, and the resume report."""
     import transformers
     from accelerate.state import AcceleratorState
-    from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from trl import SFTConfig, SFTTrainer
 
     from anyrank.integrations.transformers import elastic
 
+    trl: Any = import_module("trl")
     AcceleratorState._reset_state(True)
     transformers.logging.set_verbosity_error()
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))  # noqa: S106
@@ -44,21 +44,21 @@ def job_sft(out: str, stop: int | None = None, kind: str = "ddp") -> tuple[list[
     plain = arguments(out).to_dict()
     same = ("per_device_train_batch_size", "save_strategy", "logging_steps", "use_cpu", "seed")
     same += ("learning_rate", "warmup_steps", "disable_tqdm", "optim", "ddp_backend")
-    config = SFTConfig(
+    config = trl.SFTConfig(
         out, **{name: plain[name] for name in same}, max_steps=STEPS, report_to=[], bf16=False,
         gradient_checkpointing=False, dataset_num_proc=None, max_length=32,
     )  # fmt: skip
     log = Log(stop)
-    trainer = SFTTrainer(
+    trainer = trl.SFTTrainer(
         model(kind),
         config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=import_module("datasets").Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[log],
     )
     trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL)
     trainer.train(resume_from_checkpoint=True)
-    assert isinstance(trainer, SFTTrainer)
+    assert isinstance(trainer, trl.SFTTrainer)
     return log.lines, trainer.elastic.report
 
 
