@@ -1,6 +1,6 @@
 """The time of a training step with an integration, beside the framework alone.
 
-    python benchmarks/integrations.py [lightning accelerate]
+    python benchmarks/integrations.py [lightning accelerate transformers]
 
 DDP on two CPU ranks, each with two microbatches of 8 rows, and AdamW on 17 million parameters. Both
 train in turn, in the same processes, for a number of rounds. No step is saved within a round. The
@@ -125,9 +125,62 @@ def with_accelerate(folder: str | None) -> list[Clock]:
     return ends
 
 
+def with_transformers(folder: str | None) -> list[Clock]:
+    """When each step of one epoch ended, with an elastic Trainer where there is a folder."""
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    import anyrank.integrations.transformers as integration
+
+    AcceleratorState._reset_state(True)
+    transformers.logging.set_verbosity_error()
+    ends: list[Clock] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.net(x).square().mean()}
+
+    class Ends(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(now())
+
+    data = [{"x": row} for row in torch.randn(GLOBAL_BATCH * STEPS, WIDTH)]
+    with tempfile.TemporaryDirectory() as out:
+        arguments = transformers.TrainingArguments(
+            out,
+            per_device_train_batch_size=MICROBATCH,
+            gradient_accumulation_steps=1 if folder else GLOBAL_BATCH // MICROBATCH // RANKS,
+            num_train_epochs=1,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_grad_norm=0.0,
+            optim="adamw_torch",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+        )
+        trainer: Any = transformers.Trainer(
+            Net(),
+            arguments,
+            train_dataset=data,
+            callbacks=[Ends()],  # type: ignore[arg-type]
+        )
+        if folder:
+            trainer = integration.elastic(trainer, folder, global_batch=GLOBAL_BATCH)
+        trainer.train()
+    return ends
+
+
 CONTENDERS: dict[str, Callable[[str | None], list[Clock]]] = {
     "lightning": with_lightning,
     "accelerate": with_accelerate,
+    "transformers": with_transformers,
 }
 
 

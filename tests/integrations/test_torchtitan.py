@@ -1,7 +1,9 @@
-"""torchtitan's CheckpointManager in shape, with containers as its 0.3 source defines them."""
+"""torchtitan's CheckpointManager in shape, with containers as its 0.3 source defines them, and with
+its own where it is installed."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,27 +46,64 @@ class Trainer:
         self.ntokens_seen = int(state_dict["ntokens_seen"].item())
 
 
+def in_shape(model: nn.Module) -> tuple[Any, Any]:
+    """Optimizers and schedulers as torchtitan's containers hold them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    container: Any = SimpleNamespace(schedulers=[schedule], step=schedule.step)
+    return OptimizersContainer([optimizer]), container
+
+
+def torchtitans(model: nn.Module) -> tuple[Any, Any]:
+    """torchtitan's own containers."""
+    titan: Any = import_module("torchtitan.components.optimizer")
+    schedulers: Any = import_module("torchtitan.components.optimizer.lr_scheduler")
+    group = titan.ParamGroupConfig(
+        pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01, "eps": 1e-6}
+    )
+    config = titan.OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
+    optimizers = titan.OptimizersContainer(config, model_parts=[model])
+    return optimizers, schedulers.LRSchedulersContainer(optimizers, warm_up)
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 4)
+
+
+def need_torchtitan() -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not here: its own parts were not tried")
+
+
+def torchtitans_setting(**more: Any) -> Any:
+    """torchtitan's own configuration."""
+    titan: Any = import_module("torchtitan.components.checkpoint")
+    return titan.CheckpointManager.Config(**({"enable": True, "interval": 2} | more))
+
+
 def setting(**more: Any) -> Any:
     config = {"enable": True, "folder": "checkpoint", "interval": 2, "keep_latest_k": 10}
     return SimpleNamespace(**(config | {"async_mode": "disabled"} | more))
 
 
-def job(folder: str, steps: int, **more: Any) -> tuple[list[float], int, int]:
-    """torchtitan's loop, in short. Returns losses, the step where it began, and tokens."""
+def job(folder: str, steps: int, own: bool, **more: Any) -> tuple[list[float], int, int]:
+    """torchtitan's loop, in short. Returns losses, the step where it began, and tokens.
+
+    Args:
+        own: whether containers and configuration are torchtitan's own.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 4))
+    optimizers, schedulers = (torchtitans if own else in_shape)(model)
     data = torch.linspace(-1, 1, 92, dtype=torch.float64).view(23, 4)
     loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2)
     trainer = Trainer()
     manager = CheckpointManager(
-        setting(**more),
+        (torchtitans_setting if own else setting)(**more),
         dataloader=loader,
         model_parts=[model],
-        optimizers=OptimizersContainer([optimizer]),
-        lr_schedulers=SimpleNamespace(schedulers=[schedule]),
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
         states={"train_state": trainer},
         sd_adapter=None,
         base_folder=folder,
@@ -77,9 +116,9 @@ def job(folder: str, steps: int, **more: Any) -> tuple[list[float], int, int]:
             for batch in step.microbatches(model):
                 step.backward(model(batch).square().mean())
             losses.append(step.loss())
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            optimizers.step()
+            optimizers.zero_grad()
+            schedulers.step()
             trainer.ntokens_seen += step.samples
             loader.commit()
             manager.save(trainer.step, last_step=trainer.step == steps)
@@ -91,16 +130,66 @@ def job(folder: str, steps: int, **more: Any) -> tuple[list[float], int, int]:
     return losses, start, trainer.ntokens_seen
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(tmp_path: Path, mode: str) -> None:
-    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, async_mode=mode)[0]
+@pytest.mark.parametrize(
+    ("mode", "own"), [("disabled", False), ("async", False), ("disabled", True), ("async", True)]
+)
+def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
+    tmp_path: Path, mode: str, own: bool
+) -> None:
+    if own:
+        need_torchtitan()
+    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, own, async_mode=mode)[0]
     losses: list[float] = []
     for ranks, stop in ((3, 3), (2, 5), (4, 8)):
-        part, start, seen = run_ranks(ranks, job, str(tmp_path), stop, async_mode=mode)[0]
+        part, start, seen = run_ranks(ranks, job, str(tmp_path), stop, own, async_mode=mode)[0]
         assert start == len(losses)
         losses += part
     assert losses == pytest.approx(whole, rel=1e-9)
     assert seen == tokens == 23 + 23 + 16
+
+
+def job_of_torchtitan(folder: str) -> dict[str, torch.Tensor]:
+    """A step that torchtitan's own manager saves; the weights."""
+    titan: Any = import_module("torchtitan.components.checkpoint")
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
+    optimizers, schedulers = torchtitans(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizers.step()
+    schedulers.step()
+    manager = titan.CheckpointManager(
+        torchtitans_setting(last_save_model_only=False),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": Trainer()},
+        sd_adapter=None,
+        base_folder=folder,
+    )
+    manager.save(2, last_step=True)
+    manager.close()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def job_begin(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = anyrank.TrainState(model, optimizer)
+    with anyrank.Checkpoints(f"{folder}/ours", state) as checkpoints:
+        report = checkpoints.resume(f"{folder}/checkpoint/step-2")
+    assert report is not None
+    moments = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return moments, {name: str(part) for name, part in report.components.items()}
+
+
+def test_what_torchtitan_itself_saved_is_resumed(tmp_path: Path) -> None:
+    need_torchtitan()
+    (saved, *_) = run_ranks(2, job_of_torchtitan, str(tmp_path))
+    for weights, parts in run_ranks(3, job_begin, str(tmp_path)):
+        assert all(torch.equal(weights[name], value) for name, value in saved.items())
+        assert parts["model"] in ("exact", "resharded")
+        assert parts["optimizer"] in ("exact", "resharded")
 
 
 def test_what_belongs_to_torchtitan_alone_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
 from anyrank import faults
+from anyrank.conversion.content import all_finite
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
 from anyrank.files.output import OutputTensor
 from anyrank.formats import torch_output
@@ -137,7 +138,7 @@ def test_a_cast_that_overflows_is_an_error(tmp_path: Path) -> None:
 
 def test_fp8_with_scales_is_not_cast(tmp_path: Path) -> None:
     fp8 = torch.randn(4, 4).to(torch.float8_e4m3fn)
-    weights = {"a.weight": fp8, "a.weight_scale_inv": torch.ones(1, 1)}
+    weights = {"a.weight": fp8, "a.weight_scale": torch.ones(1)}
     with pytest.raises(LoadError, match=r"a\.weight: is torch\.float8_e4m3fn with a scale"):
         anyrank.convert(weights, tmp_path / "out", dtype="bfloat16")
     anyrank.convert(weights, tmp_path / "out")
@@ -340,3 +341,13 @@ def test_a_zip_beyond_4_gib_has_64_bit_records(tmp_path: Path) -> None:
     assert found["wide"].shape == (1 << 31,)
     assert torch.equal(found["after"], torch.arange(5.0))
     assert anyrank.inspect(tmp_path / "w.pt").nbytes == (8 << 30) + 20
+
+
+def test_values_that_are_not_finite_are_found() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        values = torch.linspace(-3, 3, 100, dtype=dtype)
+        assert all_finite(values)
+        assert all_finite(values[:0])
+        for wrong in (float("nan"), float("inf"), float("-inf")):
+            values[37] = wrong
+            assert not all_finite(values)

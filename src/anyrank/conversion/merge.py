@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anyrank.conversion.content import StoredContent, cast_into
+from anyrank.conversion.content import StoredContent, all_finite, cast_into
 from anyrank.conversion.selection import Selection
 from anyrank.errors import LoadError
 from anyrank.files.output import Span
@@ -190,7 +190,7 @@ class MergedContent:
         wide = torch.promote_types(given.dtype, torch.float32)
         a, b = (factor.to(wide) for factor in self._factors(name, low))
         total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
-        if not total.isfinite().all():
+        if not all_finite(total):
             raise LoadError(
                 f"{name}: {int((~total.isfinite()).sum())} values of the base with the adapter "
                 "are NaN or infinite: anyrank.verify(..., finite=True) finds which of the two has "

@@ -1,7 +1,7 @@
 """A CheckpointManager in torchtitan's shape, over a run that is resumed on any number of ranks.
 
-Written against torchtitan 0.3, of which it imports nothing: what it takes are torchtitan's own
-objects, or any of the same shape.
+Tested with torchtitan 0.3, of which it imports nothing: what it takes are torchtitan's own objects,
+or any of the same shape.
 """
 
 from __future__ import annotations
