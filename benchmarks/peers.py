@@ -125,31 +125,27 @@ def main() -> None:
         for way, tables in runs.items():
             tables.append(measure(options.width, way == "memory"))
             print(way, {title: round(tables[-1][title], 3) for title in TITLES}, flush=True)
-    ratios = {
-        title: statistics.median(
-            m[title] / f[title] for m, f in zip(runs["memory"], runs["files"], strict=True)
-        )
-        for title in TITLES
+        store(runs, options.width)
+
+
+def store(runs: dict[str, list[dict[str, float]]], width: int) -> None:
+    """Print the ratios of what was measured up to now, and keep all of it."""
+    ratios: dict[str, float] = {}
+    for title in TITLES:
+        pairs = zip(runs["memory"], runs["files"], strict=True)
+        ratios[title] = statistics.median(memory[title] / files[title] for memory, files in pairs)
+    print("memory / files", {title: round(ratios[title], 2) for title in TITLES}, flush=True)
+    table = {
+        **describe_machine(),
+        "load_average": load_average(),
+        "ranks": RANKS,
+        "every": EVERY,
+        "killed_in_step": KILLED,
+        "state_mib": round(8 * (width + 1) * width * 4 * 3 / MIB),
+        "runs": runs,
+        "ratios": ratios,
     }
-    print("ratios", {title: round(ratios[title], 2) for title in TITLES})
-    state_mib = 8 * (options.width + 1) * options.width * 4 * 3 / MIB
-    RESULTS.write_text(
-        json.dumps(
-            {
-                **describe_machine(),
-                "load_average": load_average(),
-                "ranks": RANKS,
-                "every": EVERY,
-                "killed_in_step": KILLED,
-                "state_mib": round(state_mib),
-                "runs": runs,
-                "ratios": ratios,
-            },
-            indent=1,
-        )
-        + "\n",
-        encoding="utf-8",
-    )
+    RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
