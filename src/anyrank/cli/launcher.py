@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
+
+from anyrank.settings import PEERS_FOLDER
 
 PR_SET_PDEATHSIG = 1
 SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its number, as in shells
@@ -24,7 +27,11 @@ def main(parent: int, arguments: list[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     try:
-        torchrun(arguments)
+        try:
+            torchrun(arguments)
+        finally:
+            if os.getppid() != parent:  # killed, so that it does not do that itself
+                shutil.rmtree(os.environ.get(PEERS_FOLDER, ""), ignore_errors=True)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()

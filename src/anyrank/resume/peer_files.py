@@ -71,7 +71,9 @@ def make_folder(path: str) -> None:
 
 
 def _create(path: str, nbytes: int) -> None:
-    """An empty file that has its memory: a write to a mapping that finds none ends the process."""
+    """A new file that has its memory: a write to a mapping that finds none ends the process."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # one that was cut short
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if nbytes:

@@ -8,6 +8,7 @@ makes the folder, and removes it at its end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -74,11 +75,10 @@ class _Together(LocalStorage):
 class PeerMemory:
     """The snapshots of one run, as one rank sees them. All ranks call its methods together.
 
-    At most two are kept: while one is written, the one before it stays.
+    One is kept, and beside it the next one while that is written.
 
     Attributes:
         folder: of the run, in this machine's memory.
-        newest: name of the snapshot that is kept when the next one comes.
     """
 
     def __init__(self, root: str, path: str, ranks: Ranks) -> None:
@@ -86,7 +86,6 @@ class PeerMemory:
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks
-        self.newest: str | None = None
         self._tag = ranks.from_one(
             "naming the memory", ranks.ranks[0], lambda: uuid.uuid4().hex[:8]
         )
@@ -95,6 +94,12 @@ class PeerMemory:
         self._on = [
             [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
         ]
+
+    def open(self) -> None:
+        """Make the run's folder, and remove what killed ranks left of snapshots. Any rank."""
+        with storing(self.folder.path):
+            make_folder(self.folder.path)
+        self.remove_but(*(name for _, name in self.folder.committed()))
 
     # -- keep -------------------------------------------------------------------------------------
 
@@ -113,10 +118,7 @@ class PeerMemory:
         def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
             faults.point("peers.write")
             with storing(temporary):
-                make_folder(folder.path)
                 make_folder(temporary)
-                if self._leads:
-                    self._remove_but(self.newest, os.path.basename(temporary))
             return write_share(folder.store, temporary, file, snapshot.items, ranks.check)
 
         shares = ranks.together("writing the snapshot", share)
@@ -136,7 +138,7 @@ class PeerMemory:
                 return sum(one.stat().st_size for one in os.scandir(folder.join(name)))
 
         nbytes = sum(ranks.together("committing the snapshot", commit))
-        self.newest = name
+        self.remove_but(name)  # it is whole on all machines by now
         return nbytes
 
     @property
@@ -157,15 +159,11 @@ class PeerMemory:
             found += [Transfer(name, one.size, rank, receiver) for name, one in files.items()]
         return found
 
-    def _remove_but(self, *kept: str | None) -> None:
-        for name in self.folder.names():
-            if name not in kept:
+    def remove_but(self, *kept: str) -> None:
+        """Give the other snapshots' memory back to the machine. Any rank."""
+        for name in set(self.folder.names()) - {*kept} if self._leads else ():
+            with contextlib.suppress(OSError):  # the next one tries again
                 self.folder.store.remove_folder(self.folder.join(name))
-
-    def forget(self) -> None:
-        """Give all of it back to the machine. Any rank."""
-        if self._leads:
-            self._remove_but()
 
     # -- find -------------------------------------------------------------------------------------
 
@@ -270,7 +268,9 @@ def open_memory(path: str, ranks: Ranks) -> PeerMemory | None:
         "looking for the machines' memory", lambda: os.path.isdir(roots[ranks.index])
     )
     if all(there):
-        return PeerMemory(roots[ranks.index], path, ranks)
+        memory = PeerMemory(roots[ranks.index], path, ranks)
+        ranks.together("opening the machines' memory", memory.open)
+        return memory
     if ranks.index == 0:
         without = [rank for rank, is_there in zip(ranks.ranks, there, strict=True) if not is_there]
         log.warning(

@@ -87,7 +87,7 @@ class RunWriter:
         self.branch = resumed.branch
         self.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
         if memory is not None:
-            memory.newest = resumed.snapshot
+            memory.remove_but(*filter(None, [resumed.snapshot]))
         return resumed.report
 
     def due(self) -> tuple[bool, bool]:
@@ -145,23 +145,22 @@ class RunWriter:
             CheckpointError: something cannot be saved.
         """
         assert self.memory is not None
-        start, first = time.perf_counter(), self.memory.newest is None
+        start = time.perf_counter()
         snapshot = self._collect(ranks)
         differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
         snapshot = replace(snapshot, manifest=replace(snapshot.manifest, differed=differed))
         try:
             nbytes = self.memory.keep(snapshot)
         except CheckpointError as error:
-            self.memory.forget()
+            self.memory.remove_but()
             self.memory = None
             if ranks.index == 0:
                 log.warning("peers: nothing is kept in memory from now on: %s", error)
             return
         self._state.run = snapshot.manifest.run
         self._last_snapshot = time.monotonic()
-        level = logging.INFO if first else logging.DEBUG
         seconds = time.perf_counter() - start
-        log.log(level, "step %d is in memory: %d bytes, %.3f s", self._state.step, nbytes, seconds)
+        log.debug("step %d is in memory: %d bytes, %.3f s", self._state.step, nbytes, seconds)
 
     def _check_boundary(self) -> None:
         """Refuse to save within a step."""

@@ -1,0 +1,152 @@
+"""A killed rank: how long until the run goes on, from memory and from files?
+
+    python benchmarks/peers.py                # results/peers.json
+    python benchmarks/peers.py --repeats 1 --width 1024
+
+`anyrank run --ranks 4 --then 4` trains FSDP2 with AdamW on CPU ranks; rank 1 gets a SIGKILL in a
+step in the middle between two saves. The same script with peers=True and without, in turn. Counted
+on rank 0 of the second attempt, in seconds:
+
+  to_step   from the SIGKILL to the end of the next optimizer step
+  to_new    from the SIGKILL to the end of the step that was killed: the others are done again
+  up        from the SIGKILL until the ranks have imported torch and met
+  resume    resume() alone, with its first agreement
+  work      up to new, without `up`: what anyrank and the training need
+  step      of the first attempt, median; its difference is the cost of a snapshot a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine, load_average
+
+RESULTS = Path(__file__).parent / "results" / "peers.json"
+RANKS, EVERY, KILLED = 4, 10, 15
+TITLES = ["to_step", "to_new", "up", "resume", "work", "step"]
+MIB = 1 << 20
+
+
+def train(folder: Path, width: int, peers: bool) -> None:
+    """One rank of one attempt."""
+    import signal
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    import anyrank
+
+    dist.init_process_group("gloo")
+    rank, first = dist.get_rank(), not (folder / "killed").exists()
+    table: dict[str, Any] = {"up": time.time(), "steps": []}
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width) for _ in range(8)]
+    model = fully_shard(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = torch.randn(4 * 40, width)
+    loader = anyrank.ElasticLoader(rows, global_batch=4, microbatch=1)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    path = str(folder / "run")
+    with anyrank.Checkpoints(path, state, every=EVERY, peers=peers) as ckpts:
+        report = ckpts.resume()
+        table |= {"resumed": time.time(), "from": report and report.step}
+        for step in ckpts.steps(until=EVERY * 2 - 2):
+            for x in step.microbatches(model):
+                if first and rank == 1 and step.number == KILLED:
+                    (folder / "killed").write_text(str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            table["steps"].append(time.time())
+            if rank == 0:
+                (folder / f"attempt-{int(not first)}.json").write_text(json.dumps(table))
+
+
+def measure(width: int, peers: bool) -> dict[str, float]:
+    """One kill and what followed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        code = "from anyrank.cli import main; main()"
+        line = [sys.executable, "-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
+        line += [__file__, "--train", name, "--width", f"{width}"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ended = subprocess.run(
+            [*line, *(["--peers"] if peers else [])],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode:
+            raise SystemExit(ended.stderr[-3000:])
+        killed = float((folder / "killed").read_text())
+        before, after = (json.loads((folder / f"attempt-{n}.json").read_text()) for n in (0, 1))
+    assert after["from"] == (KILLED if peers else EVERY), after["from"]
+    # A step's time includes what follows it: the snapshot, or nothing. Saves are left out.
+    ends = [end for n, end in enumerate(before["steps"]) if n >= 1]
+    steps = [b - a for n, (a, b) in enumerate(itertools.pairwise(ends), 2) if n != EVERY]
+    new = after["steps"][KILLED - after["from"]]
+    return {
+        "to_step": after["steps"][0] - killed,
+        "to_new": new - killed,
+        "up": after["up"] - killed,
+        "resume": after["resumed"] - after["up"],
+        "work": new - after["up"],
+        "step": statistics.median(steps),
+    }
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--peers", action="store_true")
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.width, options.peers)
+        return
+    runs: dict[str, list[dict[str, float]]] = {"files": [], "memory": []}
+    for _ in range(options.repeats):
+        for way, tables in runs.items():
+            tables.append(measure(options.width, way == "memory"))
+            print(way, {title: round(tables[-1][title], 3) for title in TITLES}, flush=True)
+        store(runs, options.width)
+
+
+def store(runs: dict[str, list[dict[str, float]]], width: int) -> None:
+    """Print the ratios of what was measured up to now, and keep all of it."""
+    ratios: dict[str, float] = {}
+    for title in TITLES:
+        pairs = zip(runs["memory"], runs["files"], strict=True)
+        ratios[title] = statistics.median(memory[title] / files[title] for memory, files in pairs)
+    print("memory / files", {title: round(ratios[title], 2) for title in TITLES}, flush=True)
+    table = {
+        **describe_machine(),
+        "load_average": load_average(),
+        "ranks": RANKS,
+        "every": EVERY,
+        "killed_in_step": KILLED,
+        "state_mib": round(8 * (width + 1) * width * 4 * 3 / MIB),
+        "runs": runs,
+        "ratios": ratios,
+    }
+    RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
