@@ -7,13 +7,12 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
-from anyrank.data.receipts import Receipt, receipt_of
+from anyrank.data.receipts import EpochReceipt, EpochRecord, Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.group import ALONE, members
@@ -23,35 +22,6 @@ OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "padded")
-
-
-class EpochReceipt(NamedTuple):
-    """A finished epoch: its number, its number of samples, and what was verified of them."""
-
-    epoch: int
-    samples: int
-    verdict: str
-
-
-@dataclass
-class EpochRecord:
-    """The samples of one epoch.
-
-    Attributes:
-        epoch: its number.
-        earlier: samples committed before this process started or resumed, on all ranks.
-        planned: samples of all committed steps, computed from the order.
-        seen: samples that this rank has run and committed since.
-        dropped: samples at the epoch's end that are in no step.
-        padded: repeats that filled its last step; in no receipt.
-    """
-
-    epoch: int
-    earlier: Receipt = field(default_factory=Receipt)
-    planned: Receipt = field(default_factory=Receipt)
-    seen: Receipt = field(default_factory=Receipt)
-    dropped: int = 0
-    padded: int = 0
 
 
 class Position:

@@ -7,8 +7,8 @@ ranks and over the parts of a resumed epoch, so 24 bytes are enough for an epoch
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,35 @@ class Receipt:
         if type(count) is not int or count < 0 or not hashes:
             raise ValueError(f"{value!r} is not a receipt")
         return Receipt(count, int(total, 16), int(xor, 16))
+
+
+class EpochReceipt(NamedTuple):
+    """A finished epoch: its number, its number of samples, and what was verified of them."""
+
+    epoch: int
+    samples: int
+    verdict: str
+
+
+@dataclass
+class EpochRecord:
+    """The samples of one epoch.
+
+    Attributes:
+        epoch: its number.
+        earlier: samples committed before this process started or resumed, on all ranks.
+        planned: samples of all committed steps, computed from the order.
+        seen: samples that this rank has run and committed since.
+        dropped: samples at the epoch's end that are in no step.
+        padded: repeats that filled its last step; in no receipt.
+    """
+
+    epoch: int
+    earlier: Receipt = field(default_factory=Receipt)
+    planned: Receipt = field(default_factory=Receipt)
+    seen: Receipt = field(default_factory=Receipt)
+    dropped: int = 0
+    padded: int = 0
 
 
 def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
