@@ -131,12 +131,19 @@ def test_values_of_a_later_step_are_sent_by_a_kept_plan() -> None:
     assert torch.equal(dst.up.weight, expected_of(src)["up.weight"])
 
 
-def test_a_dst_in_the_memory_of_the_base_gets_the_merged_values() -> None:
-    src = lora(Net(100, 2000))
-    expected = expected_of(src)["up.weight"]
-    weight = src.base_model.model.up.base_layer.weight
-    anyrank.sync({"up.weight": weight}, src, merge=True, unexpected="ignore")
-    assert torch.equal(weight, expected)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_dst_in_the_memory_of_the_base_is_refused(*, atomic: bool) -> None:
+    """Else the adapter would count twice in src, and once more at every call."""
+    src = lora(Net())
+    before = {name: value.clone() for name, value in src.state_dict().items()}
+    weight, bias = src.base_model.model.up.base_layer.weight, src.base_model.model.up.bias
+    dst = {"up.weight": weight.detach(), "up.bias": bias.detach()}
+    with pytest.raises(anyrank.LoadError, match=r"up\.weight: dst has these in the memory of src"):
+        anyrank.sync(dst, src, merge=True, unexpected="ignore", atomic=atomic)
+    assert all(torch.equal(before[name], value) for name, value in src.state_dict().items())
+    dst["up.weight"] = torch.empty_like(weight)  # the bias may stay: it gets its own values
+    anyrank.sync(dst, src, merge=True, unexpected="ignore", atomic=atomic)
+    assert torch.equal(dst["up.weight"], expected_of(src)["up.weight"])
 
 
 def dora() -> Any:

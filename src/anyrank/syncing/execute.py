@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.errors import AnyrankError
+from anyrank.errors import AnyrankError, LoadError
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
@@ -93,7 +93,10 @@ class _Sync:
 
         def prepare() -> tuple[tuple[Places, Mover], None]:
             check_writable(match)  # a kept plan knows no memory
-            share.allocate(match.stored if self.atomic else filled_apart(match, self._sources))
+            apart = filled_apart(match, self._sources)
+            if apart and plan.added:
+                raise LoadError(_merged_into_src(match.tensors[index].name for index in apart))
+            share.allocate(match.stored if self.atomic else apart)
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
             places = Places(self._locals, targets, Adapters(factors, plan.added))
@@ -198,3 +201,12 @@ class _Sync:
             )
             for number, index in plan.locals.items()
         }
+
+
+def _merged_into_src(names: Iterable[str]) -> str:
+    """Why merged values may not go into the memory of `src`: its adapters would count twice."""
+    return (
+        f"{', '.join(sorted(names)[:10])}: dst has these in the memory of src, and merge=True "
+        "leaves src as it is: give dst memory of its own (copy.deepcopy, .clone()), or merge src "
+        "itself (merge_adapter() of PEFT)"
+    )
