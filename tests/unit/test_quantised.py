@@ -210,6 +210,27 @@ def test_a_scale_of_another_name_is_never_left_out(tmp_path: Path) -> None:
         )
 
 
+def test_a_scale_that_is_not_there_is_missed(tmp_path: Path) -> None:
+    values, _ = fp8()
+    folder = write(tmp_path / "a", {"l.weight": values}, FP8)
+    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is not in the source"):
+        anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
+    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is not in the source"):
+        anyrank.convert(folder, tmp_path / "b", dtype="bfloat16")
+    model = Holder(weight=values.clone().zero_())
+    anyrank.load(model, folder)  # as they are stored
+    assert torch.equal(model.l.weight.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_blocks_larger_than_the_tensor_take_no_memory(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [1, 10**12]}
+    values, _ = fp8()
+    stored = {"l.weight": values, "l.weight_scale_inv": torch.arange(1.0, ROWS + 1)[:, None]}
+    model = Holder(weight=torch.zeros(ROWS, COLUMNS))
+    anyrank.load(model, write(tmp_path / "a", stored, config))
+    assert torch.equal(model.l.weight, values.float() * stored["l.weight_scale_inv"])
+
+
 def test_a_block_size_that_is_none_is_refused(tmp_path: Path) -> None:
     folder = fp8_folder(tmp_path / "a", {"quant_method": "fp8", "weight_block_size": [1, "x"]})
     with pytest.raises(anyrank.LoadError, match="two whole numbers"):

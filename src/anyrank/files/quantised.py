@@ -14,12 +14,14 @@ from anyrank.files.segments import memory_of
 from anyrank.tensors.names import candidates
 from anyrank.tensors.quantised import (
     METHODS,
+    SCALE_INV,
     Fetch,
     Pair,
     Quantised,
     is_small,
     is_wide,
     pairs_of,
+    scaled,
 )
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
@@ -72,7 +74,7 @@ def dequantised(
         rename: from the source's keys to these names.
 
     Raises:
-        LoadError: scales that do not fit.
+        LoadError: scales that do not fit, or are not there.
     """
     pairs = pairs_of(listing.tensors)
     holds_small = any(map(is_small, held.values()))
@@ -91,6 +93,16 @@ def dequantised(
         files.append(_info(listing, quantised))
         del tensors[pair.values], tensors[pair.scales]
         tensors[pair.name if by_values is None else pair.values] = stored
+    if listing.quantisation.get("quant_method") == "fp8":
+        for key, stored in tensors.items():
+            dtype = wanted(key)
+            is_weight = is_wide(dtype) if dtype else not held
+            if is_small(stored.dtype) and is_weight and not scaled(tensors, key):
+                raise LoadError(
+                    f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "
+                    "config.json says that it is quantised by fp8: without its scale it is "
+                    "another weight: fetch the source again"
+                )
     return replace(listing, tensors=tensors, files=tuple(files))
 
 

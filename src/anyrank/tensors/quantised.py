@@ -167,7 +167,8 @@ def _block(
         return shape  # one scale for all
     match given:
         case [int(high), int(wide)] if high > 0 and wide > 0:
-            return high, wide
+            # As small as the tensor: no memory is taken for columns that it has not.
+            return min(high, max(1, shape[0])), min(wide, max(1, shape[1]))
         case _:
             raise LoadError(
                 f"weight_block_size of quantization_config is {given!r}: two whole numbers are "
