@@ -179,6 +179,27 @@ def test_state_of_another_model_or_optimizer_is_refused(tmp_path: Path, what: st
         assert report.components["optimizer"] == "skipped"
 
 
+def test_skip_is_for_the_beginning_and_not_for_the_runs_own_steps(tmp_path: Path) -> None:
+    """A job that is started again by the same call goes on, and does not lose its optimizer."""
+    accelerate_folder(tmp_path / "a")
+    net = net_of()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1.0)
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(tmp_path / "run", state) as ckpts:
+        assert ckpts.resume(tmp_path / "a", skip=["optimizer"]).components["optimizer"] == "skipped"
+        net(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        ckpts.step_done()
+    other = net_of(1)
+    again = torch.optim.AdamW(other.parameters())
+    state = anyrank.TrainState(other, again)
+    report = begin(tmp_path / "run", tmp_path / "a", state, skip=["optimizer"])
+    assert report.components["optimizer"] == "exact"
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    held = [state["exp_avg"] for state in again.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, held, strict=True))
+
+
 def test_state_takes_the_dtype_of_its_parameter_and_says_so(tmp_path: Path) -> None:
     net, saved = accelerate_folder(tmp_path / "a")
     state = state_of(net_of(1).bfloat16())

@@ -42,7 +42,12 @@ LOOPS = {"steps": steps, "epochs": epochs, "own": own_loop}
 
 
 def train(
-    folder: Path, *, loop: Callable[..., Iterable[Step]] = steps, exact: bool = True, until: int = 6
+    folder: Path,
+    *,
+    loop: Callable[..., Iterable[Step]] = steps,
+    exact: bool = True,
+    until: int = 6,
+    resume: Callable[[anyrank.Checkpoints], object] = anyrank.Checkpoints.resume,
 ) -> list[str]:
     """Train a run, with a save at each step that is due; the committed steps."""
     torch.manual_seed(0)
@@ -55,7 +60,7 @@ def train(
     with anyrank.Checkpoints(
         folder, state, every=2, keep=9, on_commit=lambda record: said.append(record.path)
     ) as ckpts:
-        ckpts.resume("auto")
+        resume(ckpts)
         for step in loop(ckpts, loader, until):
             for batch in step.microbatches(model):
                 step.backward(model(batch).square().mean())
@@ -131,3 +136,21 @@ def test_another_run_and_a_run_that_is_no_longer_exact_are_refused(
     assert not (tmp_path / "other").exists()
     with pytest.raises(anyrank.CheckpointError, match="the script trains without it now"):
         train(tmp_path / "run", exact=False)
+
+
+def test_a_replay_resumes_all_parts_whatever_the_script_skips(
+    tmp_path: Path, replay: Callable[..., Path]
+) -> None:
+    results = replay(2, 6)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", resume=lambda ckpts: ckpts.resume("runs/a", skip=["optimizer"]))
+    assert [one.step for one in read_trained(str(results))] == [4, 6]
+
+
+def test_a_script_that_does_not_resume_proves_nothing_of_the_step(
+    tmp_path: Path, replay: Callable[..., Path]
+) -> None:
+    results = replay(2, 6)
+    with pytest.raises(anyrank.CheckpointError, match="came to step 4 without a resume"):
+        train(tmp_path / "run", resume=lambda _: None)
+    assert read_trained(str(results)) == []

@@ -143,7 +143,8 @@ class Checkpoints:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step. Newer ones are set aside at the next save. Anything
                 else is a path or URL.
-            skip: parts of the state that stay as they are.
+            skip: parts of the state that stay as they are; with a path, where the run begins with
+                it, and not once the run has steps of its own.
             fresh: names of parameters, or patterns with *, that the checkpoint need not have: they
                 keep their values, and their state in the optimizer starts anew.
             rename: for another tool's checkpoint: from its names of tensors to the model's, as for

@@ -118,10 +118,12 @@ class ReplayWriter(RunWriter):
         self._path = os.path.join(results, TRAINED)
         self._order = order
         self._left = dict(order.digests)
+        self._is_resumed = False
 
     def arguments(self, given: Arguments) -> Arguments:
-        """The order's step, whichever the script asks for."""
-        return replace(given, which=self._order.start, rename=None)
+        """All of the order's step, whatever the script asks for."""
+        self._is_resumed = True
+        return replace(given, which=self._order.start, skip=(), rename=None)
 
     def due(self) -> tuple[bool, bool]:
         """Whether the step that ends now is compared; nothing is kept in memory."""
@@ -131,7 +133,8 @@ class ReplayWriter(RunWriter):
         """Leave the receipt of the state's step, if the order names it. All ranks.
 
         Raises:
-            CheckpointError: the loader is not exact any more, or the state cannot be saved.
+            CheckpointError: the script has not resumed, its loader is not exact any more, or the
+                state cannot be saved.
             SystemExit: the receipt is not that of the order, or it was the last one.
         """
         state = self._state
@@ -139,6 +142,11 @@ class ReplayWriter(RunWriter):
         expected = self._left.pop(state.step, None)
         if expected is None:
             return
+        if not self._is_resumed:
+            raise CheckpointError(
+                f"{self._order.run}: the script came to step {state.step} without a resume, so it "
+                f"has not trained from step {self._order.start} on: call resume() in it"
+            )
         if isinstance(state.data, Position):
             check_receipt(state.data, ranks)
         snapshot = collect(state, ranks)

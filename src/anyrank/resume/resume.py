@@ -110,13 +110,14 @@ def resume_run(
     which, path = arguments.which, arguments.path
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
     search = StepSearch(folder, own, verify, ranks, memory)
-    skip, fresh = arguments.skip, arguments.fresh
-    resuming = resume_newest(state, search, ranks, skip, fresh)
+    skip = arguments.skip if path is None else ()  # of a path: its part of a beginning alone
+    resuming = resume_newest(state, search, ranks, skip, arguments.fresh)
     if resuming is not None:
         held, there = resuming.found.candidate.held, resuming.found.memory
         report = resuming.report(folder if there is None else there.folder, verify)
         if path is not None:
             note = f"{path} was not read: the run has steps of its own, which go on from it"
+            note += ", with all parts of the state" if arguments.skip else ""
             report = replace(report, notes=[*report.notes, note])
         leaves_newer = isinstance(which, int) or bool(resuming.found.left)
         resumed = _resumed(resuming, report, ranks, held is None, leaves_newer)
