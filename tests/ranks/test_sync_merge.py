@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -101,3 +102,36 @@ def test_an_adapter_that_cannot_be_merged_is_every_ranks_error() -> None:
     texts = run_ranks(2, job_refused)
     assert texts[0] == texts[1]
     assert "its adapters are disabled" in texts[0]
+
+
+def change_on_last(kind: str, model: Any) -> None:
+    layer = model.base_model.model[0]
+    if dist.get_rank() == 1:
+        if kind == "scaling":
+            layer.scaling["default"] = 3.0
+        else:
+            layer.merge()
+
+
+def job_other_adapters(kind: str) -> str:
+    model, dst = lora(torch.float32), net()
+    anyrank.sync(dst, model, merge=True)
+    before = copy.deepcopy(dst.state_dict())
+    change_on_last(kind, model)
+    try:
+        anyrank.sync(dst, model, merge=True)
+    except anyrank.LoadError as error:
+        assert all(torch.equal(before[name], value) for name, value in dst.state_dict().items())
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("scaling", "default x 3"), ("merged", "its adapter merged into it")]
+)
+def test_ranks_that_would_merge_otherwise_are_an_error(kind: str, words: str) -> None:
+    """Also at a later call, whose plan was made when they were alike."""
+    for message in run_ranks(2, job_other_adapters, kind):
+        assert "0.weight: ranks hold it in different ways in src: rank 0" in message
+        assert "rank 1 as float32[300, 7] whole, " in message
+        assert words in message

@@ -118,12 +118,12 @@ def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> l
             if found is None:
                 found = known[row.keys] = SourceTensor(row, {})
             ours, theirs = _held(found.row), _held(row)
-            if ours != theirs:
+            if (ours, found.row.added) != (theirs, row.added):
                 first, other = next(iter(found.coordinates)), next(iter(ranks))
                 raise LoadError(
                     f"{row.keys[0]}: ranks hold it in different ways in src: rank {first} as "
-                    f"{ours}, rank {other} as {theirs}: give src on the ranks of one layout, and "
-                    "None on the others"
+                    f"{ours}, rank {other} as {theirs}: give src on the ranks of one layout, with "
+                    "the same adapters merged, and None on the others"
                 )
             found.coordinates.update({rank: known[row.mesh] for rank, known in ranks.items()})
     for tensor in known.values():
@@ -136,7 +136,9 @@ def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> l
 
 def _held(row: Row) -> str:
     layout = "whole" if row.layout is None else str(row.layout)
-    return f"{short(row.dtype)}{list(row.shape)} {layout}"
+    adapters = _merged([row]) and f", to be merged with {_merged([row])}"
+    adapters = ", with its adapter merged into it" if row.is_merged else adapters
+    return f"{short(row.dtype)}{list(row.shape)} {layout}{adapters}"
 
 
 def listing_of(sources: Sequence[SourceTensor]) -> Listing:
