@@ -223,7 +223,7 @@ def test_a_scale_that_is_not_there_is_missed(tmp_path: Path) -> None:
 
 
 def test_blocks_larger_than_the_tensor_take_no_memory(tmp_path: Path) -> None:
-    config = {"quant_method": "fp8", "weight_block_size": [1, 10**12]}
+    config: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [1, 10**12]}
     values, _ = fp8()
     stored = {"l.weight": values, "l.weight_scale_inv": torch.arange(1.0, ROWS + 1)[:, None]}
     model = Holder(weight=torch.zeros(ROWS, COLUMNS))
