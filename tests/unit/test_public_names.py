@@ -77,7 +77,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
         "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
         " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
-        " is_planned verified version last seconds to_json",
+        " is_planned merged verified version last seconds to_json",
     ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),
@@ -86,11 +86,12 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
-        "a b equal only_a only_b renamed shapes dtypes values step steps_equal steps_only to_json",
+        "a b equal only_a only_b renamed shapes dtypes values digests data step steps_equal steps_only"
+        " to_json",
     ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
-        "path format files tensors dtypes parameters nbytes metadata skipped steps to_json",
+        "path format files tensors dtypes quantised parameters nbytes metadata skipped steps to_json",
     ),
     "the result of verify": (
         lambda: anyrank.verify(WEIGHTS),

@@ -38,11 +38,11 @@ def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
 
     A product that is computed by tile has the same bits in every box, on every rank.
     """
+    numel = TILE_ROWS * TILE_COLUMNS
+    least = (max(TILE_ROWS, numel // shape[1]), max(TILE_COLUMNS, numel // shape[0]))
     by_dim = [
-        _cuts(size, most, low, low + count)
-        for size, most, low, count in zip(
-            shape, (TILE_ROWS, TILE_COLUMNS), box.offsets, box.sizes, strict=True
-        )
+        _cuts(size, length, low, low + count)
+        for size, length, low, count in zip(shape, least, box.offsets, box.sizes, strict=True)
     ]
     for (row, rows), (column, columns) in itertools.product(*by_dim):
         yield Box((row, column), (rows, columns))
