@@ -154,3 +154,19 @@ def test_a_script_that_does_not_resume_proves_nothing_of_the_step(
     with pytest.raises(anyrank.CheckpointError, match="came to step 4 without a resume"):
         train(tmp_path / "run", resume=lambda _: None)
     assert read_trained(str(results)) == []
+
+
+def test_a_replay_leaves_the_snapshots_in_memory_alone(
+    tmp_path: Path, replay: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay(2, 6)
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("ANYRANK_PEERS_FOLDER", str(tmp_path / "memory"))
+    with (
+        anyrank.Checkpoints(
+            tmp_path / "run", anyrank.TrainState(nn.Linear(1, 1)), peers=True
+        ) as ckpts,
+        pytest.raises(anyrank.CheckpointError),
+    ):
+        ckpts.resume()  # of another state, after the memory would have been opened
+    assert not list((tmp_path / "memory").iterdir())

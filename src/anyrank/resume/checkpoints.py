@@ -348,7 +348,9 @@ class Checkpoints:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
             self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
-            self._writer.memory = open_memory(self.path, ranks) if self._options.peers else None
+            self._writer.memory = (
+                open_memory(self.path, ranks) if self._writer.wants_memory else None
+            )
             self._ranks = ranks
         return self._ranks
 

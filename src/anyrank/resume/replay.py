@@ -114,7 +114,8 @@ class ReplayWriter(RunWriter):
     def __init__(
         self, folder: RunFolder, state: TrainState, options: RunOptions, results: str, order: Order
     ) -> None:
-        super().__init__(folder, state, replace(options, background=False), None)
+        # Without the memory of the run, which may be alive: a resume removes snapshots in it.
+        super().__init__(folder, state, replace(options, background=False, peers=False), None)
         self._path = os.path.join(results, TRAINED)
         self._order = order
         self._left = dict(order.digests)

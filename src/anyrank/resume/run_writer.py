@@ -64,6 +64,11 @@ class RunWriter:
         return (self._state.step, self._state.run) == self.on_disk
 
     @property
+    def wants_memory(self) -> bool:
+        """Whether snapshots are to be kept."""
+        return bool(self._options.peers)
+
+    @property
     def failed(self) -> bool:
         """Whether a background save has ended without a checkpoint."""
         return self._background is not None and self._background.failed
