@@ -86,12 +86,13 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
-        "a b equal only_a only_b renamed shapes dtypes values digests data step steps_equal steps_only"
-        " to_json",
+        "a b equal only_a only_b renamed shapes dtypes values digests data step steps_equal"
+        " steps_only to_json",
     ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
-        "path format files tensors dtypes quantised parameters nbytes metadata skipped steps to_json",
+        "path format files tensors dtypes quantised parameters nbytes metadata skipped steps"
+        " to_json",
     ),
     "the result of verify": (
         lambda: anyrank.verify(WEIGHTS),
