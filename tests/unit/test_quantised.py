@@ -231,8 +231,9 @@ def test_blocks_larger_than_the_tensor_take_no_memory(tmp_path: Path) -> None:
     assert torch.equal(model.l.weight, values.float() * stored["l.weight_scale_inv"])
 
 
-def test_a_block_size_that_is_none_is_refused(tmp_path: Path) -> None:
-    folder = fp8_folder(tmp_path / "a", {"quant_method": "fp8", "weight_block_size": [1, "x"]})
+@pytest.mark.parametrize("given", [[1, "x"], [True, True], [0, 8]])
+def test_a_block_size_that_is_none_is_refused(given: list[object], tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a", {"quant_method": "fp8", "weight_block_size": given})
     with pytest.raises(anyrank.LoadError, match="two whole numbers"):
         anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
 

@@ -166,7 +166,7 @@ def _block(
     if given is None or scales.numel == math.prod(rest):
         return shape  # one scale for all
     match given:
-        case [int(high), int(wide)] if high > 0 and wide > 0:
+        case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
             # As small as the tensor: no memory is taken for columns that it has not.
             return min(high, max(1, shape[0])), min(wide, max(1, shape[1]))
         case _:
