@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.resume.replicas import Replicas
+from anyrank.state.replicas import Replicas
 from anyrank.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "checked.json"

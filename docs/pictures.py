@@ -160,13 +160,13 @@ LOAD = (
     ("report", "what was read, cast, tied, initialised; equal on all ranks", "loading"),
 )
 SAVE = (
-    ("layouts", "each rank says which boxes it holds of each tensor", "resume"),
+    ("layouts", "each rank says which boxes it holds of each tensor", "state"),
     ("plan", "every byte has one writer; replicas share the work evenly", "tensors"),
     ("agree", "all ranks compare; nothing is written if one cannot go on", "world"),
     ("spans", "each rank writes one file, with checksums, and syncs it", "files"),
     ("manifest", "the first rank writes sizes, checksums and all that is no tensor", "files"),
-    ("commit", "one rename: from here on the checkpoint exists", "resume"),
-    ("retention", "older steps beyond keep= are removed", "resume"),
+    ("commit", "one rename: from here on the checkpoint exists", "saving"),
+    ("retention", "older steps beyond keep= are removed", "saving"),
 )
 RESUME = (
     ("choose", "the newest whole step; damaged ones are renamed and reported", "resume"),

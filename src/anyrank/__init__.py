@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from anyrank.memory.recompute import recompute
     from anyrank.memory.tile import tile
     from anyrank.resume.checkpoints import Checkpoints
-    from anyrank.resume.report import ResumeReport
-    from anyrank.resume.state import TrainState
+    from anyrank.state.report import ResumeReport
+    from anyrank.state.train_state import TrainState
     from anyrank.syncing.report import SyncReport
     from anyrank.syncing.sync import sync
     from anyrank.world.group import ALONE
@@ -102,9 +102,9 @@ HOMES = {
     "OffloadStats": "anyrank.memory.offload",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
-    "ResumeReport": "anyrank.resume.report",
+    "ResumeReport": "anyrank.state.report",
     "SyncReport": "anyrank.syncing.report",
-    "TrainState": "anyrank.resume.state",
+    "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "convert": "anyrank.conversion.convert",
     "diff": "anyrank.inspection.diff",

@@ -18,7 +18,7 @@ import anyrank
 from anyrank import faults
 from anyrank.files.reader import synchronize
 from anyrank.memory.offload import engine_of
-from anyrank.resume.background import Background
+from anyrank.saving.background import Background
 from anyrank.world.pinned import page_locked
 
 pytestmark = pytest.mark.gpu

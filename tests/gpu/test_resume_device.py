@@ -11,7 +11,7 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
-from anyrank.resume.state import run_parts
+from anyrank.state.train_state import run_parts
 
 pytestmark = pytest.mark.gpu
 

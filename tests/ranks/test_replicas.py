@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.resume.digests import on_device, start_digests
-from anyrank.resume.replicas import EVERY
+from anyrank.state.digests import on_device, start_digests
+from anyrank.state.replicas import EVERY
 from anyrank.testing import run_ranks
 
 

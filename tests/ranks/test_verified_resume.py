@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.resume.state import run_parts
+from anyrank.state.train_state import run_parts
 from anyrank.testing import run_ranks
 
 Found = tuple[int, int, list[str], list[float], list[int]]

@@ -27,7 +27,7 @@ from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
 from anyrank.formats.run_folder import list_step
-from anyrank.resume.state import run_parts
+from anyrank.state.train_state import run_parts
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads

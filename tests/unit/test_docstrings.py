@@ -25,6 +25,8 @@ ROOMS = (
     "anyrank.loading",
     "anyrank.memory",
     "anyrank.resume",
+    "anyrank.saving",
+    "anyrank.state",
 )
 
 

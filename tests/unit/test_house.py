@@ -29,7 +29,7 @@ BASE = {"errors", "settings", "faults"}
 CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
-AREAS |= {"resume", "inspection", "conversion"}
+AREAS |= {"state", "saving", "resume", "inspection", "conversion"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -46,7 +46,9 @@ MAY_IMPORT = {
     "memory": BASE | {"tensors", "world"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
-    "resume": MODEL | {"loading", "random_state", "data"},
+    "state": MODEL | {"random_state", "data"},
+    "saving": MODEL | {"random_state", "data", "state"},
+    "resume": MODEL | {"loading", "random_state", "data", "state", "saving"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank"},
     "conversion": MODEL | {"syncing", "loading"},
@@ -132,7 +134,7 @@ def test_modules_do_not_import_in_a_circle() -> None:
         ("anyrank.errors", "from anyrank import settings"),
         ("anyrank.tensors.plan", "from .box import Box"),
         ("anyrank.integrations.jax", "from anyrank.errors import AnyrankError"),
-        ("anyrank.resume.state", "from anyrank.integrations import lightning"),
+        ("anyrank.state.train_state", "from anyrank.integrations import lightning"),
         ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),
     ],
 )

@@ -29,9 +29,9 @@ from anyrank import faults
 from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalFile
 from anyrank.files.store import LocalStore, store_for
-from anyrank.resume.lock import RunLock
-from anyrank.resume.run_store import RunFolder
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
+from anyrank.saving.lock import RunLock
+from anyrank.saving.run_store import RunFolder
 from anyrank.testing import run_ranks
 from anyrank.world import processes
 from anyrank.world.device import boot_id

@@ -26,8 +26,8 @@ from torch.optim.swa_utils import AveragedModel
 import anyrank
 from anyrank import faults
 from anyrank.resume.cadence import cadence
-from anyrank.resume.json_codec import from_json, to_json
-from anyrank.resume.state import run_parts
+from anyrank.state.json_codec import from_json, to_json
+from anyrank.state.train_state import run_parts
 
 
 def build(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -26,16 +26,16 @@ from anyrank.model.options import Options
 from anyrank.model.verify import compare_duplicates
 from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
-from anyrank.resume.opaque import unwrapped
-from anyrank.resume.optimizer import Names, match_optimizer
-from anyrank.resume.part_types import Matched, Stored
-from anyrank.resume.report import Outcome, ResumeReport
 from anyrank.resume.restore import Resuming
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import rank_coords
 from anyrank.resume.select_step import Candidate, Selected
-from anyrank.resume.state import TrainState, names_of
-from anyrank.resume.stateful import match_stateful
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import rank_coords
+from anyrank.state.opaque import unwrapped
+from anyrank.state.optimizer import Names, match_optimizer
+from anyrank.state.part_types import Matched, Stored
+from anyrank.state.report import Outcome, ResumeReport
+from anyrank.state.stateful import match_stateful
+from anyrank.state.train_state import TrainState, names_of
 from anyrank.tensors.names import Rename, renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks

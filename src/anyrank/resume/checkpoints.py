@@ -28,14 +28,14 @@ from anyrank.resume.loop import (
 )
 from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import RunOptions
-from anyrank.resume.peers import open_memory
 from anyrank.resume.replay import writer_of
-from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import SaveRecord
 from anyrank.resume.signals import PendingSignals
-from anyrank.resume.state import TrainState, run_parts
+from anyrank.saving.peers import open_memory
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import SaveRecord
+from anyrank.state.report import ResumeReport
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.lines import declining

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
-from anyrank.resume.json_codec import to_json
-from anyrank.resume.opaque import is_opaque, unwrapped
-from anyrank.resume.optimizer import IMPLEMENTATION, UNKNOWN, Names
-from anyrank.resume.part_types import listed
+from anyrank.state.json_codec import to_json
+from anyrank.state.opaque import is_opaque, unwrapped
+from anyrank.state.optimizer import IMPLEMENTATION, UNKNOWN, Names
+from anyrank.state.part_types import listed
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
 from anyrank.formats.foreign import ForeignCheckpoint
-from anyrank.resume.json_codec import to_json
-from anyrank.resume.report import Outcome
+from anyrank.state.json_codec import to_json
+from anyrank.state.report import Outcome
 from anyrank.tensors.spec import StoredTensor
 
 # What a scheduler keeps besides its count that its steps change; it cannot be divided.

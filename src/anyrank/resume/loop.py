@@ -15,9 +15,9 @@ from anyrank.data.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position
 from anyrank.data.step import Step, is_complete
 from anyrank.errors import CheckpointError
-from anyrank.resume.background import innermost
 from anyrank.resume.run_writer import RunWriter
-from anyrank.resume.state import TrainState, run_parts
+from anyrank.saving.background import innermost
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.ranks import Ranks
 

@@ -17,11 +17,11 @@ from anyrank.errors import CheckpointError
 from anyrank.files.receipt import receipt_of_step
 from anyrank.resume.options import RunOptions
 from anyrank.resume.resume import Arguments
-from anyrank.resume.run_store import RunFolder
 from anyrank.resume.run_writer import RunWriter
-from anyrank.resume.saving import SaveRecord, collect, tensor_digests
-from anyrank.resume.state import TrainState
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import SaveRecord, collect, tensor_digests
 from anyrank.settings import REPLAY
+from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 ORDER, TRAINED = "order.json", "trained.jsonl"

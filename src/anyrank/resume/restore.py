@@ -28,13 +28,13 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
-from anyrank.resume.part_types import Fill, Matched, Stored
-from anyrank.resume.records import check_counts
-from anyrank.resume.report import Outcome, ResumeReport, SavedOn
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import rank_coords
 from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
-from anyrank.resume.state import TrainState, run_parts
+from anyrank.saving.records import check_counts
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import rank_coords
+from anyrank.state.part_types import Fill, Matched, Stored
+from anyrank.state.report import Outcome, ResumeReport, SavedOn
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 

@@ -12,12 +12,12 @@ from anyrank.files.manifest import MANIFEST
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import steps_of
 from anyrank.resume.adopt import Request, adopt
-from anyrank.resume.peers import PeerMemory
-from anyrank.resume.report import ResumeReport
 from anyrank.resume.restore import Resuming, log_report, resume_newest
-from anyrank.resume.run_store import RunFolder
 from anyrank.resume.select_step import StepSearch
-from anyrank.resume.state import TrainState
+from anyrank.saving.peers import PeerMemory
+from anyrank.saving.run_store import RunFolder
+from anyrank.state.report import ResumeReport
+from anyrank.state.train_state import TrainState
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.ranks import Ranks
 

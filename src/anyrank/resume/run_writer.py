@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
-from anyrank.resume.background import Background
-from anyrank.resume.lock import RunLock
 from anyrank.resume.options import RunOptions
-from anyrank.resume.peers import PeerMemory
-from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments, resume_run
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import SaveRecord, Snapshot, collect, write
-from anyrank.resume.state import TrainState, run_parts
+from anyrank.saving.background import Background
+from anyrank.saving.lock import RunLock
+from anyrank.saving.peers import PeerMemory
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import SaveRecord, Snapshot, collect, write
+from anyrank.state.report import ResumeReport
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")

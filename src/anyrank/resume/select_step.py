@@ -12,9 +12,9 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
-from anyrank.resume.peers import Held, PeerMemory
-from anyrank.resume.records import check_records, check_tensors
-from anyrank.resume.run_store import RunFolder
+from anyrank.saving.peers import Held, PeerMemory
+from anyrank.saving.records import check_records, check_tensors
+from anyrank.saving.run_store import RunFolder
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")

@@ -14,15 +14,15 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.model.tensors import ModelTensor
-from anyrank.resume.base import Base, base_problems
-from anyrank.resume.given_parts import GivenParts
-from anyrank.resume.modules import kept, match_module, save_module, targets_of
-from anyrank.resume.optimizer import match_optimizer, save_optimizer
-from anyrank.resume.part_types import Matched, Saved, Stored
-from anyrank.resume.replicas import History
-from anyrank.resume.report import Outcome
-from anyrank.resume.stateful import Stateful, match_stateful, save_stateful
-from anyrank.resume.wrappers import unwrapped
+from anyrank.state.base import Base, base_problems
+from anyrank.state.given_parts import GivenParts
+from anyrank.state.modules import kept, match_module, save_module, targets_of
+from anyrank.state.optimizer import match_optimizer, save_optimizer
+from anyrank.state.part_types import Matched, Saved, Stored
+from anyrank.state.replicas import History
+from anyrank.state.report import Outcome
+from anyrank.state.stateful import Stateful, match_stateful, save_stateful
+from anyrank.state.wrappers import unwrapped
 from anyrank.world.lines import declining
 from anyrank.world.ranks import Ranks
 

@@ -17,8 +17,8 @@ from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.replace import put_in_place
 from anyrank.model.tensors import ModelTensor, find_tensors
-from anyrank.resume.json_codec import from_json, to_json
-from anyrank.resume.part_types import (
+from anyrank.state.json_codec import from_json, to_json
+from anyrank.state.part_types import (
     Fill,
     Matched,
     Saved,
@@ -29,7 +29,7 @@ from anyrank.resume.part_types import (
     listed,
     misfits,
 )
-from anyrank.resume.report import Outcome
+from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
 from anyrank.tensors.sharded_tensor import as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.walk import walk

@@ -21,7 +21,7 @@ from anyrank.files.store import Store, reading, storing, write_file
 from anyrank.formats.run_folder import INDEX, SavedStep, check_sizes, describe, step_name, steps_of
 from anyrank.formats.sources import checkpoint_among
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 LATEST = "latest"
 TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")

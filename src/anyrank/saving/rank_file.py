@@ -16,7 +16,7 @@ from anyrank.files.storage import join_path, split
 from anyrank.files.store import Sink, Store, storing, write_file
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.torch_blob import ALIGN, wrap
-from anyrank.resume.digests import check_memory
+from anyrank.state.digests import check_memory
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.sharded_tensor import ShardedTensor, version_of

@@ -12,13 +12,13 @@ from typing import Any
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.random_state.saved_streams import RankCoords
-from anyrank.resume.part_types import Saved, differences
-from anyrank.resume.replicas import History
-from anyrank.resume.state import TrainState, run_parts
+from anyrank.state.part_types import Saved, differences
+from anyrank.state.replicas import History
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 
 @dataclass(frozen=True)

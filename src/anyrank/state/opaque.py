@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.part_types import Matched, Saved, Stored, listed
-from anyrank.resume.report import Outcome
-from anyrank.resume.stateful import match_stateful, save_stateful, tensors_now
+from anyrank.state.part_types import Matched, Saved, Stored, listed
+from anyrank.state.report import Outcome
+from anyrank.state.stateful import match_stateful, save_stateful, tensors_now
 
 HOOKS = (
     "_optimizer_state_dict_pre_hooks",

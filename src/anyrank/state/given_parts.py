@@ -9,7 +9,7 @@ from anyrank.data.position import data_ranks
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
 from anyrank.model.tensors import ModelTensor
-from anyrank.resume.modules import in_part
+from anyrank.state.modules import in_part
 from anyrank.tensors.layout import local_pieces
 from anyrank.world.ranks import Ranks
 

@@ -10,8 +10,8 @@ import torch
 
 from anyrank.data.position import Position, check_state_dict
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.resume.json_codec import from_json, to_json
-from anyrank.resume.part_types import (
+from anyrank.state.json_codec import from_json, to_json
+from anyrank.state.part_types import (
     Fill,
     Matched,
     Saved,
@@ -21,7 +21,7 @@ from anyrank.resume.part_types import (
     other_class,
     own_name,
 )
-from anyrank.resume.report import Outcome
+from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 
 POSITIONS = ("ElasticLoader", "ElasticSampler")  # each continues where the other was saved

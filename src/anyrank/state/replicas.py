@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.resume.digests import start_digests
-from anyrank.resume.part_types import SHOWN, Saved
+from anyrank.state.digests import start_digests
+from anyrank.state.part_types import SHOWN, Saved
 from anyrank.tensors.sharded_tensor import Coordinates, replicas
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.state")
 
 EVERY = 10  # saves: one compares everything, each of the others a part
 

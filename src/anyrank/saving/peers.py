@@ -24,15 +24,15 @@ from anyrank.files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from anyrank.files.storage import LocalStorage, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
 from anyrank.formats.run_folder import INDEX, SavedBox, index_of, list_step, step_name
-from anyrank.resume.peer_files import Transfer, make_folder, pass_on
-from anyrank.resume.rank_file import write_share
-from anyrank.resume.records import check_records, check_tensors
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.saving import Snapshot
+from anyrank.saving.peer_files import Transfer, make_folder, pass_on
+from anyrank.saving.rank_file import write_share
+from anyrank.saving.records import check_records, check_tensors
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.save import Snapshot
 from anyrank.settings import PEERS_FOLDER
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 
 @dataclass(frozen=True)

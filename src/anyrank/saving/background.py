@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
-from anyrank.resume.digests import start_digests
-from anyrank.resume.rank_file import (
+from anyrank.saving.rank_file import (
     Item,
     Staging,
     check_unwritten,
     devices_of,
     written_while_copied,
 )
-from anyrank.resume.saving import SaveRecord, Snapshot
+from anyrank.saving.save import SaveRecord, Snapshot
+from anyrank.state.digests import start_digests
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 Write = Callable[[Snapshot, Ranks], SaveRecord]
 

@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
-from anyrank.resume.json_codec import from_json, to_json
-from anyrank.resume.opaque import (
+from anyrank.state.json_codec import from_json, to_json
+from anyrank.state.opaque import (
     is_opaque,
     match_opaque,
     overrides,
     save_opaque,
     unwrapped,
 )
-from anyrank.resume.part_types import (
+from anyrank.state.part_types import (
     Fill,
     Matched,
     Saved,
@@ -36,7 +36,7 @@ from anyrank.resume.part_types import (
     other_class,
     own_name,
 )
-from anyrank.resume.report import Outcome
+from anyrank.state.report import Outcome
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_like, placement_of

@@ -31,13 +31,9 @@ from anyrank.random_state.saved_streams import (
     capture,
     digests_of,
 )
-from anyrank.resume.digests import check_memory
-from anyrank.resume.part_types import Saved
-from anyrank.resume.rank_file import Item, items_of, write_share
-from anyrank.resume.replicas import History, Replicas, choose
-from anyrank.resume.run_store import RunFolder
-from anyrank.resume.state import TrainState, run_parts
-from anyrank.resume.summary import (
+from anyrank.saving.rank_file import Item, items_of, write_share
+from anyrank.saving.run_store import RunFolder
+from anyrank.saving.summary import (
     RankSummary,
     compare,
     differing,
@@ -45,11 +41,15 @@ from anyrank.resume.summary import (
     summarize,
     tensors_of,
 )
+from anyrank.state.digests import check_memory
+from anyrank.state.part_types import Saved
+from anyrank.state.replicas import History, Replicas, choose
+from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from anyrank.settings import LOCK_SEC
 from anyrank.world.device import boot_id
 from anyrank.world.processes import is_running, own_process, pid_namespace
 
-log = logging.getLogger("anyrank.resume")
+log = logging.getLogger("anyrank.saving")
 
 LOCK = ".lock"
 RENEW_FRACTION = 10  # renewed this often within the time after which it counts as stale

@@ -12,7 +12,7 @@ import torch
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.resume.report import Outcome
+from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
