@@ -82,8 +82,10 @@ def replay(run: str, start: int, stop: int | None, ranks: int, launch: Launch) -
     saved = receipts_of(run, start, stop)
     environ = threads_of(saved[start])
     trained = train(order_of(run, start, saved), launch, environ)
-    equal = [one.step for one in trained if one.receipt["digest"] == digest(saved[one.step])]
-    differing = [one for one in trained if one.step not in equal]
+    equal = [
+        result.step for result in trained if result.receipt["digest"] == digest(saved[result.step])
+    ]
+    differing = [result for result in trained if result.step not in equal]
     if not differing:
         return ReplayReport(run, start, ranks, equal)
     (first,) = differing  # it has ended the replay
@@ -162,9 +164,9 @@ def train(order: Order, launch: Launch, environ: Mapping[str, str]) -> list[Trai
         write_order(order, folder)
         launch({REPLAY: folder, **environ})
         trained = read_trained(folder)
-    last = max((one.step for one in trained), default=order.start)
+    last = max((result.step for result in trained), default=order.start)
     left = [step for step in order.digests if step > last]
-    if left and all(one.receipt["digest"] == order.digests[one.step] for one in trained):
+    if left and all(result.receipt["digest"] == order.digests[result.step] for result in trained):
         raise AnyrankError(
             f"{order.run}: the script ended before step {left[0]}, which the run has: give it the "
             "arguments that it was trained with, and resume in it"

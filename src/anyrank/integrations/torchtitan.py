@@ -179,4 +179,4 @@ class CheckpointManager:
 
 def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
     """The members of a container as parts: `optimizer`, `optimizer_1` and so on."""
-    return {f"{name}_{n}" if n else name: one for n, one in enumerate(several)}
+    return {f"{name}_{n}" if n else name: part for n, part in enumerate(several)}

@@ -122,8 +122,8 @@ def tile_mlps(
             found += handle.names
             undo.append(handle.remove)
     except BaseException:
-        for one in undo:
-            one()
+        for restore in undo:
+            restore()
         raise
     if not found:
         hint = "anyrank.tile_(model, pattern) takes any module's name"

@@ -71,11 +71,11 @@ def check_layout(given: object) -> None:
             "layout= takes a dict of name or pattern to (mesh, placements), or a function of the "
             f"name, not {type(given).__name__}"
         )
-    for name, one in given.items():
-        _checked(str(name), one)
+    for name, value in given.items():
+        _checked(str(name), value)
 
 
-def _checked(name: str, one: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
+def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
     """A layout as plain data.
 
     Raises:
@@ -85,16 +85,16 @@ def _checked(name: str, one: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
     """
     mesh: RankMesh | None = None
     placements: Any = None
-    if isinstance(one, tuple) and len(cast("tuple[Any, ...]", one)) in (2, 3):
-        mesh, placements = _mesh_of(one[0]), one[1]
+    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) in (2, 3):
+        mesh, placements = _mesh_of(value[0]), value[1]
     if mesh is None or not isinstance(placements, (tuple, list)):
-        raise TypeError(f"layout= of {name}: give (mesh, placements), not {one!r}")
-    rules = tuple(placement_of(one, name) for one in cast("Sequence[Any]", placements))
+        raise TypeError(f"layout= of {name}: give (mesh, placements), not {value!r}")
+    rules = tuple(placement_of(placement, name) for placement in cast("Sequence[Any]", placements))
     if len(mesh.shape) != len(rules):
         raise TypeError(
             f"layout= of {name}: {len(rules)} placements for a mesh of {len(mesh.shape)} axes"
         )
-    return mesh, rules if len(one) == 2 else _with_intervals(name, mesh, rules, one[2])
+    return mesh, rules if len(value) == 2 else _with_intervals(name, mesh, rules, value[2])
 
 
 def _mesh_of(given: Any) -> RankMesh | None:
@@ -208,17 +208,17 @@ def _chosen(
             n for place in tensor.registrations for raw in place.names for n in candidates(raw)
         )
         names = list(dict.fromkeys(every))
-        one: Any = None
+        value: Any = None
         if callable(given):
             answers = (given(name) for name in names)
-            one = next((answer for answer in answers if answer is not None), None)
+            value = next((answer for answer in answers if answer is not None), None)
         elif given is not None:
             keys = [k for k in given if any(n == k or fnmatch.fnmatchcase(n, k) for n in names)]
             used.update(keys)
             exact = [key for key in keys if key in names]
-            one = given[(exact or keys)[0]] if keys else None
-        if one is not None and tensor.layout is None:
-            found.append((index, *_checked(tensor.name, one)))
+            value = given[(exact or keys)[0]] if keys else None
+        if value is not None and tensor.layout is None:
+            found.append((index, *_checked(tensor.name, value)))
     unused = [key for key in given if key not in used] if isinstance(given, Mapping) else []
     if unused and strict:
         raise LoadError(f"layout= names {', '.join(unused[:10])}, which no tensor of the model has")

@@ -41,7 +41,7 @@ def problem_of(part: str, thing: Any, tree: Any) -> str | None:
         return None
     saved = {str(key) for key in cast("dict[Any, Any]", tree)}
     now = set(thing.state_dict())
-    differ = sorted(one for one in saved ^ now if not one.startswith("_") and one != "verbose")
+    differ = sorted(name for name in saved ^ now if not name.startswith("_") and name != "verbose")
     if not differ:
         return None
     return (

@@ -51,7 +51,7 @@ class StepHooks:
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
         optimizers = map(innermost, run_parts(state).optimizers())
-        self._handles = [one.register_step_post_hook(self._note) for one in optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
 
     def _note(self, *_: Any) -> None:
         self.stepped = True

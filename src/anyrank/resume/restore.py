@@ -94,7 +94,7 @@ class Resuming:
             CheckpointError: all problems, in one list.
         """
         manifest, listing = self.found.manifest, self.found.listing
-        records = {k: one for k, one in manifest.parts.items() if k not in self.skip}
+        records = {k: record for k, record in manifest.parts.items() if k not in self.skip}
         problems: list[str] = []
         gone = [name for name in records if name not in self.inner.parts]
         new = [n for n in self.inner.parts if n not in manifest.parts and n not in self.skip]
@@ -110,12 +110,12 @@ class Resuming:
                 raise CheckpointError(self._mismatch(problems))
             stored = Stored(listing, manifest.saved_on["ranks"], self.same_ranks, self.fresh)
             self.matched = self.inner.match(records, stored, self.ranks.index)
-            wrong = [problem for one in self.matched.values() for problem in one.problems]
+            wrong = [problem for part in self.matched.values() for problem in part.problems]
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
             if isinstance(self.state.data, Position) and "data" in records:
                 check_counts(manifest, self.found.name)
-            return any(one.has_meta_buffers for one in self.matched.values())
+            return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
 
@@ -150,18 +150,18 @@ class Resuming:
         self.inner.unusable = None
 
     def _read(self) -> None:
-        fills = [fill for one in self.matched.values() for fill in one.fills]
+        fills = [fill for part in self.matched.values() for fill in part.fills]
         buffer = buffer_for(fill.local.device for fill in fills)
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.found.listing]:
             mine = [fill for fill in fills if fill.listing is listing]
-            files = {chunk.file for one in mine for chunk in one.stored.chunks}
+            files = {chunk.file for fill in mine for chunk in fill.stored.chunks}
             with self._reader(self.found.bring(listing, files), buffer) as reader:
                 self._read_from(reader, mine, files)
 
     def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
         """Fill this rank's memory from one listing: each rank reads what it holds."""
-        wanted = [Wanted(n, one.held, one.stored, one.local) for n, one in enumerate(fills)]
+        wanted = [Wanted(n, fill.held, fill.stored, fill.local) for n, fill in enumerate(fills)]
 
         def read() -> None:
             faults.point("resume.read")
@@ -184,8 +184,8 @@ class Resuming:
 
     def _commit(self) -> None:
         faults.point("resume.commit")
-        for one in self.matched.values():
-            one.commit()
+        for part in self.matched.values():
+            part.commit()
         manifest = self.found.manifest
         self.state.step, self.state.samples = manifest.step, manifest.samples
         self.state.run = manifest.run
@@ -193,13 +193,13 @@ class Resuming:
         self.state.lineage = [*manifest.lineage, here]
 
     def _rebuild(self) -> None:
-        for one in self.inner.parts.values():
-            if isinstance(one, nn.Module):
-                targets = find_tensors(one)
+        for part in self.inner.parts.values():
+            if isinstance(part, nn.Module):
+                targets = find_tensors(part)
                 rebuild(
                     targets,
                     self.ranks,
-                    Initialiser(one, self.inner.seed),
+                    Initialiser(part, self.inner.seed),
                     default_device(targets),
                 )
 
@@ -237,7 +237,8 @@ class Resuming:
         data = self.state.data
         if isinstance(data, Position):
             notes += [
-                f"epoch {one.epoch}: {one.samples} samples {one.verdict}" for one in data.receipts
+                f"epoch {receipt.epoch}: {receipt.samples} samples {receipt.verdict}"
+                for receipt in data.receipts
             ]
             notes += data.notes
         return notes
@@ -248,7 +249,7 @@ class Resuming:
         found, manifest = self.found, self.found.manifest
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather((self.bytes_read, seconds))
-        components = {name: one.outcome for name, one in self.matched.items()}
+        components = {name: part.outcome for name, part in self.matched.items()}
         for name in self.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
         components["streams"] = _stream_outcome(streams)
@@ -265,8 +266,8 @@ class Resuming:
             components=components,
             notes=[*found.notes, *self._notes(streams)],
             verified=verified_in_words(verify),
-            bytes_read=[one[0] for one in measured],
-            seconds=max(one[1] for one in measured),
+            bytes_read=[rank_row[0] for rank_row in measured],
+            seconds=max(rank_row[1] for rank_row in measured),
         )
 
 
@@ -296,7 +297,7 @@ def differed_in_words(names: Sequence[str]) -> list[str]:
 
 def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
     for kind in ("derived", "skipped"):
-        names = [name for name, one in streams.items() if one.how == kind]
+        names = [name for name, stream in streams.items() if stream.how == kind]
         if names:
             return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
     return Outcome("exact")

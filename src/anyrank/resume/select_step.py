@@ -145,7 +145,7 @@ class StepSearch:
 
     def _is_newest(self, held: Held) -> bool:
         """Whether no file is newer than a snapshot, which is of the files' run. One rank."""
-        steps = [one for one in self.folder.claimed() if one[1] not in self.left]
+        steps = [step for step in self.folder.claimed() if step[1] not in self.left]
         if steps and steps[0][0] > held.step:
             return False
         try:
@@ -256,7 +256,7 @@ def _bad(folder: RunFolder) -> list[str]:
 
 def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> Candidate | None:
     """The step to try, with what is wrong with it. One rank."""
-    steps = [one for one in folder.claimed() if one[1] not in left]
+    steps = [step for step in folder.claimed() if step[1] not in left]
     if which not in ("auto", "must"):
         chosen = [(step, name) for step, name in steps if step == which]
         if not chosen:

@@ -57,12 +57,13 @@ class Background:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Let these optimizers wait for a copy that is under way before they step."""
-        inner = [innermost(one) for one in optimizers]
-        if [id(one) for one in inner] != [id(one) for one in self.watched]:
+        inner = [innermost(optimizer) for optimizer in optimizers]
+        if [id(optimizer) for optimizer in inner] != [id(optimizer) for optimizer in self.watched]:
             self.close()
             self.watched = inner
             self.hooks = [
-                one.register_step_pre_hook(lambda *_: self.wait_for_copy()) for one in inner
+                optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
+                for optimizer in inner
             ]
 
     def start(self, snapshot: Snapshot, ranks: Ranks, writers: Ranks) -> None:
@@ -123,7 +124,7 @@ class Background:
                 after = start_digests(copied, ranks.check)
                 compare_later = snapshot.replicas.start(ranks)
                 self.unchecked = [item for item in steady if item.source.device in streams]
-                self.copied = {device: one.record_event() for device, one in streams.items()}
+                self.copied = {device: stream.record_event() for device, stream in streams.items()}
                 self.staged.set()
             finally:
                 for stream in streams.values():

@@ -42,18 +42,20 @@ def pass_on(transfers: Sequence[Transfer], folder: str, ranks: Ranks) -> None:
     """
     if not transfers:
         return
-    mine = [one for one in transfers if ranks.rank in (one.sender, one.receiver)]
+    mine = [
+        transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
+    ]
     opened: dict[Transfer, mmap.mmap] = {}
 
     def open_all() -> None:
         with storing(folder):
-            for one in mine:
-                path = join_path(folder, one.name)
-                if one.receiver == ranks.rank:
+            for transfer in mine:
+                path = join_path(folder, transfer.name)
+                if transfer.receiver == ranks.rank:
                     make_folder(folder)
-                    _create(path, one.nbytes)
-                if one.nbytes:
-                    opened[one] = _mapped(path)
+                    _create(path, transfer.nbytes)
+                if transfer.nbytes:
+                    opened[transfer] = _mapped(path)
 
     ranks.together("opening the snapshot's files", open_all)
     sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in blocks(m)]

@@ -135,7 +135,7 @@ class PeerMemory:
                 write_file(folder.store, join_path(temporary, each), data)
             with storing(temporary):
                 folder.store.rename(temporary, folder.join(name))
-                return sum(one.stat().st_size for one in os.scandir(folder.join(name)))
+                return sum(entry.stat().st_size for entry in os.scandir(folder.join(name)))
 
         nbytes = sum(ranks.together("committing the snapshot", commit))
         self.remove_but(name)  # it is whole on all machines by now
@@ -156,7 +156,7 @@ class PeerMemory:
         for rank, node, (_, files) in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
             there = self._on[(node + 1) % len(self._on)]
             receiver = there[self._on[node].index(rank) % len(there)]
-            found += [Transfer(name, one.size, rank, receiver) for name, one in files.items()]
+            found += [Transfer(name, file.size, rank, receiver) for name, file in files.items()]
         return found
 
     def remove_but(self, *kept: str) -> None:
@@ -174,10 +174,10 @@ class PeerMemory:
         missing: dict[tuple[int, str, str], set[str]] = {}
         for rank, node, found in zip(self.ranks.ranks, self.ranks.nodes, seen, strict=True):
             for key, (sizes, absent) in found.items():
-                one = held.setdefault(key, Held(*key, rank, sizes, {}))
+                snapshot = held.setdefault(key, Held(*key, rank, sizes, {}))
                 missing[key] = missing.get(key, absent) & absent
                 for name in sizes.keys() - absent:
-                    one.machines.setdefault(name, []).append(node)
+                    snapshot.machines.setdefault(name, []).append(node)
         return [held[key] for key in sorted(held, reverse=True) if not missing[key]]
 
     def _look(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
@@ -190,7 +190,7 @@ class PeerMemory:
             except CheckpointError as error:
                 log.warning("%s: is skipped: %s", path, error)
                 continue
-            sizes = {file: one.size for file, one in manifest.files.items()}
+            sizes = {name: file.size for name, file in manifest.files.items()}
             there = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
             absent = {file for file, size in sizes.items() if there.get(file) != size}
             found[step, manifest.run, manifest.written] = (sizes, absent)
@@ -254,7 +254,7 @@ def _small_files(
     Without DCP's metadata and a receipt: only a resume reads a snapshot.
     """
     index = index_of((place for share in shares for place in share[0]), snapshot.aliases)
-    files = {file: one for share in shares for file, one in share[1].items()}
+    files = {file: entry for share in shares for file, entry in share[1].items()}
     files[INDEX] = record(digest_of(index))
     now = datetime.now(UTC).isoformat()
     manifest = replace(snapshot.manifest, files=files, written=now)

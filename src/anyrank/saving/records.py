@@ -83,7 +83,7 @@ def check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None
     lost = sorted((whole - set(names)) | (own - owners))
     if lost:
         raise CorruptCheckpoint(f"{path}: has no tensor {lost[0]}: the step is damaged")
-    modules = tuple(f"{k}." for k, one in manifest.parts.items() if one["kind"] == "module")
+    modules = tuple(f"{k}." for k, record in manifest.parts.items() if record["kind"] == "module")
     for name in names:
         known = name in whole or name.rpartition("@")[0] in own or name.startswith(modules)
         if not known:

@@ -61,7 +61,7 @@ class RunFolder:
             CheckpointError: the storage does not say.
         """
         with reading(self.path):
-            return [one for one in steps_of(self.names()) if self._has_manifest(one[1])]
+            return [step for step in steps_of(self.names()) if self._has_manifest(step[1])]
 
     def claimed(self) -> list[tuple[int, str]]:
         """As `committed`, with what lost its manifest since: damage, and no empty place.
@@ -73,7 +73,7 @@ class RunFolder:
         """
         if not self.store.renames:
             return self.committed()
-        return [(n, one) for n, one in steps_of(self.names()) if self._was_renamed(n, one)]
+        return [(n, name) for n, name in steps_of(self.names()) if self._was_renamed(n, name)]
 
     def _was_renamed(self, step: int, name: str) -> bool:
         """Whether a folder got its name in a commit, after its manifest was written."""
@@ -112,7 +112,7 @@ class RunFolder:
         if not self.store.renames and steps_of([name]):
             return None  # a save that died leaves its files under the step's name
         names = self.store.names(self.join(name))
-        begun = any(one in (MANIFEST, INDEX) or one.endswith(SUFFIX) for one in names)
+        begun = any(name in (MANIFEST, INDEX) or name.endswith(SUFFIX) for name in names)
         return None if begun else checkpoint_among(names)
 
     def may_be_sound(self, error: Exception) -> bool:
@@ -121,7 +121,9 @@ class RunFolder:
         An object store that does not answer is the network: the next try may get through.
         """
         causes = (error, error.__cause__)
-        return self.store.renames and any(isinstance(one, OSError | LoadError) for one in causes)
+        return self.store.renames and any(
+            isinstance(cause, OSError | LoadError) for cause in causes
+        )
 
     def _has_manifest(self, name: str) -> bool:
         return self.store.is_file(join_path(self.join(name), MANIFEST))
@@ -226,11 +228,11 @@ class RunFolder:
             self._point_at(name)
             steps = self.committed()
             count = max(keep, MIN_KEPT)
-            old = [one for step, one in steps[count:] if keep_every is None or step % keep_every]
-            if old and self._has_good([one for _, one in steps[:count]]):
-                for one in old:
-                    self._remove(one)
-                    removed.append(one)
+            old = [name for step, name in steps[count:] if keep_every is None or step % keep_every]
+            if old and self._has_good([name for _, name in steps[:count]]):
+                for name in old:
+                    self._remove(name)
+                    removed.append(name)
         except (OSError, AnyrankError) as error:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed
@@ -284,9 +286,9 @@ class RunFolder:
         """Take a step out of the way without deleting it; its new name."""
         taken = set(self.names())
         fresh = next(
-            one
+            renamed
             for number in range(len(taken) + 2)
-            if (one := f".{why}-{name}" + (f".{number}" if number else "")) not in taken
+            if (renamed := f".{why}-{name}" + (f".{number}" if number else "")) not in taken
         )
         with storing(self.path):
             self.store.rename(self.join(name), self.join(fresh))

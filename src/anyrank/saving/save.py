@@ -212,7 +212,7 @@ def _streams(
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
     own = {s.digest: s for s in states.values() if s.digest not in earlier}
     every = ranks.gather(own, "collecting the random streams")
-    merged = {digest: state for one in every for digest, state in one.items()}
+    merged = {digest: state for states in every for digest, state in states.items()}
     return SavedStreams([summary.coords for summary in summaries], digests, merged)
 
 
@@ -262,7 +262,7 @@ def write(
     def commit() -> SaveRecord:
         faults.point("save.commit")
         places = [place for share in shares for place in share[0]]
-        files = {file: one for share in shares for file, one in share[1].items()}
+        files = {file: entry for share in shares for file, entry in share[1].items()}
         small = {
             INDEX: index_of(places, snapshot.aliases),
             METADATA: metadata_of(places, snapshot.aliases),
@@ -278,7 +278,7 @@ def write(
         )
         final = folder.commit(temporary, step, manifest)
         removed = folder.tidy(final, keep, keep_every)
-        nbytes = sum(one.size for one in files.values())
+        nbytes = sum(file.size for file in files.values())
         seconds = time.perf_counter() - start
         return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
 

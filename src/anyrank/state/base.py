@@ -39,7 +39,7 @@ class Base:
         several = [source] if isinstance(source, str | os.PathLike) else source
         if not isinstance(several, Sequence) or not several:
             raise TypeError(f"base is {source!r}: give a path, a URL or a list of them")
-        self.source = [os.fspath(one) for one in several]
+        self.source = [os.fspath(path) for path in several]
         self.digest: str | None = None
         self._writes: dict[str, int] = {}
 

@@ -45,7 +45,7 @@ def start_digests(
 
     def finish() -> list[int]:
         for several in waiting.values():
-            values: list[int] = torch.stack([one for _, one in several]).tolist()
+            values: list[int] = torch.stack([value for _, value in several]).tolist()
             for (number, _), value in zip(several, values, strict=True):
                 found[number] = value
         return found

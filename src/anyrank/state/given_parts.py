@@ -48,7 +48,7 @@ class GivenParts:
             return
 
         def look() -> tuple[list[ModelTensor], None]:
-            named = [in_part(part, one) for part, several in find().items() for one in several]
+            named = [in_part(part, name) for part, several in find().items() for name in several]
             return named, None
 
         try:

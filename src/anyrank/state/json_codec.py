@@ -95,7 +95,7 @@ def _table(value: Mapping[Any, Any], where: str, put: Put) -> Any:
         factory = cast("Any", value.default_factory)
         if factory not in FACTORIES.values():
             raise CheckpointError(f"{where}: a defaultdict of {factory}: make it a plain dict")
-        pairs = [next(name for name, one in FACTORIES.items() if one is factory), pairs]
+        pairs = [next(name for name, known in FACTORIES.items() if known is factory), pairs]
     return {kind: pairs}
 
 

@@ -97,7 +97,7 @@ def save_module(
     saved.unsynced = {t.name for t in named if t.kind == "buffer" and t.layout is None}
     saved.strict = part == "model" or bool(saved.steady)
     layout, own = layout_digest(named), _with_extra(module, elsewhere)
-    extra = {name: _save_extra(part, name, one, saved) for name, one in own}
+    extra = {name: _save_extra(part, name, owner, saved) for name, owner in own}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     return saved
 
@@ -113,12 +113,12 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
     Frozen parts that are kept `elsewhere` are left out, with what is below them.
     """
     found: list[tuple[str, nn.Module]] = []
-    for raw, one in walk(module, "", {*elsewhere}):
-        if type(one).get_extra_state is not nn.Module.get_extra_state:
+    for raw, submodule in walk(module, "", {*elsewhere}):
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
             parts = [segment for segment in raw.split(".") if segment not in WRAPPERS]
             if isinstance(module, DistributedDataParallel):
                 parts = parts[1:]
-            found.append((".".join(parts), one))
+            found.append((".".join(parts), submodule))
     return found
 
 
@@ -158,8 +158,8 @@ def match_module(
         for fill in fills:
             if isinstance(fill.held, ModelTensor) and fill.held.is_meta:
                 put_in_place(fill.held, fill.local)
-        for one, value in restored:
-            one.set_extra_state(value)
+        for submodule, value in restored:
+            submodule.set_extra_state(value)
         for name, inner in parts.items():
             remember(inner)  # tensors among the extra state included
             _compare_digest(part, name, inner, record)
@@ -192,7 +192,7 @@ def _fit_tensors(
         if any(other.chunks != saved[key].chunks for other in others):
             matched.problems.append(
                 f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
-                f"differ ({', '.join(one.name for one in others)}): untie them"
+                f"differ ({', '.join(other.name for other in others)}): untie them"
             )
         problem = misfits(saved[key], target)
         if problem:

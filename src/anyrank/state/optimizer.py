@@ -75,7 +75,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         put = _putter(saved, None, rank)
         members = [names[id(parameter)].name for parameter in group["params"]]
         groups.append({"params": members, "options": to_json(options, where, put)})
-    others = {key: one for key, one in optimizer.state.items() if not torch.is_tensor(key)}
+    others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
     extra = to_json(others, f"{part}.extra", _putter(saved, None, rank))
     saved.record = {
         "kind": "optimizer",
@@ -165,7 +165,7 @@ def match_optimizer(
         made[name] = from_json(tree, taker.take)
         held_now += taker.tensors
     other = _Taker(stored, matched, None, optimizer, rank)
-    options = [_table(one["options"], other) for one in record["groups"]]
+    options = [_table(group["options"], other) for group in record["groups"]]
     pairs = [
         (group, options[number])
         for group, number in zip(optimizer.param_groups, groups, strict=True)
@@ -367,7 +367,9 @@ class _Taker:
         if how == "replicated":
             placements = replicated(like)
         whole = torch.empty(shape, device="meta")
-        layout = Layout(tuple(mesh.shape), tuple(placement_of(one, "") for one in placements))
+        layout = Layout(
+            tuple(mesh.shape), tuple(placement_of(placement, "") for placement in placements)
+        )
         local = torch.empty(
             local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
         )
@@ -386,7 +388,7 @@ class _Taker:
         group = next(
             group
             for group in self.optimizer.param_groups
-            if any(one is self.parameter.tensor for one in group["params"])
+            if any(parameter is self.parameter.tensor for parameter in group["params"])
         )
         on_device = bool(group.get("capturable") or group.get("fused"))
         return device if on_device else torch.device("cpu")

@@ -85,7 +85,9 @@ class ResumeReport:
     def to_json(self) -> str:
         """All fields, as a JSON object; a part's outcome as "kind" or "kind: reason"."""
         fields = asdict(self)
-        fields["components"] = {name: _outcome_text(one) for name, one in self.components.items()}
+        fields["components"] = {
+            name: _outcome_text(outcome) for name, outcome in self.components.items()
+        }
         return json.dumps(fields, indent=2)
 
     def __str__(self) -> str:
@@ -100,7 +102,9 @@ class ResumeReport:
                 f"  LOST         {self.lost_steps} steps, {self.lost_samples} samples: damaged, "
                 f"set aside as {', '.join(self.set_aside)}"
             )
-        lines += [f"  {name:<12} {_outcome_text(one)}" for name, one in self.components.items()]
+        lines += [
+            f"  {name:<12} {_outcome_text(outcome)}" for name, outcome in self.components.items()
+        ]
         if self.verified:
             lines.append(f"  verified     {self.verified}")
         lines += [f"  note         {note}" for note in self.notes]

@@ -194,14 +194,14 @@ class RunParts:
 
     def tensors(self) -> dict[str, list[ModelTensor]]:
         """All tensors of each module, by part; plain parts as `agree` found them."""
-        modules = {k: one for k, one in self.parts.items() if isinstance(one, nn.Module)}
+        modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
         found = {part: targets_of(module) for part, module in modules.items()}
         self.given.apply(found)
         return found
 
     def _trained(self) -> set[int]:
         """Ids of the parameters that the optimizers hold."""
-        groups = [group for one in self.optimizers() for group in one.param_groups]
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
 
     def agree(self, ranks: Ranks) -> None:
@@ -225,15 +225,15 @@ class RunParts:
         names = names_of(targets)
         stepped = self._trained()
         saved: dict[str, Saved] = {}
-        for part, one in self.parts.items():
-            if isinstance(one, nn.Module):
-                saved[part] = save_module(part, one, targets[part], stepped)
+        for part, value in self.parts.items():
+            if isinstance(value, nn.Module):
+                saved[part] = save_module(part, value, targets[part], stepped)
                 if part == "model" and self.base is not None:
-                    saved[part].record["base"] = self.base.record(targets_of(one), stepped)
-            elif isinstance(one, Optimizer):
-                saved[part] = save_optimizer(part, one, names, rank)
+                    saved[part].record["base"] = self.base.record(targets_of(value), stepped)
+            elif isinstance(value, Optimizer):
+                saved[part] = save_optimizer(part, value, names, rank)
             else:
-                saved[part] = save_stateful(part, cast("Stateful", one), rank)
+                saved[part] = save_stateful(part, cast("Stateful", value), rank)
                 saved[part].first_rank = part in self.first_rank
         return saved
 
@@ -243,20 +243,20 @@ class RunParts:
         names = names_of(targets)
         matched: dict[str, Matched] = {}
         for part, record in records.items():
-            one = self.parts[part]
-            kind = _kind(one)
+            value = self.parts[part]
+            kind = _kind(value)
             if record["kind"] != kind:
                 raise CheckpointError(
                     f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint"
                 )
-            if isinstance(one, nn.Module):
-                matched[part] = match_module(part, one, targets[part], record, stored)
+            if isinstance(value, nn.Module):
+                matched[part] = match_module(part, value, targets[part], record, stored)
                 wrong = base_problems(self.base if part == "model" else None, record)
                 matched[part].problems = wrong or matched[part].problems
-            elif isinstance(one, Optimizer):
-                matched[part] = match_optimizer(part, one, record, stored, names, rank)
+            elif isinstance(value, Optimizer):
+                matched[part] = match_optimizer(part, value, record, stored, names, rank)
             else:
-                matched[part] = match_stateful(part, cast("Stateful", one), record, stored, rank)
+                matched[part] = match_stateful(part, cast("Stateful", value), record, stored, rank)
         loader, data = matched.get("data"), self.parts.get("data")
         if loader and not stored.same_ranks and not isinstance(data, Position):
             loader.outcome = Outcome(
@@ -278,7 +278,7 @@ def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTen
     return found
 
 
-def _kind(one: Any) -> str:
-    if isinstance(one, nn.Module):
+def _kind(part: Any) -> str:
+    if isinstance(part, nn.Module):
         return "module"
-    return "optimizer" if isinstance(one, Optimizer) else "stateful"
+    return "optimizer" if isinstance(part, Optimizer) else "stateful"

@@ -12,7 +12,7 @@ def unwrapped(name: str, part: Any) -> Any:
         ValueError: a scheduler that steps once for each process: its count, and the learning rate,
             would depend on the number of ranks.
     """
-    wrappers = {one.__name__ for one in type(part).__mro__ if is_accelerates(one)}
+    wrappers = {base.__name__ for base in type(part).__mro__ if is_accelerates(base)}
     if "AcceleratedOptimizer" in wrappers:
         return part.optimizer
     if "AcceleratedScheduler" not in wrappers:
