@@ -41,7 +41,7 @@ class GradientSync:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        # In every step, as modules may change between two: so the model is walked as rarely as can be.
+        # In every step, as modules may change between two: so the model is walked rarely.
         modules = list(model.modules())
         if any(isinstance(module, FullyShardedDataParallel) for module in modules):
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
@@ -64,7 +64,9 @@ class GradientSync:
         }
         # Frozen ones too: ranks that freeze different parameters must still meet, and compare.
         self.unwrapped = {
-            name: parameter for name, parameter in self.named.items() if id(parameter) not in wrapped
+            name: parameter
+            for name, parameter in self.named.items()
+            if id(parameter) not in wrapped
         }
         for number in self.sizes():
             if number % ranks.size:

@@ -49,15 +49,29 @@ class LoopState:
     Args:
         trainer: whose `fit` is about to run.
         loader: of the steps.
+
+    Attributes:
+        held: the modules that callbacks hold, which are parts of the run themselves.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
+        self.held = modules_of_callbacks(trainer)
         self._fit_trainer = trainer
         self._loader = loader
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
 
     def state_dict(self) -> dict[str, Any]:
+        """For a save.
+
+        Raises:
+            ValueError: a callback made a module that the run does not have.
+        """
         trainer = self._fit_trainer
+        if modules_of_callbacks(trainer).keys() != self.held.keys():
+            raise ValueError(
+                "a callback made a module after on_fit_start, too late to be resumed: make it in "
+                "the callback's setup()"
+            )
         loops = trainer.fit_loop.state_dict()
         # A run that stops within an epoch has counted it as processed.
         for tracker in loops["epoch_progress"].values():
