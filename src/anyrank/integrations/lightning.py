@@ -194,6 +194,12 @@ class Elastic(_Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save a run that stops within an epoch before the hooks of the epoch's end."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.completed < progress.ready:
+            raise ValueError(
+                f"on_train_batch_start returned -1 at batch {progress.completed}, and the rest of "
+                "the epoch's samples would be lost: set trainer.should_stop instead, which stops "
+                "the training"
+            )
         if progress.ready < trainer.num_training_batches:
             self._complete()
             self._checkpoints.save()
@@ -232,8 +238,7 @@ class Elastic(_Callback):
         if self.loader.epoch != self._trainer.current_epoch:
             raise ValueError(
                 f"Lightning is in epoch {self._trainer.current_epoch}, and the data in epoch "
-                f"{self.loader.epoch}: on_train_batch_start may not return -1 here, and the folder "
-                "has to be that of a run of this callback"
+                f"{self.loader.epoch}: the folder has to be that of a run of this callback"
             )
         assert self._loops is not None
         self._loops.restore_within_epoch()

@@ -10,8 +10,9 @@ from torch import nn
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a DDPStrategy, too
-# Callbacks that change the accumulation, the batch size or the loops themselves.
-REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging", "BatchSizeFinder"}
+# Callbacks that change the accumulation or the loops themselves.
+REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
+TUNERS = {"BatchSizeFinder", "LearningRateFinder"}  # train steps of their own within fit
 # What Lightning resets when it begins with an epoch, by its name in the loops' state.
 WITHIN_EPOCH = {
     "epoch_loop.batch_progress": lambda loop: loop.batch_progress,
@@ -218,5 +219,7 @@ def problems_of(trainer: Any, module: Any) -> Iterator[str]:
         name = type(callback).__name__
         if name in REFUSED:
             yield f"{name} changes the loop that is to be resumed: leave it out"
+        if name in TUNERS:
+            yield f"{name} trains steps of its own within fit: use Lightning's Tuner before fit"
     if sum(type(callback).__name__ == "Elastic" for callback in trainer.callbacks) > 1:
         yield "there are two of it in Trainer(callbacks=[...]): leave one of them out"
