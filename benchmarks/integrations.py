@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from anyrank.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "integrations.json"
-RANKS, MICROBATCH, GLOBAL_BATCH, WIDTH, LENGTH = 2, 8, 32, 256, 24
+RANKS, MICROBATCH, GLOBAL_BATCH, WIDTH, LENGTH = 2, 8, 32, 256, 48
 STEPS, WARM = 32, 2  # of a round
 ROUNDS, BUDGET_SEC = 4, 60  # at least so many rounds, and more until then
 
