@@ -103,10 +103,12 @@ def elastic(
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
     anyrank.Checkpoints(folder, anyrank.TrainState(), **options)
     run, work = ElasticRun(os.fspath(folder)), Work(global_batch, options, {"base": base, **parts})
+
+    def stays(step: int) -> bool:
+        return step in work.best or (keep_every is not None and step % keep_every == 0)
+
     if trainer.args.load_best_model_at_end:
-        options["keep_every"] = lambda step: (
-            step in work.best or (keep_every is not None and step % keep_every == 0)
-        )
+        options["keep_every"] = stays
     trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
     vars(trainer).update(elastic=run, _elastic_work=work)
     return trainer
