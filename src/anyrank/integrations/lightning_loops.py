@@ -56,7 +56,7 @@ class LoopState:
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        self.held = modules_of_callbacks(trainer)
+        self.held: dict[str, Any] = {**modules_of_callbacks(trainer)}
         self._fit_trainer = trainer
         self._loader = loader
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it

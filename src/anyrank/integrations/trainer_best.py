@@ -62,5 +62,6 @@ class BestStep(Trainer):
         assert path is not None  # else the Trainer does not call
         ckpts.save()
         ckpts.wait()
+        model: Any = self.model_wrapped
         has_base = self._elastic_work.parts.get("base") is not None  # it was not written
-        anyrank.load(self.model_wrapped, path, missing="keep" if has_base else "error")
+        anyrank.load(model, path, missing="keep" if has_base else "error")
