@@ -2,9 +2,11 @@
 
     python benchmarks/integrations.py [lightning accelerate transformers]
 
-DDP on two CPU ranks, each with two microbatches of 8 rows, and AdamW on 17 million parameters. Both
-train in turn, in the same processes, for a number of rounds. No step is saved within a round. The
-rows are read in the ranks' own processes, so that seeding each of them (0.07 ms) counts.
+DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW: some 40 ms of CPU time a
+step, and few parameters, so that memory, which varies, is little of it. What an integration adds to
+a step depends on the number of microbatches and samples, and not on the model's size. Both train in
+turn, in the same processes, a minute for each framework. No step is saved within a round. The
+samples are read in the ranks' own processes, so that seeding each of them counts.
 
 Of all steps the fastest tenth is compared, in wall time and in CPU time of rank 0: on a machine
 that others use too, the slower ones show what those did. The medians are there as well.
@@ -32,8 +34,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from anyrank.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "integrations.json"
-RANKS, MICROBATCH, GLOBAL_BATCH, WIDTH = 2, 8, 32, 2048
-ROUNDS, STEPS, WARM = 10, 12, 2
+RANKS, MICROBATCH, GLOBAL_BATCH, WIDTH, LENGTH = 2, 8, 32, 256, 48
+STEPS, WARM = 32, 2  # of a round
+ROUNDS, BUDGET_SEC = 4, 60  # at least so many rounds, and more until then
 
 Clock = tuple[float, float]  # wall and CPU, in seconds
 
@@ -49,7 +52,7 @@ def network() -> nn.Module:
 
 
 def rows() -> DataLoader[Any]:
-    data = TensorDataset(torch.randn(GLOBAL_BATCH * STEPS, WIDTH))
+    data = TensorDataset(torch.randn(GLOBAL_BATCH * STEPS, LENGTH, WIDTH))
     return DataLoader(data, batch_size=MICROBATCH, shuffle=True)
 
 
@@ -148,7 +151,7 @@ def with_transformers(folder: str | None) -> list[Clock]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(now())
 
-    data = [{"x": row} for row in torch.randn(GLOBAL_BATCH * STEPS, WIDTH)]
+    data = [{"x": row} for row in torch.randn(GLOBAL_BATCH * STEPS, LENGTH, WIDTH)]
     with tempfile.TemporaryDirectory() as out:
         arguments = transformers.TrainingArguments(
             out,
@@ -190,26 +193,30 @@ def durations(ends: list[Clock]) -> list[Clock]:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in steps]
 
 
-def job(name: str, folder: str) -> tuple[list[Clock], list[Clock]]:
-    """The steps of all rounds on this rank: those of the framework alone, those with anyrank."""
+def job(name: str, folder: str, number: int) -> tuple[list[Clock], list[Clock]]:
+    """The steps of a round on this rank: those of the framework alone, those with anyrank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    found: dict[bool, list[Clock]] = {False: [], True: []}
-    CONTENDERS[name](None)  # imports
-    for number in range(ROUNDS):
-        for with_anyrank in (False, True) if number % 2 else (True, False):
-            path = f"{folder}/{number}"
-            found[with_anyrank] += durations(CONTENDERS[name](path if with_anyrank else None))
-            shutil.rmtree(path, ignore_errors=True)
+    found: dict[bool, list[Clock]] = {}
+    for with_anyrank in (False, True) if number % 2 else (True, False):
+        path = f"{folder}/{number}"
+        found[with_anyrank] = durations(CONTENDERS[name](path if with_anyrank else None))
+        shutil.rmtree(path, ignore_errors=True)
     return found[False], found[True]
 
 
 def measure(name: str) -> dict[str, Any]:
     """A row of the results."""
+    both: tuple[list[Clock], list[Clock]] = ([], [])
+    number, end = 0, time.monotonic() + BUDGET_SEC
     with tempfile.TemporaryDirectory() as folder:
-        environ = {"TORCHELASTIC_RUN_ID": "benchmark"}
-        both = run_ranks(RANKS, job, name, folder, env=environ, timeout=900)[0]
-    row: dict[str, Any] = {"framework": name, "rounds": ROUNDS, "steps": len(both[0])}
+        while number < ROUNDS or time.monotonic() < end:
+            environ = {"TORCHELASTIC_RUN_ID": "benchmark"}
+            pair = run_ranks(RANKS, job, name, folder, number, env=environ, timeout=300)[0]
+            for steps, new in zip(both, pair, strict=True):
+                steps += new if number else []  # the first round imports
+            number += 1
+    row: dict[str, Any] = {"framework": name, "rounds": number - 1, "steps": len(both[0])}
     for kind, what in enumerate(("wall", "cpu")):
         deciles = [statistics.quantiles((step[kind] for step in one), n=10) for one in both]
         for number, part in ((0, "fastest_tenth"), (4, "median")):
@@ -217,6 +224,7 @@ def measure(name: str) -> dict[str, Any]:
             row[f"{what}_{part}"] = {
                 "alone_ms": round(alone, 2),
                 "anyrank_ms": round(with_anyrank, 2),
+                "added_ms": round(with_anyrank - alone, 2),
                 "ratio": round(with_anyrank / alone, 4),
             }
     return row

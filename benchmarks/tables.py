@@ -169,7 +169,11 @@ def integrations_table(result: dict[str, Any]) -> str:
     kinds = ("wall_fastest_tenth", "cpu_fastest_tenth", "wall_median", "cpu_median")
     body = [
         [row["framework"], str(row["steps"])]
-        + [f"{row[kind]['ratio']:.2f} of {row[kind]['alone_ms']:.0f} ms" for kind in kinds]
+        + [
+            f"{row[kind]['ratio']:.2f} of {row[kind]['alone_ms']:.0f} ms "
+            f"({row[kind]['anyrank_ms'] - row[kind]['alone_ms']:+.1f} ms)"
+            for kind in kinds
+        ]
         for row in result["rows"]
     ]
     head = ["", "n", *(kind.replace("_", ", ").replace("t, t", "t t") for kind in kinds)]

@@ -227,6 +227,20 @@ def test_saves_are_made_when_due_and_the_path_that_is_given_is_not_used(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_step_without_the_optimizers_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = setup(tmp_path / "run")
+    for number, batch in enumerate(on.data):  # a count of its own: 3 microbatches are a step
+        on.accelerator.backward(on.model(batch).square().mean())
+        if (number + 1) % 4 == 0:
+            on.optimizer.step()
+            on.optimizer.zero_grad()
+    lines = [line for line in caplog.messages if "no optimizer has stepped in it" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 0: ")
+
+
 def test_epochs_that_were_finished_before_step_no_schedule(tmp_path: Path) -> None:
     def epochs(on: Setup, number: int) -> list[float]:
         for _ in range(number):

@@ -320,6 +320,32 @@ def test_manual_optimization_and_several_optimizers_are_refused(tmp_path: Path) 
         trainer.fit(module, data(), held_out())
 
 
+def test_a_callback_that_trains_steps_of_its_own_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    trainer, module, *_ = small(folder=tmp_path / "run", callbacks=[LearningRateFinder()])
+    with pytest.raises(ValueError, match="LearningRateFinder trains steps of its own"):
+        trainer.fit(module, data(), held_out())
+
+
+def test_the_best_weights_are_there_for_validation_in_a_later_process_too(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        trainer, module, _, (_, best) = small(folder=tmp_path / "run", max_epochs=epochs)
+        trainer.fit(module, data(), held_out())
+        (found,) = trainer.validate(
+            module, held_out(), ckpt_path="best", verbose=False, weights_only=False
+        )
+        assert found["val"] == pytest.approx(float(best.best_model_score))
+
+
+def test_an_epoch_that_is_left_is_an_error_and_saves_nothing(tmp_path: Path) -> None:
+    trainer, module, *_ = small(folder=tmp_path / "run", max_epochs=1)
+    module.on_train_batch_start = lambda batch, number: -1 if number == 2 else None
+    with pytest.raises(ValueError, match="returned -1 at batch 2, and the rest"):
+        trainer.fit(module, data(), held_out())
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
 def test_two_callbacks_are_refused(tmp_path: Path) -> None:
     other = anyrank.integrations.lightning.Elastic(tmp_path / "other", global_batch=6)
     trainer, module, *_ = small(folder=tmp_path / "run", callbacks=[other])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,10 +194,7 @@ def trainer(out: Path, kind: type[Trainer] = Trainer, **more: Any) -> Any:
         ({"auto_find_batch_size": True}, "would change the microbatch"),
         ({"save_total_limit": 2}, "save_total_limit=2 is below keep=3"),
         ({"save_only_model": True}, "writes no optimizer"),
-        (
-            {"load_best_model_at_end": True, "eval_strategy": "no"},
-            "reads the Trainer's own checkpoint",
-        ),
+        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "knows no best step"),
         ({"ignore_data_skip": True}, "would train samples twice"),
         ({"enable_jit_checkpoint": True}, "saves on SIGTERM, and so does the run"),
         ({"train_sampling_strategy": "group_by_length"}, "orders the samples by rank"),
@@ -210,6 +207,19 @@ def test_an_option_that_cannot_hold_is_refused(
     with pytest.raises(ValueError, match=told):
         elastic(made, tmp_path / "run", global_batch=GLOBAL)
     assert type(made) is Trainer
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(Rows()[number] for number in range(4))
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    given = arguments(str(tmp_path), max_steps=1)
+    made = Trainer(model("plain"), given, train_dataset=Stream())
+    with pytest.raises(TypeError, match="train_dataset is a Stream, a stream, whose order cannot"):
+        elastic(made, tmp_path / "run", global_batch=GLOBAL)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
@@ -331,3 +341,71 @@ def job_losses(out: str) -> float:
 def test_losses_by_sample_and_an_average_of_weights(tmp_path: Path) -> None:
     (one,) = run_ranks(1, job_losses, str(tmp_path / "one"))
     assert run_ranks(3, job_losses, str(tmp_path / "three"))[0] == pytest.approx(one, 1e-9)
+
+
+def job_best(out: str, stop: int | None = None, kind: str = "plain", **more: Any) -> dict[str, Any]:
+    """Train, evaluate after each second step, and call the largest loss the best."""
+    AcceleratorState._reset_state(True)
+    transformers.logging.set_verbosity_error()
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    class Weights(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen[state.global_step] = [p.detach().clone() for p in made.model.parameters()]
+
+    given = arguments(
+        out,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        **{"max_steps": 8, "learning_rate": 1e-2, **more},
+    )
+    rows: Any = Rows()
+    made = Trainer(
+        model(kind), given, train_dataset=rows, eval_dataset=rows, callbacks=[Log(stop), Weights()]
+    )
+    made = elastic(
+        made, f"{out}/run", global_batch=GLOBAL, keep=2, base="x" if "lora" in kind else None
+    )
+    made.train(resume_from_checkpoint=True)
+    losses = {one["step"]: one["eval_loss"] for one in made.state.log_history if "eval_loss" in one}
+    best = max(losses, key=losses.__getitem__)
+    held = [p.detach() for p in made.model.parameters()]
+    return {
+        "best": (best, made.state.best_global_step, made.state.best_model_checkpoint),
+        "is_loaded": best in seen and all(map(torch.equal, held, seen[best])),
+        "held": float(sum(p.double().sum() for p in held)),
+        "last": float(sum(p.double().sum() for p in seen.get(8, []))),
+        "loss": (losses[best], made.evaluate()["eval_loss"]),
+        "saved": [
+            one.step for one in anyrank.Checkpoints(f"{out}/run", anyrank.TrainState()).saved()
+        ],
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, kind: str) -> None:
+    out = str(tmp_path)
+    first = run_ranks(2, job_best, out, kind=kind)[0]
+    assert first["best"] == (2, 2, f"{out}/run/step-00000002")
+    assert first["is_loaded"]
+    assert first["loss"][1] == pytest.approx(first["loss"][0], rel=1e-6)
+    assert first["saved"] == [8, 4, 2]  # keep=2, and the best
+    # The last step was saved with its own weights: the run goes on from them, on another rank.
+    (again,) = run_ranks(1, job_best, out, kind=kind, max_steps=9)
+    assert again["best"] == first["best"]
+    assert again["held"] == pytest.approx(first["held"], rel=1e-12)
+    assert again["saved"] == [9, 8, 2]
+    (last,) = run_ranks(1, weights_at, out, kind, 8)
+    assert last == pytest.approx(first["last"], rel=1e-9)
+
+
+def weights_at(out: str, kind: str, step: int) -> float:
+    """The sum of the weights that a step of the run has."""
+    made = model(kind)
+    anyrank.load(made, f"{out}/run/step-{step:08d}", missing="keep")
+    return float(sum(p.double().sum() for p in made.parameters()))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.conversion.content import all_finite
+from anyrank.conversion.writing import compare
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
 from anyrank.files.output import OutputTensor
 from anyrank.formats import torch_output
@@ -263,13 +264,13 @@ def test_a_device_that_refuses_leaves_nothing(
 
 
 def test_a_damaged_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage() -> None:  # every fsync comes after the file's last byte
-        for path in tmp_path.glob("*.unfinished-*/*.safetensors"):
-            with open(path, "r+b") as file:
-                file.seek(-1, os.SEEK_END)
-                file.write(b"\x01")
+    def damaged(store: Any, path: str, *rest: Any) -> None:  # after the file's last byte
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\x01")
+        compare(store, path, *rest)
 
-    monkeypatch.setitem(faults.armed, "file.fsync", damage)
+    monkeypatch.setattr("anyrank.conversion.writing.compare", damaged)
     with pytest.raises(CheckpointError, match="are not those that were written"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "out")
     assert os.listdir(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,10 @@ class Stream(IterableDataset[int]):
 def test_a_dataloader_that_cannot_be_kept_is_refused(dataloader: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
         elastic_loader(dataloader(), global_batch=4)
+
+
+@pytest.mark.parametrize("page", ["lightning", "transformers", "accelerate"])
+def test_a_script_changes_in_at_most_three_lines(page: str) -> None:
+    text = (Path(__file__).parents[2] / f"docs/integrations-{page}.md").read_text(encoding="utf-8")
+    diff = text.split("```diff\n")[1].split("```")[0].splitlines()
+    assert 1 <= sum(line.startswith("+") for line in diff) <= 3

@@ -437,6 +437,19 @@ def test_saves_come_when_due_and_old_ones_go(tmp_path: Path) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
+def test_a_function_says_which_steps_stay(tmp_path: Path) -> None:
+    state, best = anyrank.TrainState(*build()), {3}
+    with anyrank.Checkpoints(
+        tmp_path, state, every=1, keep=2, keep_every=lambda step: step in best
+    ) as ckpts:
+        for _ in range(6):
+            ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [6, 5, 3]
+        best.clear()
+        ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [7, 6]
+
+
 def test_retention_never_goes_under_two_good_ones(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
     with anyrank.Checkpoints(tmp_path, state, every=1, keep=2) as ckpts:

@@ -20,7 +20,7 @@ from anyrank.conversion.options import Options, options_of
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
-from anyrank.conversion.writing import Sealed, Writer, compare
+from anyrank.conversion.writing import Writer
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import Output
@@ -233,11 +233,8 @@ def _write(
     try:
         place.prepare(output.nbytes)
         writer = Writer(place.store, place.folder, content, check)
-        sealed: dict[str, list[Sealed]] = {}
         for file in output.files:
-            sealed[file.name] = writer.write(file)
-        for name, seals in sealed.items():
-            compare(place.store, join_path(place.folder, name), seals, check)
+            writer.write(file)
         for name, data in output.small.items():
             write_file(place.store, join_path(place.folder, name), data)
         check_headers(place, output)

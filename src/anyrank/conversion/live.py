@@ -19,10 +19,12 @@ from anyrank.conversion.file_names import configuration, file_named
 from anyrank.conversion.options import Options
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
+from anyrank.conversion.writing import finishing
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files import placed_file
 from anyrank.files.content_hash import content_hash
 from anyrank.files.output import Output, OutputTensor, Span
+from anyrank.files.placed_file import PlacedFile
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
@@ -275,7 +277,6 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
     first = ranks.ranks[0]
-    digests: dict[str, list[bytes]] = {}
 
     def make() -> None:
         place.prepare(output.nbytes)
@@ -290,11 +291,7 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
 
     def fill() -> None:
         for name, mine in parts.items():
-            digests[name] = _fill(join_path(place.folder, name), mine, ranks.check)
-
-    def compare() -> None:
-        for name, mine in parts.items():
-            _compare(place, join_path(place.folder, name), mine, digests[name], ranks.check)
+            _write_parts(place, join_path(place.folder, name), mine, ranks.check)
 
     def commit() -> None:
         for name, data in output.small.items():
@@ -305,7 +302,6 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
     try:
         ranks.from_one("making the files", first, make)
         ranks.together("writing the weights", fill)
-        ranks.together("reading them again", compare)
         ranks.from_one("committing", first, commit)
     except BaseException:
         if ranks.index == 0:
@@ -332,35 +328,44 @@ def _runs(span: Span, box: Box) -> Iterator[tuple[int, int]]:
         yield span.start + elements * itemsize, nbytes
 
 
-def _fill(path: str, parts: Sequence[_Part], check: Callable[[], None]) -> list[bytes]:
-    """Write parts into a file that is there; the digest of each window."""
-    import xxhash  # only files that are written or verified need it
-
-    digests: list[bytes] = []
+def _write_parts(
+    place: Destination, path: str, parts: Sequence[_Part], check: Callable[[], None]
+) -> None:
+    """Write parts into a file that is there, durably, and compare it with them."""
     with storing(path):
         placed = placed_file.reopen(path)
     try:
-        for part in parts:
-            local = part.held.local()
-            for box in _windows(part):
-                check()
-                given = local[part.piece.part(box).local_slices()].cpu()
-                memory = torch.empty(box.sizes, dtype=part.span.tensor.dtype, device="cpu")
-                if given.dtype == memory.dtype:
-                    memory.copy_(given)
-                else:
-                    cast_into(memory, given, part.held.name)
-                data, position = memory_of(memory), 0
-                digests.append(xxhash.xxh3_64_digest(data))
-                with storing(path):
-                    for offset, nbytes in _runs(part.span, box):
-                        placed.write(offset, data[position : position + nbytes])
-                        position += nbytes
+        digests = _fill(placed, path, parts, check)
     except BaseException:
         placed.abandon()
         raise
-    with storing(path):
-        placed.finish()
+    with finishing(placed, path):
+        _compare(place, path, parts, digests, check)
+
+
+def _fill(
+    placed: PlacedFile, path: str, parts: Sequence[_Part], check: Callable[[], None]
+) -> list[bytes]:
+    """Write parts into an open file; the digest of each window."""
+    import xxhash  # only files that are written or verified need it
+
+    digests: list[bytes] = []
+    for part in parts:
+        local = part.held.local()
+        for box in _windows(part):
+            check()
+            given = local[part.piece.part(box).local_slices()].cpu()
+            memory = torch.empty(box.sizes, dtype=part.span.tensor.dtype, device="cpu")
+            if given.dtype == memory.dtype:
+                memory.copy_(given)
+            else:
+                cast_into(memory, given, part.held.name)
+            data, position = memory_of(memory), 0
+            digests.append(xxhash.xxh3_64_digest(data))
+            with storing(path):
+                for offset, nbytes in _runs(part.span, box):
+                    placed.write(offset, data[position : position + nbytes])
+                    position += nbytes
     return digests
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -97,15 +99,12 @@ class Writer:
     ) -> None:
         self.store, self.folder, self.content, self.check = store, folder, content, check
 
-    def write(self, file: OutputFile) -> list[Sealed]:
-        """Write one file, durably.
-
-        Returns:
-            The digests of all of its windows.
+    def write(self, file: OutputFile) -> None:
+        """Write one file, durably, and compare it with what was to be written.
 
         Raises:
             LoadError: the source cannot be read.
-            CheckpointError: the file cannot be written.
+            CheckpointError: the file cannot be written, or holds other bytes.
         """
         file.check_cover()
         path = join_path(self.folder, file.name)
@@ -116,9 +115,13 @@ class Writer:
         except BaseException:
             placed.abandon()
             raise
-        with storing(path):
-            placed.finish()
-        return sealed
+        if placed.in_order:  # an object, which can be read once it is complete
+            with storing(path):
+                placed.finish()
+            compare(self.store, path, sealed, self.check)
+        else:
+            with finishing(placed, path):
+                compare(self.store, path, sealed, self.check)
 
     def _fill(self, placed: PlacedFile, path: str, file: OutputFile) -> list[Sealed]:
         sealed: list[Sealed] = []
@@ -145,6 +148,20 @@ class Writer:
             pieces.append((span, part.view(span.box.sizes)))
         self.content.fill(pieces)
         return memory_of(memory)[: window.nbytes]
+
+
+@contextmanager
+def finishing(placed: PlacedFile, path: str) -> Generator[None, None, None]:
+    """Make a local file durable while the block reads it again: the disk and a core are busy then.
+
+    Raises:
+        CheckpointError: the disk has refused it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(placed.finish)
+        yield
+        with storing(path):
+            finished.result()
 
 
 def run_all(

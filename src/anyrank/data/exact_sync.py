@@ -96,7 +96,7 @@ class ExactSync(GradientSync):
         # Frozen ones too: ranks that freeze different parameters must still meet, and compare.
         self.summed = {
             name: parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in self.named.items()
             if id(parameter) not in reduced
         }
         self.sums = {name: TreeSum(self.count) for name in self.summed}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
-from anyrank.random_state.streams import fingerprint, kept, reseed
+from anyrank.random_state.streams import fingerprint, reseed
 from anyrank.tensors.hashing import derive
 
 
@@ -50,7 +50,10 @@ class FetchedBatch(NamedTuple):
 
 
 class MicrobatchDataset(Dataset[FetchedBatch]):
-    """The user's dataset, indexed by microbatch. Used in the workers, or in this process."""
+    """The user's dataset, indexed by microbatch. Used in the workers, or in this process.
+
+    Seeds the random streams, and leaves them to its caller.
+    """
 
     def __init__(
         self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any] | None
@@ -62,23 +65,22 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
         where = "dataset.__getitems__"
-        with kept():
-            try:
-                samples = self.fetch_all(request)
-                for number, sample_id in enumerate(request.ids[len(samples) :]):
-                    where = f"dataset[{sample_id}]"
-                    again = () if request.place is None else (request.place + number,)
-                    reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
-                    samples.append(self.dataset[sample_id])
-                where = "collate_fn"
-                # A collate_fn may draw random numbers too, for instance to mask tokens.
-                first = request.ids[0] if request.place is None else request.place
-                reseed(derive(self.seed, request.epoch, first, "collate"))
-                return FetchedBatch(request, self.collate_fn(samples))
-            except Exception as error:
-                ids = list(request.ids)
-                error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
-                raise
+        try:
+            samples = self.fetch_all(request)
+            for number, sample_id in enumerate(request.ids[len(samples) :]):
+                where = f"dataset[{sample_id}]"
+                again = () if request.place is None else (request.place + number,)
+                reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
+                samples.append(self.dataset[sample_id])
+            where = "collate_fn"
+            # A collate_fn may draw random numbers too, for instance to mask tokens.
+            first = request.ids[0] if request.place is None else request.place
+            reseed(derive(self.seed, request.epoch, first, "collate"))
+            return FetchedBatch(request, self.collate_fn(samples))
+        except Exception as error:
+            ids = list(request.ids)
+            error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
+            raise
 
     def fetch_all(self, request: MicrobatchRequest) -> list[Any]:
         """The samples from the dataset's `__getitems__`, if it draws no random numbers.

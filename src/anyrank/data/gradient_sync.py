@@ -41,27 +41,31 @@ class GradientSync:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        # In every step, as modules may change between two: so the model is walked rarely.
         modules = list(model.modules())
         if any(isinstance(module, FullyShardedDataParallel) for module in modules):
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
-        reshard(model)
-        self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in modules if isinstance(module, FSDPModule)]
-        wrapped = {id(param) for module in self.ddp for param in module.parameters()}
+        for module in self.fsdp:
+            module.reshard()
+        self.named = dict(model.named_parameters())
+        self.parameters = [param for param in self.named.values() if param.requires_grad]
+        inner = [(module, dict(module.module.named_parameters())) for module in self.ddp]
+        wrapped = {id(param) for _, named in inner for param in named.values()}
         if self.fsdp:
-            wrapped |= {id(param) for param in model.parameters() if isinstance(param, DTensor)}
+            wrapped |= {id(param) for param in self.named.values() if isinstance(param, DTensor)}
         # Without the wrapper's forward, FSDP2 parameters are DTensors and raise; DDP's do not.
         self.exchanged = {
             name: parameter
-            for module in self.ddp
-            for name, parameter in module.module.named_parameters()
+            for module, named in inner
+            for name, parameter in named.items()
             if parameter.requires_grad and name not in module.parameters_to_ignore
         }
         # Frozen ones too: ranks that freeze different parameters must still meet, and compare.
         self.unwrapped = {
             name: parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in self.named.items()
             if id(parameter) not in wrapped
         }
         for number in self.sizes():

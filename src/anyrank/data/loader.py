@@ -22,7 +22,7 @@ from anyrank.data.fetch import (
 )
 from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
-from anyrank.data.receipts import Receipt
+from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
 from anyrank.data.step import Step
@@ -297,7 +297,9 @@ class ElasticLoader(Position):
         self._check_complete()
         if self._current is None:
             return
-        self._advance(self._current.plan, self._current.seen)
+        plan, seen = self._current.plan, self._current.seen
+        drawn = torch.tensor(seen, dtype=torch.int64, device="cpu")
+        self._advance(plan, receipt_of(plan.epoch, drawn))
         self._current = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

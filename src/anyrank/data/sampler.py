@@ -59,7 +59,7 @@ class Share:
         Args:
             model: the streams of its devices are seeded too; default: the rank's own device.
         """
-        devices = own_accelerator() if model is None else accelerators_of(model)
+        devices = own_accelerator() if model is None else accelerators_of(model.parameters())
         with seeded(derive(self.seed, self.step, self.k, "microbatch"), devices):
             yield
 

@@ -14,11 +14,10 @@ from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync, reshard
 from anyrank.data.norm import clip_gradients
-from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import MicrobatchSlot, Schedule
 from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
-from anyrank.random_state.streams import accelerators_of, seeded
+from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.tensors.hashing import derive
 from anyrank.world.ranks import Ranks
 
@@ -103,7 +102,7 @@ class Step:
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
         sync = self._sync(model, own_backward)
-        devices = accelerators_of(model)
+        devices = accelerators_of(sync.named.values())
         slots = self._plan.slots(self._pass.index, self._pass.size)
         again = (self._num_calls,) if self._num_calls else ()
         self._num_calls += 1
@@ -111,11 +110,11 @@ class Step:
         self._is_weighted, self._weights, self._losses = None, {}, []
         self._exponent, self._model = None, model
         try:
-            with sync.active():
+            with kept(devices), sync.active():
                 for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
                     seed = self._schedule.order.seed
-                    key = derive(seed, self.number, slot.k, "microbatch", *again)
-                    with seeded(key, devices), sync.on(slot, number + 1 == len(slots)):
+                    reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
+                    with sync.on(slot, number + 1 == len(slots)):
                         self._slot = slot
                         yield batch
                         self._slot = None
@@ -276,9 +275,7 @@ class Step:
             )
         if not slot.is_copy:
             # Positions after the order's end pad the step, and are in no receipt.
-            real = max(0, self._plan.n - self._plan.bounds(slot.k)[0])
-            drawn = torch.tensor(ids[:real], dtype=torch.int64, device="cpu")
-            self._progress.seen += receipt_of(self.epoch, drawn)
+            self._progress.seen += ids[: max(0, self._plan.n - self._plan.bounds(slot.k)[0])]
         return fetched.batch
 
     def _take_again(self, slot: MicrobatchSlot) -> Any:

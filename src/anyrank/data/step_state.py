@@ -11,7 +11,6 @@ from torch import nn
 
 from anyrank.data.exact_checks import ExactRun
 from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
-from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import StepPlan
 from anyrank.world.ranks import Ranks
 
@@ -57,10 +56,10 @@ class StepProgress:
         plan: the step.
         is_started: whether `microbatches` was called.
         is_complete: whether the last call of `microbatches` ran to its end.
-        seen: the samples that this rank fetched.
+        seen: ids of the samples that this rank fetched, without copies and repeats.
     """
 
     plan: StepPlan
     is_started: bool = False
     is_complete: bool = False
-    seen: Receipt = field(default_factory=Receipt)
+    seen: list[int] = field(default_factory=list[int])

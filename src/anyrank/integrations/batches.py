@@ -49,6 +49,7 @@ class ElasticBatches:
         self._microbatches: Iterator[Any] | None = None  # of the step, until it is complete
         self._losses = 0  # backward passes in the step
         self._passes = 0
+        self._is_told = False
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -72,6 +73,7 @@ class ElasticBatches:
                 yield from self._bodies(step, models)
                 self.complete()
                 if self.loader.step == step.number:  # not counted yet, as by a save in the body
+                    self._look_at_optimizer(step.number)
                     self._run.has_stepped = True  # also where a GradScaler has left a step out
                     self._run.count_step()
         finally:
@@ -89,6 +91,18 @@ class ElasticBatches:
             self.is_running = True
             yield self._to_device(batch)
             self.is_running = False
+
+    def _look_at_optimizer(self, number: int) -> None:
+        """Say once that a step had no optimizer's, unless a GradScaler may have left it out."""
+        if self._run.has_stepped or self._is_told or self._accelerator.scaler is not None:
+            return
+        self._is_told = True
+        log.warning(
+            "step %d: no optimizer has stepped in it: call optimizer.step() and zero_grad() for "
+            "each batch, or where accelerator.sync_gradients is true, and not by a count of your "
+            "own; the step counts all the same",
+            number,
+        )
 
     @property
     def is_within_step(self) -> bool:

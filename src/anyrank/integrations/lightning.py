@@ -22,7 +22,6 @@ from anyrank.integrations.lightning_loops import (
     LoopState,
     Replaced,
     Steps,
-    modules_of_callbacks,
     problems_of,
 )
 from anyrank.integrations.versions import warn_if_untested
@@ -133,7 +132,6 @@ class Elastic(_Callback):
         self._trainer: Any = None
         self._checkpoints: Any = None
         self._loops: LoopState | None = None
-        self._held: dict[str, Any] = {}
         self._steps: Iterator[Any] = iter(())
         self._is_trained = False  # a step was trained that is not counted yet
         self._replaced = Replaced()
@@ -166,7 +164,6 @@ class Elastic(_Callback):
             )
         trainer.fit_loop.setup_data()
         self._loops = LoopState(trainer, self.loader)
-        self._held = modules_of_callbacks(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.state = anyrank.TrainState(
             trainer.strategy.model,
@@ -178,7 +175,7 @@ class Elastic(_Callback):
             first_rank=["lightning"],
             lightning=self._loops,
             **{f"scheduler_{n}": scheduler for n, scheduler in enumerate(schedulers) if n},
-            **self._held,
+            **self._loops.held,
         )
         self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)
         self.report = self._checkpoints.resume(self._which)
@@ -197,6 +194,12 @@ class Elastic(_Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save a run that stops within an epoch before the hooks of the epoch's end."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.completed < progress.ready:
+            raise ValueError(
+                f"on_train_batch_start returned -1 at batch {progress.completed}, and the rest of "
+                "the epoch's samples would be lost: set trainer.should_stop instead, which stops "
+                "the training"
+            )
         if progress.ready < trainer.num_training_batches:
             self._complete()
             self._checkpoints.save()
@@ -235,8 +238,7 @@ class Elastic(_Callback):
         if self.loader.epoch != self._trainer.current_epoch:
             raise ValueError(
                 f"Lightning is in epoch {self._trainer.current_epoch}, and the data in epoch "
-                f"{self.loader.epoch}: on_train_batch_start may not return -1 here, and the folder "
-                "has to be that of a run of this callback"
+                f"{self.loader.epoch}: the folder has to be that of a run of this callback"
             )
         assert self._loops is not None
         self._loops.restore_within_epoch()
@@ -250,11 +252,6 @@ class Elastic(_Callback):
         if not self._is_trained:
             return
         self._is_trained = False
-        if modules_of_callbacks(self._trainer).keys() != self._held.keys():
-            raise ValueError(
-                "a callback made a module after on_fit_start, too late to be resumed: make it in "
-                "the callback's setup()"
-            )
         epoch = self.loader.epoch
         self._checkpoints.step_done()
         if self.loader.epoch != epoch:

@@ -10,8 +10,9 @@ from torch import nn
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a DDPStrategy, too
-# Callbacks that change the accumulation, the batch size or the loops themselves.
-REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging", "BatchSizeFinder"}
+# Callbacks that change the accumulation or the loops themselves.
+REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
+TUNERS = {"BatchSizeFinder", "LearningRateFinder"}  # train steps of their own within fit
 # What Lightning resets when it begins with an epoch, by its name in the loops' state.
 WITHIN_EPOCH = {
     "epoch_loop.batch_progress": lambda loop: loop.batch_progress,
@@ -49,15 +50,29 @@ class LoopState:
     Args:
         trainer: whose `fit` is about to run.
         loader: of the steps.
+
+    Attributes:
+        held: the modules that callbacks hold, which are parts of the run themselves.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
+        self.held: dict[str, Any] = {**modules_of_callbacks(trainer)}
         self._fit_trainer = trainer
         self._loader = loader
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
 
     def state_dict(self) -> dict[str, Any]:
+        """For a save.
+
+        Raises:
+            ValueError: a callback made a module that the run does not have.
+        """
         trainer = self._fit_trainer
+        if modules_of_callbacks(trainer).keys() != self.held.keys():
+            raise ValueError(
+                "a callback made a module after on_fit_start, too late to be resumed: make it in "
+                "the callback's setup()"
+            )
         loops = trainer.fit_loop.state_dict()
         # A run that stops within an epoch has counted it as processed.
         for tracker in loops["epoch_progress"].values():
@@ -204,5 +219,7 @@ def problems_of(trainer: Any, module: Any) -> Iterator[str]:
         name = type(callback).__name__
         if name in REFUSED:
             yield f"{name} changes the loop that is to be resumed: leave it out"
+        if name in TUNERS:
+            yield f"{name} trains steps of its own within fit: use Lightning's Tuner before fit"
     if sum(type(callback).__name__ == "Elastic" for callback in trainer.callbacks) > 1:
         yield "there are two of it in Trainer(callbacks=[...]): leave one of them out"

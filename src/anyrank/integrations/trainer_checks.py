@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -19,13 +19,20 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
     """Refuse what would go wrong silently.
 
     Raises:
-        TypeError: no Trainer.
+        TypeError: no Trainer; training data without a length.
         ValueError: an option that does not fit; names it and the way out.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer is a {type(trainer).__name__}: give a transformers Trainer")
     if hasattr(trainer, "elastic"):
         raise ValueError("this trainer is elastic already: call elastic() once")
+    data = trainer.train_dataset
+    if isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
+        raise TypeError(
+            f"train_dataset is a {type(data).__name__}, a stream, whose order cannot be planned: "
+            "give a dataset with a length and dataset[i], or use ElasticLoader.from_shards in a "
+            "loop of your own"
+        )
     taken = sorted(set(parts) & set(PART_NAMES))
     if taken:
         raise ValueError(f"{taken[0]!r} is a part that the run has already: choose another name")
@@ -56,10 +63,10 @@ def _of_arguments(args: Any, keep: int) -> Iterator[str]:
             "save_only_model writes no optimizer, and a run is saved whole: remove it; a model "
             "that is sharded at load time takes save_strategy='no' and elastic(every=...)"
         )
-    if args.load_best_model_at_end:
+    if args.load_best_model_at_end and str(args.eval_strategy.value) == "no":
         yield (
-            "load_best_model_at_end reads the Trainer's own checkpoint, which an elastic run does "
-            "not write: remove it, keep the steps with keep_every=, and anyrank.load() the best"
+            "load_best_model_at_end without evaluation knows no best step: set eval_strategy and "
+            "save_strategy, or remove it"
         )
     if args.ignore_data_skip:
         yield "ignore_data_skip would train samples twice after a resume: remove it"

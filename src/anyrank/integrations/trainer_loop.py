@@ -12,24 +12,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 import anyrank
 from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.trainer_best import BestStep
 from anyrank.integrations.trainer_checks import (
     check_other_checkpoints,
     check_recompute,
     step_to_resume,
     without_sharding,
 )
-from anyrank.integrations.trainer_run import ElasticRun, TrainerCounts, Work
+from anyrank.integrations.trainer_run import TrainerCounts
 
 
-class ElasticTrainer(Trainer):
+class ElasticTrainer(BestStep):
     """What `elastic` puts in front of a trainer's own class."""
-
-    elastic: ElasticRun
-    _elastic_work: Work
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -85,6 +82,7 @@ class ElasticTrainer(Trainer):
             )
         if work.counts is not None:
             work.counts.restore_callbacks()
+        self._elastic_find_best()
         return counts
 
     def _elastic_prepare(self, max_steps: int) -> Any:
@@ -135,6 +133,7 @@ class ElasticTrainer(Trainer):
         self._elastic_count()
         assert self.elastic.checkpoints is not None
         self.elastic.checkpoints.save()
+        self._elastic_note_saved()
 
     def _elastic_count(self) -> None:
         """Count the step that the optimizer has made, unless it is counted. All ranks."""

@@ -13,7 +13,8 @@ from transformers.trainer_callback import ExportableState
 
 import anyrank
 
-PER_RANK = ("is_local_process_zero", "is_world_process_zero")
+# Of this process; the path follows from best_global_step.
+NOT_SAVED = ("is_local_process_zero", "is_world_process_zero", "best_model_checkpoint")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Work:
         step: the current one, while a microbatch runs.
         weight: tokens of the current microbatch; None to weight it by its samples.
         flos: of this rank's microbatches of the last step.
+        best: steps that retention has to leave, as the best so far is one of them.
     """
 
     global_batch: int
@@ -64,6 +66,7 @@ class Work:
     step: Any = None
     weight: int | None = None
     flos: float = 0.0
+    best: set[int] = field(default_factory=set[int])
 
 
 class TrainerCounts:
@@ -78,7 +81,7 @@ class TrainerCounts:
 
     def state_dict(self) -> dict[str, str]:
         trainer: Any = self._trainer
-        state = {k: v for k, v in asdict(trainer.state).items() if k not in PER_RANK}
+        state = {k: v for k, v in asdict(trainer.state).items() if k not in NOT_SAVED}
         callbacks = {name: [one.state() for one in some] for name, some in self._named().items()}
         loss = list[float]()
         if hasattr(trainer, "_tr_loss"):

@@ -72,7 +72,7 @@ def elastic(
         checkpoints and resume report.
 
     Raises:
-        TypeError: no Trainer; sizes that are not ints.
+        TypeError: no Trainer; training data without a length; sizes that are not ints.
         ValueError: an option of the Trainer that cannot hold on any number of ranks, or would do
             the same a second time; names it, and what to do.
 
@@ -89,7 +89,7 @@ def elastic(
         trainer.train(resume_from_checkpoint=True)
         assert trainer.elastic.loader.samples == 8
     """
-    options = {
+    options: dict[str, Any] = {
         "every": every,
         "keep": keep,
         "keep_every": keep_every,
@@ -101,8 +101,14 @@ def elastic(
     microbatch = trainer.args.per_device_train_batch_size
     # Both raise what is wrong with the sizes, the ranks and the options.
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
-    anyrank.Checkpoints(folder, anyrank.TrainState(), **options)  # pyright: ignore[reportArgumentType]
+    anyrank.Checkpoints(folder, anyrank.TrainState(), **options)
     run, work = ElasticRun(os.fspath(folder)), Work(global_batch, options, {"base": base, **parts})
+
+    def stays(step: int) -> bool:
+        return step in work.best or (keep_every is not None and step % keep_every == 0)
+
+    if trainer.args.load_best_model_at_end:
+        options["keep_every"] = stays
     trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
     vars(trainer).update(elastic=run, _elastic_work=work)
     return trainer

@@ -6,11 +6,12 @@ block, which is how a microbatch and a sample get random numbers that do not dep
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -173,9 +174,9 @@ def own_accelerator() -> list[torch.device]:
     return [device] if is_in_use(device) else []
 
 
-def accelerators_of(model: torch.nn.Module) -> list[torch.device]:
-    """The accelerators that a model computes on, and the rank's own."""
-    found = {parameter.device for parameter in model.parameters()}
+def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.device]:
+    """The accelerators that a model with these parameters computes on, and the rank's own."""
+    found = {parameter.device for parameter in parameters}
     return sorted({*filter(is_in_use, found), *own_accelerator()}, key=str)
 
 
@@ -215,8 +216,16 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
 
 def fingerprint() -> list[Any]:
     """What is equal twice if no ambient stream of the CPU has moved between."""
-    states = (stream.get() for stream in ambient())
-    return [state.tolist() if isinstance(state, torch.Tensor) else repr(state) for state in states]
+    return [comparable(stream.get()) for stream in ambient()]
+
+
+def comparable(state: Any) -> Any:
+    """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
+    if isinstance(state, tuple):
+        return tuple(map(comparable, cast("tuple[Any, ...]", state)))
+    if isinstance(state, torch.Tensor):
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def algorithm_on(device: torch.device) -> str:

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
@@ -60,7 +59,7 @@ class Checkpoints:
         background: hold the training only for a copy; at most one save is in flight.
         verify: what a resume compares: "full" every byte that it reads with its checksum, "size"
             all files' sizes and the small ones' checksums, "off" the small files' checksums only.
-        keep_every: steps that are multiples of it stay for good.
+        keep_every: steps that are multiples of it, or for which a function of it is true, stay.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
             which a restart goes on; or after so many steps, or a time, as for `every`.
@@ -95,7 +94,7 @@ class Checkpoints:
         every: int | str | None = None,
         background: bool = False,
         verify: Literal["size", "full", "off"] = "full",
-        keep_every: int | None = None,
+        keep_every: int | Callable[[int], bool] | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
         peers: bool | int | str = False,
         process_group: Group = None,
@@ -341,7 +340,7 @@ class Checkpoints:
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
-            ranks.same_arguments("Checkpoints", asdict(self._options), CheckpointError)
+            ranks.same_arguments("Checkpoints", vars(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
             run_parts(self._state).agree(ranks)
             if self._options.background:

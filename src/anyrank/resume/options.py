@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from anyrank.resume.cadence import Cadence, cadence
@@ -21,13 +22,13 @@ class RunOptions:
     every: int | str | None
     background: bool
     verify: str
-    keep_every: int | None
+    keep_every: int | Callable[[int], bool] | None
     peers: bool | int | str = False
 
     def __post_init__(self) -> None:
         if self.keep < 2:
             raise ValueError(f"keep={self.keep}: at least 2, as the newest may turn out damaged")
-        if self.keep_every is not None and self.keep_every < 1:
+        if isinstance(self.keep_every, int) and self.keep_every < 1:
             raise ValueError(
                 f"keep_every={self.keep_every}: give a positive number of steps, or None"
             )
@@ -35,6 +36,12 @@ class RunOptions:
             raise ValueError(f"verify={self.verify!r}: give one of {', '.join(VERIFY)}")
         cadence(self.every)
         cadence(_as_every(self.peers), "peers")
+
+    def keeps(self, step: int) -> bool:
+        """Whether a step stays for good. Asked on the first rank."""
+        if self.keep_every is None or isinstance(self.keep_every, int):
+            return self.keep_every is not None and step % self.keep_every == 0
+        return self.keep_every(step)
 
     @property
     def cadence(self) -> Cadence:

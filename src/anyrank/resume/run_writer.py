@@ -190,7 +190,7 @@ class RunWriter:
                 self._is_locked = True
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        return write(snapshot, self._folder, ranks, self._options.keep, self._options.keep_every)
+        return write(snapshot, self._folder, ranks, self._options.keep, self._options.keeps)
 
     def wait(self, ranks: Ranks) -> None:
         """Return when no save is in flight. All ranks.

@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import SUFFIX
@@ -217,7 +217,7 @@ class RunFolder:
                 self.store.sync_folder(self.path)
         return name
 
-    def tidy(self, name: str, keep: int, keep_every: int | None) -> list[str]:
+    def tidy(self, name: str, keep: int, keeps: Callable[[int], bool]) -> list[str]:
         """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
 
         Never goes under two steps whose files all are there and have their sizes: bytes are
@@ -228,7 +228,7 @@ class RunFolder:
             self._point_at(name)
             steps = self.committed()
             count = max(keep, MIN_KEPT)
-            old = [name for step, name in steps[count:] if keep_every is None or step % keep_every]
+            old = [name for step, name in steps[count:] if not keeps(step)]
             if old and self._has_good([name for _, name in steps[:count]]):
                 for name in old:
                     self._remove(name)

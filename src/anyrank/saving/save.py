@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -231,7 +231,11 @@ def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
 
 
 def write(
-    snapshot: Snapshot, folder: RunFolder, ranks: Ranks, keep: int, keep_every: int | None
+    snapshot: Snapshot,
+    folder: RunFolder,
+    ranks: Ranks,
+    keep: int,
+    keeps: Callable[[int], bool],
 ) -> SaveRecord:
     """Write the shares and commit them. All ranks.
 
@@ -277,7 +281,7 @@ def write(
             snapshot.manifest, files=files, differed=differed, written=now, receipt=receipt
         )
         final = folder.commit(temporary, step, manifest)
-        removed = folder.tidy(final, keep, keep_every)
+        removed = folder.tidy(final, keep, keeps)
         nbytes = sum(file.size for file in files.values())
         seconds = time.perf_counter() - start
         return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
