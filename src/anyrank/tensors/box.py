@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,9 @@ class Box:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
+    @lru_cache(maxsize=256)
+    def whole(shape: tuple[int, ...]) -> Box:
+        """The box that covers a tensor of this shape; one object for the many of one shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -73,7 +75,8 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
 
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     strides: list[int] = []
     step = 1
