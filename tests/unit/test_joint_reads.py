@@ -18,7 +18,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 def stored_as(shape: tuple[int, ...], order: list[int]) -> StoredTensor:
     """A tensor of int64 whose dims lie in a file in this order, the slowest first."""
-    steps = row_major(tuple(shape[dim] for dim in order))
+    steps = row_major([shape[dim] for dim in order])
     strides = tuple(steps[order.index(dim)] for dim in range(len(shape)))
     return StoredTensor("w", shape, torch.int64, (Chunk(Box.whole(shape), 0, 0, strides),))
 

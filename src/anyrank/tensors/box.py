@@ -16,10 +16,9 @@ class Box:
     sizes: tuple[int, ...]
 
     @staticmethod
-    @lru_cache(maxsize=256)
-    def whole(shape: tuple[int, ...]) -> Box:
+    def whole(shape: Sequence[int]) -> Box:
         """The box that covers a tensor of this shape; one object for the many of one shape."""
-        return Box((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -76,8 +75,17 @@ class Box:
 
 
 @lru_cache(maxsize=256)
-def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
+    return _row_major(tuple(sizes))
+
+
+@lru_cache(maxsize=256)
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for size in reversed(sizes):
