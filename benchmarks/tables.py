@@ -180,6 +180,45 @@ def integrations_table(result: dict[str, Any]) -> str:
     return f"{provenance(result)}\n\n{table(head, body)}"
 
 
+# -- small tensors, checks, a slow link -----------------------------------------------------------
+
+
+def busy(result: dict[str, Any]) -> str:
+    """How many processes wanted a core before and after, which the ratios do not hide."""
+    before, after = result["load_average"]
+    return f"Load average {before:.1f} before and {after:.1f} after. {provenance(result)}"
+
+
+def spread(figure: dict[str, float], digits: int = 2) -> str:
+    """A median with its range."""
+    return "{median:.{d}f} ({least:.{d}f} to {most:.{d}f})".format(**figure, d=digits)
+
+
+def checked_table(result: dict[str, Any]) -> str:
+    """What the checks of saves and resumes cost, beside the goals."""
+    body = [
+        [what, spread(row, 3), f"{row['goal']:g}", "yes" if row["median"] <= row["goal"] else "no"]
+        for what, row in result["figures"].items()
+    ]
+    return f"{busy(result)}\n\n{table(['', 'median (range)', 'goal', 'met'], body)}"
+
+
+def link_table(result: dict[str, Any]) -> str:
+    """Seconds of both strategies, and the ratios of the same repetition."""
+    body = [
+        [str(row["ranks"])]
+        + [f"{row[way]['seconds']:.2f} s, {row[way]['read_mib']:.0f} MiB" for way in WAYS]
+        + [spread(row["ratio"])]
+        for row in result["rows"]
+    ]
+    what = f"{result['mib']} MiB of replicas, {result['mb_per_sec']:g} MB/s for all ranks, n = "
+    head = ["ranks", *WAYS, "stripe / own"]
+    return f"{what}{result['n']}. {busy(result)}\n\n{table(head, body)}"
+
+
+WAYS = ("own", "stripe")
+
+
 # -- saves and resumes ----------------------------------------------------------------------------
 
 
@@ -276,6 +315,8 @@ SECTIONS = {
     "save": lambda: save_table(read("save")),
     "order": lambda: order_table(read("order")),
     "kills": lambda: kill_table(read("kills")),
+    "checked": lambda: checked_table(read("checked")),
+    "link": lambda: link_table(read("slow_link")),
 }
 
 

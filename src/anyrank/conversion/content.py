@@ -113,7 +113,7 @@ def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
     if not box.numel:
         return []
     reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
-    return [Job(read, memory[read.local_slices()]) for read in reads]
+    return [Job(read, read.of(memory)) for read in reads]
 
 
 def cast_into(memory: torch.Tensor, given: torch.Tensor, name: str) -> None:

@@ -44,7 +44,7 @@ FIELDS = {
     "epoch": COUNT,
     "samples": COUNT,
     "saved_on": {"ranks": COUNT, "layout": str},
-    "lineage": [{"step": COUNT, "ranks": COUNT}],
+    "lineage": [{"step": COUNT, "ranks": COUNT, "skipped": Optional([str])}],
     "written": str,
     "versions": Table(str),
     "files": Table({"size": COUNT, "xxh3_64": Optional(DIGEST), "blocks": Optional(str)}),
@@ -65,7 +65,8 @@ class Manifest:
         run: id of the run, the same over all its resumes.
         step, epoch, samples: how far the run is, in optimizer steps, epochs and samples.
         saved_on: ranks, and how the tensors lay on them.
-        lineage: for each time the run was resumed: from which step, on how many ranks.
+        lineage: for each time the run was resumed: from which step, on how many ranks, and which
+            parts were skipped.
         written: time of the commit, in ISO 8601.
         versions: of anyrank and torch.
         files: name -> record, for every other file of the folder.

@@ -164,7 +164,7 @@ class Reader:
         whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.open({chunk.file for chunk in stored.chunks})
         reads = plan_reads(stored, local_pieces(stored.shape, None, None))
-        self.run([Job(read, whole[read.local_slices()]) for read in reads])
+        self.run([Job(read, read.of(whole)) for read in reads])
         return whole
 
     def fetch(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
 ALIGN = 16  # of staged blocks, so that any dtype can view them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """A read and the memory it fills: a view with the sizes of the read's box, on any device."""
 
@@ -23,7 +23,7 @@ class Job:
     destination: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """A byte range of one file: `direct` memory to fill, or bytes to stage and copy.
 
@@ -115,7 +115,7 @@ def _fits(destination: torch.Tensor, block: Block) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor of any dtype, writable."""
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -44,7 +44,7 @@ class Values:
         self.reader.open({chunk.file for chunk in stored.chunks})
         memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
         reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
-        self.reader.run([Job(read, memory[read.local_slices()]) for read in reads])
+        self.reader.run([Job(read, read.of(memory)) for read in reads])
         return memory
 
     def content(self, stored: StoredTensor) -> str:

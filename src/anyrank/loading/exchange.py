@@ -46,7 +46,7 @@ class _Transfer:
         return self.block.read.nbytes * (1 if self.block.is_whole else 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A share to be filled.
 
@@ -100,7 +100,7 @@ def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
     """
     use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     jobs = [
-        Job(read, share.local[read.local_slices()])
+        Job(read, read.of(share.local))
         for share in wanted
         for read in plan_reads(share.stored, share.held.pieces)
     ]
@@ -204,7 +204,7 @@ class _Exchange:
             arrived = self._pass_on(window, read)
             self._agree(problem)
             for target, part, values in arrived:
-                copy_into(self.locals_of(target)[part.local_slices()], values)
+                copy_into(part.of(self.locals_of(target)), values)
 
     def _pass_on(
         self, window: Sequence[_Transfer], read: Mapping[int, torch.Tensor]

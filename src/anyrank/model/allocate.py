@@ -17,7 +17,7 @@ from anyrank.world.device import rank_device
 def device_for(target: ModelTensor, default: torch.device) -> torch.device:
     """The device of a real tensor, or the device where a meta tensor is to be."""
     if not target.is_meta:
-        return target.local().device
+        return (target.local() if target.is_dtensor else target.tensor).device
     if not target.is_dtensor:
         return default
     mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]

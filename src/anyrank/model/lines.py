@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 MIB = 1 << 20
@@ -21,6 +23,7 @@ def group_line(title: str, items: list[str]) -> str:
     return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"
 
 
+@cache
 def short(dtype: torch.dtype) -> str:
     """A dtype's name without its module."""
     return str(dtype).removeprefix("torch.")

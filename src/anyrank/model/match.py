@@ -99,8 +99,9 @@ def match_model(
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
     if not is_live:
-        listing = _without_other_parts(tensors, listing)
-        listing = dequantised(listing, _held(tensors), renamer(options.rename))
+        held = _held(tensors)
+        listing = _without_other_parts(held, listing)
+        listing = dequantised(listing, held, renamer(options.rename))
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
@@ -158,10 +159,9 @@ def _skipped(listing: Listing) -> list[str]:
     return [listed("not looked at in the source", skipped)] if skipped else []
 
 
-def _without_other_parts(targets: list[ModelTensor], listing: Listing) -> Listing:
+def _without_other_parts(held: Mapping[str, torch.dtype], listing: Listing) -> Listing:
     """The weights of a checkpoint that also holds an optimizer or other parts."""
-    known = {name for target in targets for place in target.registrations for name in place.names}
-    prefix = inner_prefix(listing.tensors, known)
+    prefix = inner_prefix(listing.tensors, held)
     if prefix is None:
         return listing
     inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k.startswith(prefix)}
@@ -220,6 +220,8 @@ def _declared_ties(
 ) -> dict[int, int]:
     """Missing tensors that the model declares tied (to_empty unties them): tied again, if plain."""
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    if not (declared and missing):
+        return {}
     names = {
         name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
     }
@@ -258,9 +260,6 @@ def _problems(
     options: Options,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
-    names = [
-        name for target in targets for place in target.registrations for name in place.names[-1:]
-    ]
     unfilled = [targets[i].name for i in absent]
     lines: list[str] = []
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
@@ -277,7 +276,7 @@ def _problems(
         )
     if options.unexpected == "error" and unexpected:
         lines.append(
-            listed("unexpected in the source", unexpected, Near(unfilled or names))
+            listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)))
             + _renaming(unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
@@ -286,6 +285,10 @@ def _problems(
         if line:
             lines.append(line)
     return lines
+
+
+def _names(targets: list[ModelTensor]) -> list[str]:
+    return [place.names[-1] for target in targets for place in target.registrations]
 
 
 def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
@@ -325,6 +328,8 @@ def unwritable(target: ModelTensor) -> str | None:
         )
     if is_lazy_view(target):
         return lazy_view(target.name)
+    if tensor.is_contiguous():
+        return None
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in pairs):
         return (

@@ -26,6 +26,8 @@ def filled_apart(match: ModelMatch, sources: Mapping[int, Source]) -> set[int]:
         sources: this rank's, by the number that `Chunk.file` counts, each with the strides of a
             chunk that is all of it in order.
     """
+    if not sources:
+        return set()
     filled = {i: match.tensors[i].local() for i in match.stored if not match.tensors[i].is_meta}
     numbers, targets = list(sources), list(filled)
     tensors = [*filled.values(), *(source.local() for source, _ in sources.values())]

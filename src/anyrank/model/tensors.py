@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Registration:
     """A module's entry for a tensor: `module.<attribute>`.
 
@@ -57,7 +58,7 @@ class ModelTensor(ShardedTensor):
 
     def all_names(self) -> TensorNames:
         """All names that a source may have for it."""
-        return TensorNames(tuple(place.names for place in self.registrations))
+        return tuple([place.names for place in self.registrations])
 
 
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
@@ -79,8 +80,7 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
                 "fully_shard (FSDP2)"
             )
     found: dict[int, ModelTensor] = {}
-    for place, kind, frozen in _walk(model):
-        tensor = getattr(place.module, place.attribute)
+    for tensor, place, kind, is_adapter, frozen in _walk(model):
         known = found.get(id(tensor))
         if known is not None:
             known.registrations.append(place)
@@ -93,15 +93,17 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
                 "input, or build it with its sizes"
             )
         layout, coordinate = layout_of(tensor, place.names[0])
-        shape = tuple(tensor.shape)
-        adapter = _is_adapter(place)
-        held = (place.name, tensor, shape, layout, coordinate)
-        found[id(tensor)] = ModelTensor(*held, kind, [place], adapter, frozen)
+        held = (place.name, tensor, tuple(tensor.shape), layout, coordinate)
+        found[id(tensor)] = ModelTensor(*held, kind, [place], is_adapter, frozen)
     return list(found.values())
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
-    """Places by module, parameters before buffers, through the children that frozen parts hide."""
+# What is registered, where, as what, whether by an adapter, and in which frozen part.
+Registered = tuple[torch.Tensor, Registration, Kind, bool, nn.Module | None]
+
+
+def _walk(model: nn.Module) -> Iterator[Registered]:
+    """Tensors by module, parameters before buffers, through the children that frozen parts hide."""
     seen: set[int] = set()
 
     def visit(
@@ -110,11 +112,12 @@ def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | No
         clean: str,
         path: tuple[nn.Module, ...],
         frozen: nn.Module | None,
-    ) -> Iterator[tuple[Registration, Kind, nn.Module | None]]:
+    ) -> Iterator[Registered]:
         if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
             return
         seen.add(id(module))
         path = (*path, module)
+        in_peft = any(map(_is_peft, path))
         frozen = frozen or (module if hasattr(module, "anyrank_frozen") else None)
         hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         tables: tuple[tuple[Kind, dict[str, Any]], ...] = (
@@ -122,9 +125,15 @@ def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | No
             ("buffer", module.__dict__["_buffers"]),
         )
         for kind, table in tables:
-            for name in [name for name, tensor in table.items() if tensor is not None]:
-                place = Registration(_names(raw + name, clean + name, path), module, name, path)
-                yield place, "derived" if name in hidden else kind, frozen
+            for name, tensor in [*table.items()]:
+                if tensor is None:
+                    continue
+                names = tuple(dict.fromkeys((raw + name, clean + name)))
+                if in_peft:
+                    names = _names_in_peft(names, path)
+                is_adapter = in_peft and _is_adapter(names[0], path)
+                place = Registration(names, module, name, path)
+                yield tensor, place, "derived" if name in hidden else kind, is_adapter, frozen
         for name, child in module.__dict__["_modules"].items():
             if child is not None:
                 step = "" if _is_wrapping(module, name) else f"{name}."
@@ -133,11 +142,12 @@ def _walk(model: nn.Module) -> Iterator[tuple[Registration, Kind, nn.Module | No
     yield from visit(model, "", "", (), None)
 
 
-def _names(raw: str, clean: str, path: tuple[nn.Module, ...]) -> tuple[str, ...]:
+def _names_in_peft(plain: tuple[str, ...], path: tuple[nn.Module, ...]) -> tuple[str, ...]:
+    """The names, and those without the adapter's, under which PEFT saves it."""
     adapter = next((m for m in path if _is_peft(m) and hasattr(m, "active_adapters")), None)
-    names = [raw, clean]
+    names = [*plain]
     if adapter is not None:
-        parts = clean.split(".")
+        parts = plain[-1].split(".")
         known: set[str] = set(getattr(adapter, "active_adapters", ()))
         short = [p for p in parts if p not in known]
         if len(known) == 1 and len(short) != len(parts):
@@ -173,10 +183,10 @@ def _is_tuner(module: nn.Module) -> bool:
     return hasattr(module, "targeted_module_names")
 
 
-def _is_adapter(place: Registration) -> bool:
+def _is_adapter(name: str, path: tuple[nn.Module, ...]) -> bool:
     """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
-    parts = place.names[0].split(".")
-    for depth, module in enumerate(place.path):
+    parts = name.split(".")
+    for depth, module in enumerate(path):
         below = parts[depth:]
         layer = _is_peft(module) and not hasattr(module, "peft_config")
         if layer and not _is_tuner(module) and hasattr(module, "active_adapters"):

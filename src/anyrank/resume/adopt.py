@@ -107,6 +107,7 @@ class Adopting(Resuming):
                 elif not isinstance(value, nn.Module):
                     self.matched[part] = self._stateful(part, value)
             wrong = [problem for match in self.matched.values() for problem in match.problems]
+            wrong += self._unknown(self._held())
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
 
@@ -232,16 +233,20 @@ class Adopting(Resuming):
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
         if source.step is None:
             notes.append("the checkpoint does not say its step: the run counts from 0")
-        held = {**source.weights, **source.optimizers, **source.states}
         notes += [
             f"not read: {name}, which no part of the state is named after"
-            for name in sorted(held.keys() - self.used - {*self.skip})
+            for name in sorted(self._held() - self.used - {*self.skip})
         ]
         reasons: dict[str, list[str]] = {}
         for name, why in source.not_read.items():
             reasons.setdefault(why, []).append(name)
         notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
         return notes
+
+    def _held(self) -> set[str]:
+        """The parts that the checkpoint has, of those that can be read."""
+        source = self.source
+        return {*source.weights, *source.optimizers, *source.states}
 
     def report(self, folder: RunFolder, verify: str) -> ResumeReport:
         """What was done. All ranks."""

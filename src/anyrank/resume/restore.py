@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -47,14 +48,21 @@ def resume_newest(
     ranks: Ranks,
     skip: Sequence[str],
     fresh: Sequence[str] = (),
+    *,
+    began: bool = False,
 ) -> Resuming | None:
     """Restore the newest step that is whole; None where the run has none. All ranks.
+
+    Args:
+        state, search, ranks, skip, fresh: of the resume.
+        began: whether `skip` was for the beginning of the run: nothing is skipped now, but its
+            names have to be right all the same.
 
     Raises:
         CheckpointError: the step does not match the state, or reading it failed.
     """
     while (selected := search.next()) is not None:
-        resuming = Resuming(state, selected, ranks, skip, fresh)
+        resuming = Resuming(state, selected, ranks, skip, fresh, began=began)
         try:
             resuming.match()
             resuming.fill()
@@ -75,10 +83,13 @@ class Resuming:
         ranks: Ranks,
         skip: Sequence[str],
         fresh: Sequence[str],
+        *,
+        began: bool = False,
     ) -> None:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
-        self.skip, self.fresh = tuple(skip), tuple(fresh)
+        self.named, self.fresh = tuple(skip), tuple(fresh)
+        self.skip = () if began else self.named
         self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
@@ -95,7 +106,8 @@ class Resuming:
         """
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: record for k, record in manifest.parts.items() if k not in self.skip}
-        problems: list[str] = []
+        before = {name for run in manifest.lineage for name in run.get("skipped", ())}
+        problems = self._unknown({*manifest.parts, *before})
         gone = [name for name in records if name not in self.inner.parts]
         new = [n for n in self.inner.parts if n not in manifest.parts and n not in self.skip]
         if gone:
@@ -118,6 +130,17 @@ class Resuming:
             return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
+
+    def _unknown(self, held: Collection[str]) -> list[str]:
+        """The problem of names in skip= that mean nothing here, if there are any.
+
+        Names of parts that only an earlier checkpoint of the run had stay right: the same call
+        comes again at every restart.
+        """
+        unknown = [n for n in self.named if n not in held and n not in self.inner.parts]
+        known = ", ".join(sorted({*held, *self.inner.parts}))
+        wrong = ", ".join(map(repr, unknown))
+        return [f"skip= names {wrong}: no part is called so; there are {known}"] if wrong else []
 
     def _mismatch(self, problems: Sequence[str]) -> str:
         path = self.found.name
@@ -189,7 +212,8 @@ class Resuming:
         manifest = self.found.manifest
         self.state.step, self.state.samples = manifest.step, manifest.samples
         self.state.run = manifest.run
-        here = {"step": manifest.step, "ranks": manifest.saved_on["ranks"]}
+        here: dict[str, Any] = {"step": manifest.step, "ranks": manifest.saved_on["ranks"]}
+        here |= {"skipped": [*self.skip]} if self.skip else {}
         self.state.lineage = [*manifest.lineage, here]
 
     def _rebuild(self) -> None:

@@ -110,8 +110,8 @@ def resume_run(
     which, path = arguments.which, arguments.path
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
     search = StepSearch(folder, own, verify, ranks, memory)
-    skip = arguments.skip if path is None else ()  # of a path: its part of a beginning alone
-    resuming = resume_newest(state, search, ranks, skip, arguments.fresh)
+    began = path is not None  # this run is past it, and so past its skip= as well
+    resuming = resume_newest(state, search, ranks, arguments.skip, arguments.fresh, began=began)
     if resuming is not None:
         held, there = resuming.found.candidate.held, resuming.found.memory
         report = resuming.report(folder if there is None else there.folder, verify)

@@ -59,7 +59,7 @@ class TrainState:
         step: optimizer steps that are completed, over the whole run.
         samples: samples of completed steps, over the whole run.
         run: id of the run; None before its first save or resume.
-        lineage: one entry for each resume: from which step, on how many ranks.
+        lineage: one entry for each resume: from which step, on how many ranks, without which parts.
         data: as it was given.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
-        return Box((0,) * len(shape), tuple(shape))
+        """The box that covers a tensor of this shape; one object for the many of one shape."""
+        return _whole(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -73,8 +74,18 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
 
+@lru_cache(maxsize=256)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
 def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
+    return _row_major(tuple(sizes))
+
+
+@lru_cache(maxsize=256)
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for size in reversed(sizes):

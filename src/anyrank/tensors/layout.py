@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from anyrank.tensors.box import Box
@@ -83,8 +84,7 @@ def local_pieces(
     holds nothing.
     """
     if layout is None:
-        whole = Box.whole(shape)
-        return (Piece(whole, whole.offsets),) if whole.numel else ()
+        return _whole(tuple(shape))
     if coordinate is None:
         return ()
     per_dim = [_dim_intervals(d, size, layout, coordinate) for d, size in enumerate(shape)]
@@ -94,6 +94,12 @@ def local_pieces(
         if box.numel:
             pieces.append(Piece(box, tuple(c[2] for c in chosen)))
     return tuple(pieces)
+
+
+@lru_cache(maxsize=256)
+def _whole(shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    whole = Box.whole(shape)
+    return (Piece(whole, whole.offsets),) if whole.numel else ()
 
 
 def local_shape(

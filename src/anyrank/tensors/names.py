@@ -103,16 +103,9 @@ def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class TensorNames:
-    """A tensor of the model as the matcher sees it.
-
-    Attributes:
-        names: for each place of the model that has the tensor (several when tied), the names that
-            mean the place, the best first.
-    """
-
-    names: tuple[tuple[str, ...], ...]
+# A tensor of the model as the matcher sees it: for each place that has it (several when it is tied)
+# the names that mean the place, the best first.
+TensorNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass
@@ -146,24 +139,26 @@ def match_keys(
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for index, want in enumerate(wanted):
-        for place, names in enumerate(want.names):
+        for place, names in enumerate(want):
             for name in names:
                 places.setdefault(name, []).append((index, place))
     found: dict[tuple[int, int], str] = {}
     result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
-    adapters = {key for key, name in renamed.items() if of_adapter(name)}
-    for key in sorted(renamed, key=lambda key: key not in adapters):
+    adapters = {key: None for key, name in renamed.items() if of_adapter(name)}
+    for key in (*adapters, *(key for key in renamed if key not in adapters)):
         hits = next((places[n] for n in candidates(renamed[key]) if n in places), None)
         if hits is None:
             result.unexpected.append(key)
             continue
-        copies = [hit for hit in hits if "original_module" not in wanted[hit[0]].names[hit[1]][0]]
-        for hit in dict.fromkeys(copies if key in adapters and copies else hits):
+        if key in adapters:
+            copies = [hit for hit in hits if "original_module" not in wanted[hit[0]][hit[1]][0]]
+            hits = copies or hits
+        for hit in dict.fromkeys(hits):
             if hit in found:
                 if found[hit] in adapters and key not in adapters and len(hits) > 1:
                     continue
-                name = wanted[hit[0]].names[hit[1]][0]
+                name = wanted[hit[0]][hit[1]][0]
                 raise LoadError(f"both {found[hit]} and {key} of the file mean {name}: rename one")
             found[hit] = key
     for (index, _), key in sorted(found.items()):
@@ -188,7 +183,7 @@ def _key_of_twin(
     direct: dict[int, str],
 ) -> str | None:
     """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy)."""
-    twins = {hit[0] for names in want.names for name in names for hit in places[name]} - {index}
+    twins = {hit[0] for names in want for name in names for hit in places[name]} - {index}
     return next((direct[other] for other in sorted(twins) if other in direct), None)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
 
 from anyrank.errors import LoadError
 from anyrank.tensors.box import Box
@@ -13,7 +16,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, objects that each tensor needs would take four times as long
 class Read:
     """A box that one chunk holds and one rank wants.
 
@@ -33,9 +36,11 @@ class Read:
     def nbytes(self) -> int:
         return self.box.numel * self.stored.dtype.itemsize
 
-    def local_slices(self) -> tuple[slice, ...]:
-        """Index of the box in the rank's local tensor."""
-        return Box(self.local, self.box.sizes).slices()
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The box's place in the rank's local tensor, which may be all of it."""
+        if local.shape == self.box.sizes:
+            return local
+        return local[Box(self.local, self.box.sizes).slices()]
 
     def part(self, box: Box) -> Read:
         """The same read, limited to a smaller box."""
@@ -79,7 +84,7 @@ class JointRead:
             yield JointRead(self.read.part(box), parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Block:
     """A read small enough to stage: its bytes lie in [start, stop) of the chunk's file.
 
@@ -237,7 +242,8 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
-def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+@lru_cache(maxsize=256)
+def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
     step = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):

@@ -114,13 +114,8 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     """
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
-        kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
-        wraps = hasattr(type(tensor), "__tensor_flatten__")  # torch's protocol of wrapper classes
-        if (
-            wraps
-            or tensor.is_nested
-            or kind in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
-        ):
+        if tensor.is_nested or _hides_bytes(type(tensor)):
+            kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
             raise LoadError(
                 f"{name}: is a {kind}, whose bytes are not the tensor's: load or save before it is "
                 "wrapped or quantised, or use fully_shard (FSDP2)"
@@ -130,6 +125,13 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
     return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
+
+
+@lru_cache(maxsize=256)
+def _hides_bytes(kind: type[torch.Tensor]) -> bool:
+    """Whether what the bytes of such tensors mean is known to their class alone."""
+    wraps = hasattr(kind, "__tensor_flatten__")  # torch's protocol of wrapper classes
+    return wraps or kind.__name__ in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
 
 
 @lru_cache(maxsize=256)
