@@ -2,11 +2,14 @@
 
     python benchmarks/exact.py                # step times, 2 and 4 ranks: DDP and FSDP2
     python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks
-    python benchmarks/exact.py --quick        # small, nothing is written; with --bits too
+    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks
+    python benchmarks/exact.py --quick        # small, nothing is written; with the others too
 
 Times are of forward, backward and exchange of a step of four Linear(1024, 1024) with GELU on 256
 rows a microbatch; the contenders take turns, step by step, in the same processes. Bits are of a
-small transformer with dropout, AdamW, clipping and a short step at the end of each epoch.
+small transformer with dropout, AdamW, clipping and a short step at the end of each epoch. Memory is
+a rank's anonymous memory within a step above what it is between steps, in units of all gradients in
+float32, of twelve Linear(1024, 1024), with few activations.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.testing.memory import PeakMemory
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
@@ -39,6 +44,7 @@ RATIOS = (
     ("fsdp exact", "fsdp each", 1.00),
     ("fsdp exact", "fsdp stock", 1.05),
 )
+TURNS = "fsdp exact, taking turns"  # exchanges in every microbatch
 KINDS = ("plain", "ddp", "fsdp", "hsdp", "fsdp bf16")
 WIDTH, ROWS = 1024, 256
 
@@ -46,9 +52,9 @@ WIDTH, ROWS = 1024, 256
 class Ready(torch.utils.data.Dataset[Any]):
     """Microbatches that cost nothing to fetch: sample i is a batch."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rows: int = ROWS) -> None:
         g = torch.Generator().manual_seed(0)
-        self.batches = torch.randn(4, ROWS, width, generator=g)
+        self.batches = torch.randn(4, rows, width, generator=g)
 
     def __len__(self) -> int:
         return 1 << 20
@@ -61,9 +67,9 @@ def first(samples: list[torch.Tensor]) -> torch.Tensor:
     return samples[0]
 
 
-def mlp(kind: str, width: int) -> nn.Module:
+def mlp(kind: str, width: int, depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     net = nn.Sequential(*layers)
     if kind == "ddp":
         return DistributedDataParallel(net)
@@ -112,6 +118,36 @@ def time_steps(
     for loader in loaders.values():
         loader.close()
     yield {"seconds": seconds}
+
+
+def measure_peak(
+    rank: int, size: int, rounds: int, width: int, name: str
+) -> Iterator[dict[str, Any]]:
+    """The peak of a contender's steps, in units of its gradients."""
+    os.environ["ANYRANK_EXACT_BYTES"] = str(1 if name == TURNS else 1 << 40)
+    data = Ready(width, 8)
+    net = mlp(name.split()[0], width, 12)
+    loader = anyrank.ElasticLoader(
+        data, global_batch=rounds * size, microbatch=1, collate_fn=first, exact="exact" in name
+    )
+    whole = sum(parameter.numel() * 4 for parameter in net.parameters())
+    yield {}
+    peaks: list[float] = []
+    steps = iter(loader)
+    while len(peaks) < 5:
+        step = None if name.endswith("each") else next(steps)
+        dist.barrier()
+        with PeakMemory() as memory:
+            if step is None:  # FSDP2's own reduction, in every microbatch
+                for number in range(rounds):
+                    (net(data[number % 4]).square().mean() / rounds).backward()
+            else:
+                for batch in step.microbatches(net):
+                    step.backward(net(batch).square().mean())
+        net.zero_grad()
+        peaks.append(memory.peak_bytes / whole)
+    steps.close()
+    yield {"peak": statistics.median(peaks[2:])}
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -207,6 +243,24 @@ def quartiles(times: Sequence[float]) -> list[float]:
     return [low, high]
 
 
+def measure_memory(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
+    """One row for each number of ranks and of microbatches of a rank."""
+    rows: list[dict[str, Any]] = []
+    for size in (2,) if quick else (2, 4):
+        for rounds in (1, 4):
+            row: dict[str, Any] = {"ranks": size, "rounds": rounds}
+            for name in (*CONTENDERS, TURNS):
+                outcome = launcher.run(size, measure_peak, rounds, 64 if quick else WIDTH, name)
+                if outcome.error:
+                    raise RuntimeError(outcome.error)
+                row[name] = max(table["peak"] for table in outcome.stages[1])
+            rows.append(row)
+            print(f"{size} ranks, {rounds} microbatches each, in units of all gradients")
+            for name, peak in list(row.items())[2:]:
+                print(f"  {name}: {peak:.2f}", flush=True)
+    return rows
+
+
 def measure_bits(launcher: Launcher, quick: bool, steps: int) -> list[dict[str, Any]]:
     """One row for each kind and number of ranks."""
     rows: list[dict[str, Any]] = []
@@ -234,7 +288,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
     parser.add_argument("--bits", action="store_true", help="compare bits, not times")
     parser.add_argument("--steps", type=int, default=200, help="of the runs whose bits compare")
+    parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
     options = parser.parse_args()
+    if options.memory:  # tensors that are freed leave the process
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     launcher = Launcher("exact")
     steps = min(options.steps, 10) if options.quick else options.steps
     recorded = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -242,6 +299,9 @@ def main() -> None:
         rows = measure_bits(launcher, options.quick, steps)
         print("the same bits" if verdict(rows) else "DIFFERENT BITS")
         recorded["bits"] = describe_machine() | {"steps": steps, "rows": rows}
+    elif options.memory:
+        rows = measure_memory(launcher, options.quick)
+        recorded["memory"] = describe_machine() | {"rows": rows}
     else:
         recorded["times"] = describe_machine() | {"rows": measure_times(launcher, options.quick)}
     if not options.quick:

@@ -237,14 +237,14 @@ class ElasticLoader(Position):
             ranks = stack.enter_context(open_ranks(self._process_group))
             check_same_on_ranks(self, ranks)
             if self._exact is not None:
+                self._exact.is_interleaved = None
                 stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
-            batches = self._workers.watch(lambda: iter(self._fetcher))
             this_pass = LoaderPass(
                 ranks,
                 self._process_group,
                 index,
                 size,
-                batches,
+                lambda: self._workers.watch(lambda: iter(self._fetcher)),
                 self._dataset,
                 self._checked_models,
                 self._exact,
@@ -336,8 +336,9 @@ class ElasticLoader(Position):
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""
         index, size = self._data_rank()
+        is_interleaved = self._exact is not None and bool(self._exact.is_interleaved)
         for plan in self._schedule.rest(self._next_step()):
-            for slot in plan.slots(index, size):
+            for slot in plan.slots(index, size, is_interleaved):
                 yield request_for(self._schedule, plan, slot.k)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.exact_rounds import Rounds
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync, reshard
@@ -104,7 +105,7 @@ class Step:
             )
         sync = self._sync(model, own_backward)
         devices = accelerators_of(model)
-        slots = self._plan.slots(self._pass.index, self._pass.size)
+        slots = self._plan.slots(self._pass.index, self._pass.size, self._pass.is_interleaved)
         again = (self._num_calls,) if self._num_calls else ()
         self._num_calls += 1
         progress.is_started, progress.is_complete = True, False
@@ -266,7 +267,7 @@ class Step:
     def _take(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot, compared with the plan."""
         ids = self._schedule.ids(self._plan, slot.k)
-        fetched = next(self._pass.batches, None)
+        fetched = self._pass.next_batch()
         found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
         if fetched is None or found != (self.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
@@ -310,7 +311,8 @@ class Step:
 
     def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
-        if self._pass.exact is None:
+        exact = self._pass.exact
+        if exact is None:
             return GradientSync(model, self._ranks)
         if own_backward:
             raise ValueError(
@@ -320,9 +322,10 @@ class Step:
             )
         is_first = id(model) not in self._pass.checked
         if is_first:
-            self._pass.notes += self._pass.exact.begin(model, self._ranks)
-        repeating = self._pass.exact.repeating
-        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first, repeating)
+            self._pass.notes += exact.begin(model, self._ranks)
+        exact.deal(model, self._schedule.num_microbatches, self._ranks)
+        rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
+        return ExactSync(model, self._ranks, self._pass.group, rounds, is_first, exact.repeating)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
