@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from anyrank.data.exact_gradients import DeliveredGradients
 from anyrank.data.gradient_sync import GradientSync, units
 from anyrank.data.tree_sum import sum_dtype
 from anyrank.errors import CheckpointError, CorruptCheckpoint
@@ -39,6 +40,7 @@ class ExactRun:
             "cpu" (instruction set) and "torch" (version); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
         repeating: models whose parameters get gradients several times in a microbatch.
+        delivered: samples of the gradients that the optimizer should find.
         is_interleaved: whether the ranks take turns in this pass over the data; None before its
             first step.
     """
@@ -47,6 +49,7 @@ class ExactRun:
         self.record: dict[str, int | str] = {}
         self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.repeating: WeakSet[nn.Module] = WeakSet()
+        self.delivered = DeliveredGradients()
         self.is_interleaved: bool | None = None
 
     def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:

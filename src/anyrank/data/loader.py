@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.data.exact_checks import ExactRun
+from anyrank.data.exact_gradients import changes_noted
 from anyrank.data.exact_optimizer import optimizers_tried
 from anyrank.data.fetch import (
     MicrobatchDataset,
@@ -239,6 +240,7 @@ class ElasticLoader(Position):
             if self._exact is not None:
                 self._exact.is_interleaved = None
                 stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
+                stack.enter_context(changes_noted(self._exact.delivered, self.notes))
             this_pass = LoaderPass(
                 ranks,
                 self._process_group,

@@ -227,9 +227,12 @@ class Step:
         self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
         reshard(self._model)
-        return clip_gradients(
+        norm = clip_gradients(
             self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
         )
+        if self._pass.exact is not None:
+            self._pass.exact.delivered.record(self._model)
+        return norm
 
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
@@ -348,6 +351,8 @@ class Step:
         is_new = id(model) not in self._pass.checked
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
+        if self._pass.exact is not None:
+            self._pass.exact.delivered.record(model)
 
     @property
     def _is_exact(self) -> bool:
