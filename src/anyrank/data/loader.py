@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from anyrank.data.exact_checks import ExactRun
 from anyrank.data.exact_gradients import changes_noted
 from anyrank.data.exact_optimizer import optimizers_tried
 from anyrank.data.fetch import (
+    FetchedBatch,
     MicrobatchDataset,
     MicrobatchRequest,
     RequestSampler,
@@ -246,7 +248,7 @@ class ElasticLoader(Position):
                 self._process_group,
                 index,
                 size,
-                lambda: self._workers.watch(lambda: iter(self._fetcher)),
+                chain.from_iterable(self._start_fetching()),
                 self._dataset,
                 self._checked_models,
                 self._exact,
@@ -334,6 +336,10 @@ class ElasticLoader(Position):
         if self._exact is not None:
             self._exact.check_saved(state_dict.get("exact"))
         return found
+
+    def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
+        """The batches of `_requests`, from the first one asked for: the model decides on those."""
+        yield self._workers.watch(lambda: iter(self._fetcher))
 
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""

@@ -270,7 +270,7 @@ class Step:
     def _take(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot, compared with the plan."""
         ids = self._schedule.ids(self._plan, slot.k)
-        fetched = self._pass.next_batch()
+        fetched = next(self._pass.batches, None)
         found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
         if fetched is None or found != (self.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"

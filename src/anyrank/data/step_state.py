@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +25,7 @@ class LoaderPass:
         group: the user's process group of these ranks.
         index: this rank's index among them.
         size: their number.
-        start: starts to fetch the batches.
+        batches: the batches still to be fetched; the first one starts the fetching.
         dataset: fetches a batch again.
         checked: models whose gradient exchange was verified, by id.
         exact: sum gradients in an order that does not depend on the number of ranks.
@@ -37,24 +37,17 @@ class LoaderPass:
     group: Any
     index: int
     size: int
-    start: Callable[[], Iterator[FetchedBatch]]
+    batches: Iterator[FetchedBatch]
     dataset: MicrobatchDataset
     checked: WeakValueDictionary[int, nn.Module]
     exact: ExactRun | None = None
     notes: list[str] = field(default_factory=list[str])
     exponent: int | None = None
-    batches: Iterator[FetchedBatch] | None = None  # those still to be fetched, once that began
 
     @property
     def is_interleaved(self) -> bool:
         """Whether the ranks take turns in a step's microbatches."""
         return self.exact is not None and bool(self.exact.is_interleaved)
-
-    def next_batch(self) -> FetchedBatch | None:
-        """The next batch of this rank; None after the last."""
-        if self.batches is None:
-            self.batches = self.start()
-        return next(self.batches, None)
 
     def close(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""
