@@ -19,7 +19,8 @@ Change = Callable[[Any, Any], object]
 
 
 def scaled(net: Any, factor: float) -> None:
-    torch._foreach_mul_([parameter.grad for parameter in net.parameters()], factor)
+    for parameter in net.parameters():
+        parameter.grad.mul_(factor)
 
 
 CHANGES: dict[str, Change] = {

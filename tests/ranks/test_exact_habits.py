@@ -27,13 +27,15 @@ class Net(nn.Module):
         self.last = nn.Linear(13, 3, dtype=dtype)
         self.recomputes = recomputes
 
-    def half(self, x: torch.Tensor) -> torch.Tensor:
+    def start(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
         return hidden if hidden.is_complex() else nn.functional.dropout(hidden, 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.last.weight.dtype)
-        hidden = checkpoint(self.half, x, use_reentrant=False) if self.recomputes else self.half(x)
+        hidden = (
+            checkpoint(self.start, x, use_reentrant=False) if self.recomputes else self.start(x)
+        )
         return self.last(hidden).abs().float()
 
 

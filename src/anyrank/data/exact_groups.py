@@ -274,7 +274,7 @@ class ExactGroups:
 def grouped(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
     """The names of each group of those that are trained, as the backward comes to them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name in reversed(parameters):
+    for name in reversed(list(parameters)):
         if parameters[name].requires_grad:
             part = local(parameters[name])
             kinds.setdefault((sum_dtype(part.dtype), part.device), []).append(name)
