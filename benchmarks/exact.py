@@ -1,12 +1,16 @@
 """The cost of exact=True beside the stock reduction, and its bits on many rank counts.
 
     python benchmarks/exact.py                # step times, 2 and 4 ranks: DDP and FSDP2
-    python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks
-    python benchmarks/exact.py --quick        # small, nothing is written; with --bits too
+    python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks; goes on
+                                              # where an earlier call of as many steps was stopped
+    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks
+    python benchmarks/exact.py --quick        # small, nothing is written; with the others too
 
 Times are of forward, backward and exchange of a step of four Linear(1024, 1024) with GELU on 256
 rows a microbatch; the contenders take turns, step by step, in the same processes. Bits are of a
-small transformer with dropout, AdamW, clipping and a short step at the end of each epoch.
+small transformer with dropout, AdamW, clipping and a short step at the end of each epoch. Memory is
+a rank's anonymous memory within a step above what it is between steps, in units of all gradients in
+float32, of twelve Linear(1024, 1024), with few activations.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.testing.memory import PeakMemory
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
@@ -39,6 +45,7 @@ RATIOS = (
     ("fsdp exact", "fsdp each", 1.00),
     ("fsdp exact", "fsdp stock", 1.05),
 )
+TURNS = "fsdp exact, taking turns"  # exchanges in every microbatch
 KINDS = ("plain", "ddp", "fsdp", "hsdp", "fsdp bf16")
 WIDTH, ROWS = 1024, 256
 
@@ -46,9 +53,9 @@ WIDTH, ROWS = 1024, 256
 class Ready(torch.utils.data.Dataset[Any]):
     """Microbatches that cost nothing to fetch: sample i is a batch."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, rows: int = ROWS) -> None:
         g = torch.Generator().manual_seed(0)
-        self.batches = torch.randn(4, ROWS, width, generator=g)
+        self.batches = torch.randn(4, rows, width, generator=g)
 
     def __len__(self) -> int:
         return 1 << 20
@@ -61,9 +68,9 @@ def first(samples: list[torch.Tensor]) -> torch.Tensor:
     return samples[0]
 
 
-def mlp(kind: str, width: int) -> nn.Module:
+def mlp(kind: str, width: int, depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     net = nn.Sequential(*layers)
     if kind == "ddp":
         return DistributedDataParallel(net)
@@ -112,6 +119,36 @@ def time_steps(
     for loader in loaders.values():
         loader.close()
     yield {"seconds": seconds}
+
+
+def measure_peak(
+    rank: int, size: int, rounds: int, width: int, name: str
+) -> Iterator[dict[str, Any]]:
+    """The peak of a contender's steps, in units of its gradients."""
+    os.environ["ANYRANK_EXACT_BYTES"] = str(1 if name == TURNS else 1 << 40)
+    data = Ready(width, 8)
+    net = mlp(name.split()[0], width, 12)
+    loader = anyrank.ElasticLoader(
+        data, global_batch=rounds * size, microbatch=1, collate_fn=first, exact="exact" in name
+    )
+    whole = sum(parameter.numel() * 4 for parameter in net.parameters())
+    yield {}
+    peaks: list[float] = []
+    steps = iter(loader)
+    while len(peaks) < 5:
+        step = None if name.endswith("each") else next(steps)
+        dist.barrier()
+        with PeakMemory() as memory:
+            if step is None:  # FSDP2's own reduction, in every microbatch
+                for number in range(rounds):
+                    (net(data[number % 4]).square().mean() / rounds).backward()
+            else:
+                for batch in step.microbatches(net):
+                    step.backward(net(batch).square().mean())
+        net.zero_grad()
+        peaks.append(memory.peak_bytes / whole)
+    steps.close()
+    yield {"peak": statistics.median(peaks[2:])}
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -207,18 +244,42 @@ def quartiles(times: Sequence[float]) -> list[float]:
     return [low, high]
 
 
-def measure_bits(launcher: Launcher, quick: bool, steps: int) -> list[dict[str, Any]]:
-    """One row for each kind and number of ranks."""
+def measure_memory(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
+    """One row for each number of ranks and of microbatches of a rank."""
     rows: list[dict[str, Any]] = []
-    for kind in KINDS:
-        for size in (1, 2) if quick else (1, 2, 3, 4, 5, 6, 8):
-            outcome = launcher.run(size, train, kind, steps)
+    for size in (2,) if quick else (2, 4):
+        for rounds in (1, 4):
+            row: dict[str, Any] = {"ranks": size, "rounds": rounds}
+            for name in (*CONTENDERS, TURNS):
+                width = 64 if quick else WIDTH
+                outcome = launcher.run(size, measure_peak, rounds, width, name, timeout_sec=900)
+                if outcome.error:
+                    raise RuntimeError(outcome.error)
+                row[name] = max(table["peak"] for table in outcome.stages[1])
+            rows.append(row)
+            print(f"{size} ranks, {rounds} microbatches each, in units of all gradients")
+            for name, peak in list(row.items())[2:]:
+                print(f"  {name}: {peak:.2f}", flush=True)
+    return rows
+
+
+def measure_bits(
+    launcher: Launcher, quick: bool, steps: int, rows: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Add one row for each kind and number of ranks to those that are there already."""
+    there = {(row["kind"], row["ranks"]) for row in rows}
+    # The most ranks first after one: that is where the order of sums differs most.
+    for size in (1, 2) if quick else (1, 8, 2, 4, 3, 6, 5):
+        for kind in KINDS:
+            if (kind, size) in there or (kind == "hsdp" and size not in (4, 6, 8)):
+                continue
+            outcome = launcher.run(size, train, kind, steps, timeout_sec=1800)
             if outcome.error:
                 raise RuntimeError(outcome.error)
             found = {table["sha256"] for table in outcome.stages[1]}
             rows.append({"kind": kind, "ranks": size, "sha256": " ".join(sorted(found))})
             print(f"{kind:10} {size} ranks: {rows[-1]['sha256'][:16]}", flush=True)
-    return rows
+            yield
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> bool:
@@ -234,18 +295,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
     parser.add_argument("--bits", action="store_true", help="compare bits, not times")
     parser.add_argument("--steps", type=int, default=200, help="of the runs whose bits compare")
+    parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
     options = parser.parse_args()
+    if options.memory:  # tensors that are freed leave the process
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     launcher = Launcher("exact")
     steps = min(options.steps, 10) if options.quick else options.steps
-    recorded = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.bits:
-        rows = measure_bits(launcher, options.quick, steps)
+        before = recorded().get("bits", {})
+        rows = before["rows"] if before.get("steps") == steps and not options.quick else []
+        for _ in measure_bits(launcher, options.quick, steps, rows):
+            write("bits", {"steps": steps, "rows": rows}, options.quick)
         print("the same bits" if verdict(rows) else "DIFFERENT BITS")
-        recorded["bits"] = describe_machine() | {"steps": steps, "rows": rows}
+    elif options.memory:
+        write("memory", {"rows": measure_memory(launcher, options.quick)}, options.quick)
     else:
-        recorded["times"] = describe_machine() | {"rows": measure_times(launcher, options.quick)}
-    if not options.quick:
-        RESULTS.write_text(json.dumps(recorded, indent=1) + "\n")
+        write("times", {"rows": measure_times(launcher, options.quick)}, options.quick)
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def write(name: str, table: dict[str, Any], quick: bool) -> None:
+    """Record a table with what describes the machine."""
+    if not quick:
+        every = recorded() | {name: describe_machine() | table}
+        RESULTS.write_text(json.dumps(every, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,12 @@ TIMEOUT_SEC = Knob(
     MOST_SEC,
     "how long a rank waits for the others before it names the missing",
 )
-
+EXACT_BYTES = Knob(
+    "ANYRANK_EXACT_BYTES",
+    1 << 30,
+    1 << 40,
+    "gradients of FSDP2 that one rank keeps in a step with exact=True",
+)
 LOCK_SEC = Knob(
     "ANYRANK_LOCK_SEC",
     600,
@@ -89,4 +94,4 @@ LOCK_SEC = Knob(
 REPLAY = "ANYRANK_REPLAY"  # the folder of a replay
 PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
 
-KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)
+KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, EXACT_BYTES, LOCK_SEC)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +106,34 @@ def test_a_step_that_differs_is_named_and_replayed_once_more(
     monkeypatch.setenv("FAULT", kind)
     line = "run --replay runs/a --from 3 train.py 6 runs/a"
     assert snapshot(f"replay_differs_{kind}", line).exit_code == 1
+    assert content("runs/a") == before
+
+
+@pytest.mark.slow
+def test_every_machine_of_a_replay_finds_the_same(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(6)
+    before = content("runs/a")
+    monkeypatch.setenv("FAULT", "always")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import sys; from anyrank.cli import main; main(sys.argv[1:])"
+    flags = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    line = ["run", "--replay=runs/a", "--from=3", "--json", *flags]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *line, f"--node-rank={n}", "train.py", "6", "runs/a"],
+            stdout=subprocess.PIPE,
+        )
+        for n in range(2)
+    ]
+    reports = [json.loads(one.communicate(timeout=240)[0]) for one in machines]
+    assert [one.returncode for one in machines] == [1, 1]
+    assert reports[0] == reports[1]
+    found = {name: reports[0][name] for name in ("ranks", "equal", "step", "again")}
+    assert found == {"ranks": 2, "equal": [4], "step": 5, "again": "first"}
     assert content("runs/a") == before
 
 

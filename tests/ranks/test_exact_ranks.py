@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.data import exact_sync
+from anyrank.data import exact_groups
 from anyrank.data.tree_sum import Span, TreeSum
 from anyrank.testing import run_ranks
 
@@ -238,13 +238,13 @@ def test_what_runs_outside_of_a_pass_does_not_change_its_bits() -> None:
 def job_early() -> dict[str, str]:
     """Groups of few parameters: some wait for layers that are rare, or get gradients twice."""
     found: dict[str, str] = {}
-    size, exact_sync.GROUP_BYTES = exact_sync.GROUP_BYTES, 1 << 10
+    size, exact_groups.GROUP_BYTES = exact_groups.GROUP_BYTES, 1 << 10
     try:
         for kind in ("plain", "ddp"):
             for case in ("all", "rare", "again"):
                 found[f"{kind} {case}"] = train_early(kind, case)
     finally:
-        exact_sync.GROUP_BYTES = size
+        exact_groups.GROUP_BYTES = size
     return found
 
 
@@ -257,13 +257,13 @@ def train_early(kind: str, case: str) -> str:
     )
     is_parallel = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     begun: list[int] = []
-    start = exact_sync.start_all_reduce
+    start = exact_groups.start_reduce_scatter
 
     def noted(*arguments: Any) -> Any:
         begun.append(1)
         return start(*arguments)
 
-    exact_sync.start_all_reduce = noted
+    exact_groups.start_reduce_scatter = noted
     try:
         for _ in range(2):
             for step in loader:
@@ -282,7 +282,7 @@ def train_early(kind: str, case: str) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        exact_sync.start_all_reduce = start
+        exact_groups.start_reduce_scatter = start
     return sha256(net, optimizer)
 
 
@@ -305,11 +305,11 @@ def job_chain() -> str:
             else:
                 self.nodes.append((span, value))
 
-    exact_sync.TreeSum = Chain  # type: ignore[misc]
+    exact_groups.TreeSum = Chain  # type: ignore[misc]
     try:
         return job_train("plain")
     finally:
-        exact_sync.TreeSum = TreeSum  # type: ignore[misc]
+        exact_groups.TreeSum = TreeSum  # type: ignore[misc]
 
 
 def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> None:

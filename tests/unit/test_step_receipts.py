@@ -115,8 +115,10 @@ def test_checkpoints_of_exact_runs_have_a_receipt(
 # -- what reads them ------------------------------------------------------------------------------
 
 
-def train(folder: Path, *, rate: float = 0.1, seed: int = 0, exact: bool = True) -> None:
-    """A run of four steps, each saved, whose third has another learning rate."""
+def train(
+    folder: Path, *, rate: float = 0.1, seed: int = 0, exact: bool = True, every: int = 1
+) -> None:
+    """A run of four steps, whose third has another learning rate; the last one is always saved."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1, bias=False))
     model.register_buffer("empty", torch.empty(0, 3))
@@ -124,7 +126,7 @@ def train(folder: Path, *, rate: float = 0.1, seed: int = 0, exact: bool = True)
     data = torch.linspace(-1, 1, 64).view(16, 4)
     loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=2, seed=seed, exact=exact)
     state = anyrank.TrainState(model, optimizer, data=loader)
-    with anyrank.Checkpoints(folder, state, every=1, keep=9) as ckpts:
+    with anyrank.Checkpoints(folder, state, every=every, keep=9) as ckpts:
         for step in ckpts.steps(until=4):
             for batch in step.microbatches(model):
                 step.backward(model(batch).square().mean())
@@ -164,6 +166,24 @@ def test_diff_names_the_first_step_that_differs_without_reading_tensors(tmp_path
     assert (found.data, found.values, found.only_a, found.only_b) == ({}, {}, [], [])
     assert "the same samples up to this step" in str(found)
     assert json.loads(found.to_json())["digests"] == found.digests
+
+
+def test_runs_that_were_saved_at_other_steps_are_compared_where_both_were(tmp_path: Path) -> None:
+    """A receipt does not depend on the saves before it."""
+    train(tmp_path / "a", every=2)
+    train(tmp_path / "b", every=3)
+    train(tmp_path / "other", every=3, rate=0.2)
+    equal = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert equal
+    assert (equal.steps_equal, equal.steps_only, equal.equal) == ([4], [2, 3], 7)
+    assert "equal, 7 tensors in 1 step\n" in str(equal)
+    assert "3 is in one of them only" in str(equal)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "other")
+    assert (bool(found), found.step, found.steps_only) == (False, 4, [2, 3])
+    shutil.rmtree(tmp_path / "b/step-00000004")
+    nothing = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert (bool(nothing), nothing.steps_equal, nothing.steps_only) == (False, [], [2, 3, 4])
+    assert str(nothing).splitlines()[0].endswith(": no step in common")
 
 
 def test_diff_says_when_the_samples_are_other_ones(tmp_path: Path) -> None:

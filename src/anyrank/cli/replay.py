@@ -71,7 +71,7 @@ class ReplayReport:
         return "\n".join([*lines, f"  again     {AGAIN[self.again]}"])
 
 
-def replay(run: str, start: int, stop: int | None, ranks: int, launch: Launch) -> ReplayReport:
+def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayReport:
     """Train the steps of a run after `start`, up to `stop`, and compare those that it saved.
 
     Where a step differs, the stretch since the one before is trained once more.
@@ -82,6 +82,7 @@ def replay(run: str, start: int, stop: int | None, ranks: int, launch: Launch) -
     saved = receipts_of(run, start, stop)
     environ = threads_of(saved[start])
     trained = train(order_of(run, start, saved), launch, environ)
+    ranks = trained[0].ranks
     equal = [
         result.step for result in trained if result.receipt["digest"] == digest(saved[result.step])
     ]

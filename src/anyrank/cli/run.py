@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -83,11 +83,15 @@ def command(
     if replay is not None:
         if start is None:
             raise click.UsageError("--replay needs --from, the step to begin with")
-        if then or any(machines.values()):
-            raise click.UsageError(
-                "--replay trains once, on this machine: remove --then and torchrun's flags"
-            )
-        show_replay(replay, start, stop, count, as_json, script, arguments)
+        if then:
+            raise click.UsageError("--replay trains on one number of ranks: remove --then")
+
+        def launch(environ: Mapping[str, str]) -> None:
+            attempt, _ = run_once(count, script, arguments, machines, environ)
+            if attempt.exit_code:
+                sys.exit(attempt.exit_code)
+
+        show_replay(replay, start, stop, as_json, launch)
         return
     if start is not None or stop is not None:
         raise click.UsageError("--from and --to are for --replay")
@@ -116,21 +120,14 @@ def show_replay(
     run: str,
     start: int,
     stop: int | None,
-    ranks: int,
     as_json: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    launch: Callable[[Mapping[str, str]], None],
 ) -> None:
     """Replay steps of a run, print what was found, and exit."""
     from anyrank.cli.console import out, write
     from anyrank.cli.replay import replay
 
-    def launch(environ: Mapping[str, str]) -> None:
-        attempt, _ = run_once(ranks, script, arguments, {}, environ)
-        if attempt.exit_code:
-            sys.exit(attempt.exit_code)
-
-    report = replay(run, start, stop, ranks, launch)
+    report = replay(run, start, stop, launch)
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

@@ -13,8 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from anyrank.data.exact_gradients import DeliveredGradients
 from anyrank.data.gradient_sync import GradientSync, units
+from anyrank.data.tree_sum import sum_dtype
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.settings import EXACT_BYTES
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
@@ -37,12 +40,17 @@ class ExactRun:
             "cpu" (instruction set) and "torch" (version); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
         repeating: models whose parameters get gradients several times in a microbatch.
+        delivered: samples of the gradients that the optimizer should find.
+        is_interleaved: whether the ranks take turns in this pass over the data; None before its
+            first step.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
         self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.repeating: WeakSet[nn.Module] = WeakSet()
+        self.delivered = DeliveredGradients()
+        self.is_interleaved: bool | None = None
 
     def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
         """Check a model before its first step. All data-parallel ranks.
@@ -70,6 +78,21 @@ class ExactRun:
             for note in notes:
                 log.warning("%s", note)
         return notes
+
+    def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
+        """Choose how the microbatches of a step are dealt to the ranks. All data-parallel ranks.
+
+        Args:
+            model: the first of the pass; batches are fetched ahead from here on.
+            count: K, the microbatches of a step.
+            ranks: the ranks with different data.
+        """
+        if self.is_interleaved is None:
+            kept = most_kept_bytes(model, -(-count // ranks.size))
+            is_short = ranks.together(
+                "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
+            )
+            self.is_interleaved = any(is_short)
 
     def check_saved(self, saved: object) -> None:
         """Check the record of a state.
@@ -107,6 +130,15 @@ def environment(model: nn.Module) -> dict[str, int | str]:
 def device_types(model: nn.Module) -> list[str]:
     """The types of devices that a model is on."""
     return sorted({parameter.device.type for parameter in model.parameters()})
+
+
+def most_kept_bytes(model: nn.Module, num_rounds: int) -> int:
+    """Gradients of sharded parameters that a rank would keep until the last of its microbatches."""
+    if num_rounds < 2:
+        return 0
+    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad)
+    whole = sum(p.numel() * sum_dtype(p.dtype).itemsize for p in sharded)
+    return whole * num_rounds.bit_length()
 
 
 def read_record(saved: object) -> dict[str, int | str]:
@@ -165,6 +197,12 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
                 "statistics are those of the microbatches that its rank runs: use GroupNorm or "
                 f"LayerNorm, track_running_stats=False, or {name}.eval()"
             )
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(sparse_gradient(f"{name}.weight".lstrip("."), torch.sparse_coo))
         if isinstance(module, FSDPModule) and len(units(module)) > 1:
             raise ValueError(
                 f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
@@ -178,6 +216,14 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
             "exact=True: kernels of accelerators may add in any order: call "
             "torch.use_deterministic_algorithms(True) before the first step"
         )
+
+
+def sparse_gradient(name: str, layout: torch.layout) -> str:
+    """Why a gradient that is not dense is refused, and the way out."""
+    return (
+        f"the gradient of {name} is {layout}, which exact=True does not add up: build the module "
+        "with sparse=False"
+    )
 
 
 def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:

@@ -1,14 +1,15 @@
 """FSDP2's gradient reduction in the order of the microbatches, through its public hooks.
 
-FSDP2 calls its reduce-scatter in every backward. The one here keeps the microbatch's gradient and
-returns zeros, and in the step's last backward exchanges what was kept and returns the total.
+FSDP2 calls its reduce-scatter in every backward. The one here returns zeros, and in the step's last
+backward the total. It exchanges in the rounds that `exact_rounds` says, and keeps what it has:
+gradients until an exchange, and this rank's shard of the nodes after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,48 +17,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from anyrank.data.exact_rounds import Rounds
 from anyrank.data.gradient_sync import units
-from anyrank.data.ordered_reduce import OrderedGroup, all_reduce, as_term, reduce_scatter
-from anyrank.data.tree_sum import Span, TreeSum, merged
-
-
-@dataclass
-class Round:
-    """Which microbatch runs; shared by all units.
-
-    Attributes:
-        number: how many this rank has begun in the pass.
-        leaf: its index in the step; None for a copy, which is in no sum.
-        is_last: whether it is the rank's last.
-    """
-
-    number: int = 0
-    leaf: int | None = None
-    is_last: bool = False
+from anyrank.data.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.data.tree_sum import Span, TreeSum
+from anyrank.world.ranks import Ranks
 
 
 class OrderedReduceScatter:
     """A unit's reduce-scatter, in the interface of `FSDPModule.set_custom_reduce_scatter`.
 
     Args:
-        now: which microbatch runs.
-        leaves: this rank's microbatches.
+        rounds: of the step.
         shards: the ranks that the unit is sharded over.
         replicas: the ranks that hold the same shard; None without replication.
     """
 
-    def __init__(
-        self,
-        now: Round,
-        leaves: Sequence[int],
-        shards: OrderedGroup,
-        replicas: OrderedGroup | None,
-    ) -> None:
-        self.now, self.leaves, self.shards, self.replicas = now, leaves, shards, replicas
-        self.own = TreeSum(shards.count)
+    def __init__(self, rounds: Rounds, shards: OrderedGroup, replicas: OrderedGroup | None) -> None:
+        self.rounds, self.shards, self.replicas = rounds, shards, replicas
+        self.own = TreeSum(rounds.count)  # until the next exchange
         self.num_added = 0
-        self.number = 0  # of the last microbatch with a gradient
-        self.is_repeated = False  # there were several gradients in a microbatch
+        self.kept = TreeSum(rounds.count)  # this rank's shard
+        self.num_kept = 0  # rounds
+        self.number = -1  # of the last round with a gradient
+        self.is_repeated = False  # there were several gradients in a round
         self.is_complete = True  # nothing is kept that was not exchanged
         self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
         self.without: set[int] = set()  # those that had no gradient before the pass
@@ -75,88 +58,104 @@ class OrderedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Keep a microbatch's gradient; in the last one, reduce-scatter the sum of all."""
-        if self.now.number == self.number:
-            # The last microbatch's first gradient is exchanged when a second comes.
+        """Add a microbatch's gradient; in the last round, give the sum of all."""
+        if self.rounds.number == self.number:
+            # The round's first gradient may be exchanged when a second comes.
             self.is_repeated = True
             output_tensor.zero_()
             return
-        self.number = self.now.number
+        self.number = self.rounds.number
+        self.is_complete = self.rounds.is_last
         term = as_term(input_tensor)
-        self.is_complete = self.now.is_last
-        if self.now.leaf is not None:
-            self.add_up_to(self.now.leaf, term)
-        if not self.now.is_last:
-            output_tensor.zero_()
-            return
-        self.add_up_to(self.shards.count, None)
-        # `group` has the ranks of `shards`, and may be one that FSDP2 keeps for this.
-        shards = replace(self.shards, group=group)
-        found = reduce_scatter(self.own, torch.empty_like(term), shards)
-        self.own = TreeSum(self.shards.count)
-        if self.replicas is None:
-            total = found.total()
+        self.add(term)
+        if self.rounds.exchanges:
+            # `group` has the ranks of `shards`, and may be one that FSDP2 keeps for this.
+            self.exchange(torch.empty_like(term), replace(self.shards, group=group))
+        if self.rounds.is_last:
+            self.deliver(output_tensor)
         else:
-            total = self.across_replicas(found, output_tensor, term.dtype)
-            # FSDP2 adds up the replicas' outputs afterwards: total + 0 + ... is the total.
-            if dist.get_rank(self.replicas.group):
-                total = total.zero_()
-        assert total is not None
-        output_tensor.copy_(total)
+            output_tensor.zero_()
+
+    def add(self, term: torch.Tensor) -> None:
+        """Add a microbatch's term; those before it in which the unit did not run have none."""
+        leaf = self.rounds.leaf
+        leaves = self.rounds.own()
+        stop = leaves.index(leaf) + 1 if leaf is not None else len(leaves)
+        for earlier in leaves[self.num_added : stop]:
+            self.own.add(Span(earlier, earlier + 1), term if earlier == leaf else None)
+        self.num_added = stop
+        if leaf is not None and term.device.type != "cpu":
+            # It was allocated on the compute stream, and outlives FSDP2's own reference.
+            term.record_stream(torch.accelerator.current_stream(term.device))
+
+    def exchange(self, like: torch.Tensor, shards: OrderedGroup) -> None:
+        """Add up what the ranks have added since the last exchange, each its shard. All ranks."""
+        every = self.rounds.spans(self.number)
+        found = start_reduce_scatter(self.own, like, shards, every)()
+        if self.replicas is not None:
+            found = self.across_replicas(found, like[: like.numel() // shards.size], every)
+        for number in range(self.num_kept, self.number):  # the unit did not run, on any rank
+            spans = sorted(span for there in self.rounds.spans(number) for span in there)
+            self.kept.extend((span, None) for span in spans)
+        self.kept.extend(found.nodes)
+        if not self.rounds.is_last:
+            self.kept.release()
+        self.own, self.num_added, self.num_kept = TreeSum(found.count), 0, self.number + 1
 
     def across_replicas(
-        self, found: TreeSum, output: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The sum of a shard over the ranks that hold the same one. All of them."""
+        self, found: TreeSum, like: torch.Tensor, every: Sequence[Sequence[Span]]
+    ) -> TreeSum:
+        """Add up a shard over the ranks that hold the same one, each a part of it. All of them.
+
+        Args:
+            found: its nodes.
+            like: gives its shape, dtype and device.
+            every: the nodes of each data-parallel rank.
+        """
         assert self.replicas is not None
-        extra = -output.numel() % self.replicas.size
+        extra = -like.numel() % self.replicas.size
         padded = TreeSum(found.count)
         for span, value in found.nodes:
             assert value is not None
             padded.add(span, nn.functional.pad(value, (0, extra)))
-        like = output.new_empty(output.numel() + extra, dtype=dtype)
-        return all_reduce(padded, like, self.replicas)[: output.numel()]
+        like = nn.functional.pad(like, (0, extra))
+        return start_reduce_scatter(padded, like, self.replicas, every)()
 
-    def add_up_to(self, leaf: int, term: torch.Tensor | None) -> None:
-        """Add a microbatch's term; those before it in which the unit did not run have none."""
-        while self.num_added < len(self.leaves) and self.leaves[self.num_added] < leaf:
-            self._add(self.leaves[self.num_added], None)
-        if term is not None:
-            if term.device.type != "cpu":
-                # It was allocated on the compute stream, and outlives FSDP2's own reference.
-                term.record_stream(torch.accelerator.current_stream(term.device))
-            self._add(leaf, term)
-
-    def _add(self, leaf: int, term: torch.Tensor | None) -> None:
-        self.own.add(Span(leaf, leaf + 1), term)
-        self.num_added += 1
+    def deliver(self, output: torch.Tensor) -> None:
+        """Give FSDP2 the whole sum."""
+        total = self.kept.total()
+        assert total is not None
+        self.kept = TreeSum(self.rounds.count)
+        if self.replicas is not None:
+            total = all_gather(total, self.replicas.group, self.replicas.size)[: output.numel()]
+            # FSDP2 adds up the replicas' outputs afterwards: total + 0 + ... is the total.
+            if dist.get_rank(self.replicas.group):
+                total = total.zero_()
+        output.copy_(total)
 
 
 def unit_groups(
-    parameter: Any, count: int, spans: dict[int, list[Span]]
+    parameter: Any, count: int, ranks: Ranks
 ) -> tuple[OrderedGroup, OrderedGroup | None]:
     """The groups over which a unit's gradients are reduced.
 
     Args:
         parameter: one of the unit, a DTensor on a mesh of one or two axes.
         count: K, the microbatches of the step.
-        spans: global rank -> the nodes that it holds after its microbatches.
+        ranks: the ranks with different data, those of the mesh.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
+    places = {rank: index for index, rank in enumerate(ranks.ranks)}
     axis = next(i for i, placement in enumerate(placements) if isinstance(placement, Shard))
     group = mesh.get_group(axis)
-    shards = OrderedGroup(group, count, [spans[rank] for rank in group_ranks(group)])
+    shards = OrderedGroup(group, count, [[places[rank]] for rank in group_ranks(group)])
     replicated = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
     if not replicated:
         return shards, None
     lines: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-    results = {
-        rank: merged(count, sorted(span for other in line for span in spans[other]))
-        for line in lines
-        for rank in line
-    }
+    line_of = {rank: [places[other] for other in line] for line in lines for rank in line}
     group = mesh.get_group(replicated[0])
-    return shards, OrderedGroup(group, count, [results[rank] for rank in group_ranks(group)])
+    return shards, OrderedGroup(group, count, [line_of[rank] for rank in group_ranks(group)])
 
 
 def group_ranks(group: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,8 +13,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from anyrank.data.exact_checks import ExactRun
+from anyrank.data.exact_gradients import changes_noted
 from anyrank.data.exact_optimizer import optimizers_tried
 from anyrank.data.fetch import (
+    FetchedBatch,
     MicrobatchDataset,
     MicrobatchRequest,
     RequestSampler,
@@ -237,14 +240,15 @@ class ElasticLoader(Position):
             ranks = stack.enter_context(open_ranks(self._process_group))
             check_same_on_ranks(self, ranks)
             if self._exact is not None:
+                self._exact.is_interleaved = None
                 stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
-            batches = self._workers.watch(lambda: iter(self._fetcher))
+                stack.enter_context(changes_noted(self._exact.delivered, self.notes))
             this_pass = LoaderPass(
                 ranks,
                 self._process_group,
                 index,
                 size,
-                batches,
+                chain.from_iterable(self._start_fetching()),
                 self._dataset,
                 self._checked_models,
                 self._exact,
@@ -335,11 +339,16 @@ class ElasticLoader(Position):
             self._exact.check_saved(state_dict.get("exact"))
         return found
 
+    def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
+        """The batches of `_requests`, from the first one asked for: the model decides on those."""
+        yield self._workers.watch(lambda: iter(self._fetcher))
+
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""
         index, size = self._data_rank()
+        is_interleaved = self._exact is not None and bool(self._exact.is_interleaved)
         for plan in self._schedule.rest(self._next_step()):
-            for slot in plan.slots(index, size):
+            for slot in plan.slots(index, size, is_interleaved):
                 yield request_for(self._schedule, plan, slot.k)
 
 

@@ -18,53 +18,57 @@ from anyrank.data.tree_sum import Span, TreeSum, merged, ordered, sum_dtype
 
 @dataclass(frozen=True)
 class OrderedGroup:
-    """The ranks of a process group, and the nodes that each of them holds.
+    """The ranks of a process group, and whose nodes each of them holds.
 
     Attributes:
         group: the process group; None for the default one.
         count: K, the leaves of the whole tree.
-        spans: of each rank, in the group's order.
+        lines: for each rank of the group, in its order: the data-parallel ranks, by their index,
+            whose nodes it has added up.
     """
 
     group: Any
     count: int
-    spans: Sequence[Sequence[Span]]
+    lines: Sequence[Sequence[int]]
 
     @property
     def size(self) -> int:
-        return len(self.spans)
+        return len(self.lines)
 
-    def result_spans(self) -> list[Span]:
-        """The nodes that remain when all ranks' are added up."""
-        return merged(self.count, sorted(span for spans in self.spans for span in spans))
+    def spans(self, every: Sequence[Sequence[Span]]) -> list[list[Span]]:
+        """The nodes of each rank of the group, from those of every data-parallel rank."""
+        return [
+            merged(self.count, sorted(span for index in line for span in every[index]))
+            for line in self.lines
+        ]
 
 
-def reduce_scatter(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup) -> TreeSum:
-    """Add up the nodes of all ranks of a group; each rank gets its shard. All ranks of the group.
+def start_reduce_scatter(
+    own: TreeSum,
+    like: torch.Tensor,
+    ordered_group: OrderedGroup,
+    every: Sequence[Sequence[Span]],
+) -> Callable[[], TreeSum]:
+    """Begin to add up the nodes of a group's ranks; each gets its shard. All ranks of the group.
 
     Args:
         own: this rank's nodes; flat tensors of size * shard elements.
         like: gives their shape, dtype and device.
         ordered_group: the ranks.
+        every: the nodes of each data-parallel rank.
 
     Returns:
-        Nodes of `shard` elements; one node, if the group's ranks have all leaves.
+        What waits for nodes of `shard` elements; one node, if the group's ranks have all leaves.
     """
-    return start_reduce_scatter(own, like, ordered_group)()
-
-
-def start_reduce_scatter(
-    own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
-) -> Callable[[], TreeSum]:
-    """Begin `reduce_scatter`; the result waits for its end."""
     size, index = ordered_group.size, dist.get_rank(ordered_group.group)
-    assert own.spans() == list(ordered_group.spans[index])
+    spans = ordered_group.spans(every)
+    assert own.spans() == spans[index]
     shard = like.numel() // size
     values = [torch.zeros_like(like) if value is None else value for _, value in own.nodes]
     parts = [value.view(size, 1, shard) for value in values]
     # The nodes for each owner; none on a rank that has no microbatch of a short step.
     sent = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else like.new_empty(0)
-    counts = [len(spans) * shard for spans in ordered_group.spans]
+    counts = [len(there) * shard for there in spans]
     received = like.new_empty(sum(counts))
     work: Any = dist.all_to_all_single(
         received,
@@ -78,44 +82,23 @@ def start_reduce_scatter(
     def finish() -> TreeSum:
         work.wait()
         trees: list[TreeSum] = []
-        for spans, part in zip(ordered_group.spans, received.split(counts), strict=True):
+        for there, part in zip(spans, received.split(counts), strict=True):
             tree = TreeSum(ordered_group.count)
-            for span, value in zip(spans, part.view(-1, shard), strict=True):
-                tree.add(span, value)
+            tree.extend(zip(there, part.view(-1, shard), strict=True))
             trees.append(tree)
         return ordered(trees, ordered_group.count)
 
     return finish
 
 
-def all_reduce(own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup) -> torch.Tensor:
-    """The sum of all leaves, on every rank of a group whose ranks have all of them. All ranks.
-
-    Args:
-        own: this rank's nodes; flat tensors of a multiple of the group's size.
-        like: gives their shape, dtype and device.
-        ordered_group: the ranks.
-    """
-    return start_all_reduce(own, like, ordered_group)()
-
-
-def start_all_reduce(
-    own: TreeSum, like: torch.Tensor, ordered_group: OrderedGroup
-) -> Callable[[], torch.Tensor]:
-    """Begin `all_reduce`; the result waits for its end."""
-    reduced = start_reduce_scatter(own, like, ordered_group)
-
-    def finish() -> torch.Tensor:
-        root = reduced().total()
-        assert root is not None
-        whole = torch.empty_like(like)
-        # torch 2.13 has a new name for it, and warns of the old one.
-        names = vars(dist)
-        gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
-        gather(whole, root, group=ordered_group.group)
-        return whole
-
-    return finish
+def all_gather(shard: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+    """The shards of all ranks of a group, in one tensor. All of them."""
+    whole = shard.new_empty(shard.numel() * size)
+    # torch 2.13 has a new name for it, and warns of the old one.
+    names = vars(dist)
+    gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
+    gather(whole, shard, group=group)
+    return whole
 
 
 def as_term(gradient: torch.Tensor) -> torch.Tensor:

@@ -71,20 +71,29 @@ class StepPlan:
         start, stop = self.bounds(k)
         return stop - start
 
-    def slots(self, rank: int, size: int) -> list[MicrobatchSlot]:
+    def slots(self, rank: int, size: int, is_interleaved: bool = False) -> list[MicrobatchSlot]:
         """The microbatches that one of `size` ranks runs."""
-        return slots_of_rank(self.num_microbatches, rank, size)
+        return slots_of_rank(self.num_microbatches, rank, size, is_interleaved)
 
 
-def slots_of_rank(count: int, rank: int, size: int) -> list[MicrobatchSlot]:
-    """One rank's contiguous, balanced part of `count` microbatches, and copies to fill it up.
+def slots_of_rank(
+    count: int, rank: int, size: int, is_interleaved: bool = False
+) -> list[MicrobatchSlot]:
+    """One rank's balanced part of `count` microbatches, and copies to fill it up.
 
     Every rank gets the same number of slots, so that collectives in forward and backward match.
+
+    Args:
+        count: of the step.
+        rank: its index.
+        size: number of ranks.
+        is_interleaved: the ranks take turns; otherwise a rank's microbatches are neighbours.
     """
-    first, stop = rank * count // size, (rank + 1) * count // size
-    own = [MicrobatchSlot(k, False) for k in range(first, stop)]
+    bounds = rank * count // size, (rank + 1) * count // size
+    ks = range(rank, count, size) if is_interleaved else range(*bounds)
     # A real microbatch has a valid shape, and values as finite as those of the step.
-    copied = stop - 1 if own else first
+    copied = ks[-1] if ks else bounds[0]
+    own = [MicrobatchSlot(k, False) for k in ks]
     return own + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(own))
 
 

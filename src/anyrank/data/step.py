@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.exact_rounds import Rounds
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
 from anyrank.data.gradient_sync import GradientSync, reshard
@@ -103,7 +104,7 @@ class Step:
             )
         sync = self._sync(model, own_backward)
         devices = accelerators_of(sync.named.values())
-        slots = self._plan.slots(self._pass.index, self._pass.size)
+        slots = self._plan.slots(self._pass.index, self._pass.size, self._pass.is_interleaved)
         again = (self._num_calls,) if self._num_calls else ()
         self._num_calls += 1
         progress.is_started, progress.is_complete = True, False
@@ -225,9 +226,12 @@ class Step:
         self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
         reshard(self._model)
-        return clip_gradients(
+        norm = clip_gradients(
             self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
         )
+        if self._pass.exact is not None:
+            self._pass.exact.delivered.record(self._model)
+        return norm
 
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
@@ -307,7 +311,8 @@ class Step:
 
     def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
-        if self._pass.exact is None:
+        exact = self._pass.exact
+        if exact is None:
             return GradientSync(model, self._ranks)
         if own_backward:
             raise ValueError(
@@ -317,9 +322,10 @@ class Step:
             )
         is_first = id(model) not in self._pass.checked
         if is_first:
-            self._pass.notes += self._pass.exact.begin(model, self._ranks)
-        repeating = self._pass.exact.repeating
-        return ExactSync(model, self._ranks, self._pass.group, self._plan, is_first, repeating)
+            self._pass.notes += exact.begin(model, self._ranks)
+        exact.deal(model, self._schedule.num_microbatches, self._ranks)
+        rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
+        return ExactSync(model, self._ranks, self._pass.group, rounds, is_first, exact.repeating)
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
@@ -342,6 +348,8 @@ class Step:
         is_new = id(model) not in self._pass.checked
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
+        if self._pass.exact is not None:
+            self._pass.exact.delivered.record(model)
 
     @property
     def _is_exact(self) -> bool:

@@ -24,7 +24,7 @@ class LoaderPass:
         group: the user's process group of these ranks.
         index: this rank's index among them.
         size: their number.
-        batches: the batches still to be fetched.
+        batches: the batches still to be fetched; the first one starts the fetching.
         dataset: fetches a batch again.
         checked: models whose gradient exchange was verified, by id.
         exact: sum gradients in an order that does not depend on the number of ranks.
@@ -42,6 +42,11 @@ class LoaderPass:
     exact: ExactRun | None = None
     notes: list[str] = field(default_factory=list[str])
     exponent: int | None = None
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the ranks take turns in a step's microbatches."""
+        return self.exact is not None and bool(self.exact.is_interleaved)
 
     def close(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""

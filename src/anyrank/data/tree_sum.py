@@ -65,6 +65,17 @@ class TreeSum:
             span, value = Span(left.start, span.stop), added(other, value)
         self.nodes.append((span, value))
 
+    def extend(self, nodes: Iterable[tuple[Span, torch.Tensor | None]]) -> None:
+        """Append nodes, in order, to the right of those known."""
+        for span, value in nodes:
+            self.add(span, value)
+
+    def release(self) -> None:
+        """Copy nodes that are parts of larger tensors, whose memory would be kept with them."""
+        for number, (span, value) in enumerate(self.nodes):
+            if value is not None and value.untyped_storage().nbytes() > value.nbytes:
+                self.nodes[number] = (span, value.clone())
+
     def spans(self) -> list[Span]:
         """The leaves under each node."""
         return [span for span, _ in self.nodes]
@@ -98,8 +109,7 @@ def merged(count: int, spans: Iterable[Span]) -> list[Span]:
 def ordered(parts: Sequence[TreeSum], count: int) -> TreeSum:
     """One sum of the nodes of several."""
     tree = TreeSum(count)
-    for span, value in sorted((node for part in parts for node in part.nodes), key=first_leaf):
-        tree.add(span, value)
+    tree.extend(sorted((node for part in parts for node in part.nodes), key=first_leaf))
     return tree
 
 

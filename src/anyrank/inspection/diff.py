@@ -45,6 +45,9 @@ class Difference:
 class DiffReport:
     """What `diff` found. Printable as one screen; true if nothing differs.
 
+    Two runs need not have saved the same steps: they are equal if they have some in common, and
+    these are.
+
     Attributes:
         a, b: the sources, as they were given; of runs, the folders of the step.
         equal: how many tensors are the same bits under the same name.
@@ -60,7 +63,7 @@ class DiffReport:
         step: of two runs: the first step that both have and in which they differ, which the other
             fields are of; None if there is none.
         steps_equal: of two runs: the steps that are equal.
-        steps_only: of two runs: the steps that only one of them has.
+        steps_only: of two runs: the steps that only one of them has, which are not compared.
     """
 
     a: str
@@ -79,8 +82,10 @@ class DiffReport:
     steps_only: list[int] = field(default_factory=list[int])
 
     def __bool__(self) -> bool:
-        names = self.only_a or self.only_b or self.renamed or self.steps_only
+        names = self.only_a or self.only_b or self.renamed
         by_receipt = self.digests or self.data
+        if self.steps_only and not self.steps_equal:
+            return False
         return not (names or self.shapes or self.dtypes or self.values or by_receipt)
 
     def to_json(self) -> str:
@@ -114,6 +119,8 @@ class DiffReport:
         steps = f" in {count(len(self.steps_equal), 'step')}" if self.steps_equal else ""
         if self:
             return f"equal, {count(self.equal, 'tensor')}{steps}"
+        if self.step is None and self.steps_only:
+            return "no step in common"
         before = f" after {count(len(self.steps_equal), 'equal step')}" if steps else ""
         return f"different{before}, but for {count(self.equal, 'equal tensor')}"
 

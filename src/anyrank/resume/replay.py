@@ -16,6 +16,7 @@ from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import receipt_of_step
 from anyrank.resume.options import RunOptions
+from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments
 from anyrank.resume.run_writer import RunWriter
 from anyrank.saving.run_store import RunFolder
@@ -48,11 +49,13 @@ class TrainedStep:
 
     Attributes:
         step: its number.
+        ranks: how many trained it.
         receipt: of it.
         data: the state of the loader after it.
     """
 
     step: int
+    ranks: int
     receipt: dict[str, Any]
     data: dict[str, Any]
 
@@ -126,6 +129,11 @@ class ReplayWriter(RunWriter):
         self._is_resumed = True
         return replace(given, which=self._order.start, skip=(), rename=None)
 
+    def resume(self, arguments: Arguments, ranks: Ranks) -> ResumeReport | None:
+        """Restore the order's step. All ranks: each machine has written an order of its own."""
+        ranks.same_arguments("replay", asdict(self._order), CheckpointError)
+        return super().resume(arguments, ranks)
+
     def due(self) -> tuple[bool, bool]:
         """Whether the step that ends now is compared; nothing is kept in memory."""
         return self._state.step + 1 in self._left, False
@@ -159,8 +167,10 @@ class ReplayWriter(RunWriter):
                 "now: give ElasticLoader(exact=True)"
             )
         receipt, data = receipt_of_step(parts, snapshot.receipt.data), snapshot.receipt.data
-        trained = TrainedStep(state.step, receipt, dict(data))
-        ranks.from_one("leaving the receipt", ranks.ranks[0], lambda: self._append(trained))
+        trained = TrainedStep(state.step, ranks.size, receipt, dict(data))
+        # Each machine's command has made a folder of its own, and reads it.
+        is_first = ranks.gather(self._path).index(self._path) == ranks.index
+        ranks.together("leaving the receipt", lambda: is_first and self._append(trained))
         if receipt["digest"] != expected or not self._left:
             raise SystemExit(0)
 

@@ -1,0 +1,94 @@
+"""Notices gradients that are changed between the exact sum and the optimizer's step.
+
+`torch.nn.utils.clip_grad_norm_` adds up the squares of FSDP2's gradients by shard, so its factor
+depends on the number of ranks, and nothing announces it. What it leaves behind can be seen: every
+gradient is multiplied by a number that is no power of two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from anyrank.data.gradient_sync import local
+
+log = logging.getLogger("anyrank.data")
+
+MOST_SAMPLES = 4  # parameters: a norm scales all
+CORNER = 4  # elements of a sample along each dim
+WARNING = (
+    "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
+    "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
+    "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
+)
+
+
+class DeliveredGradients:
+    """Samples of the gradients of sharded parameters, as the exact sum or `Step` left them."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self.is_noted = False
+
+    def record(self, model: nn.Module) -> None:
+        """Sample the gradients of a model, in place of those before."""
+        if self.is_noted:
+            return
+        sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None)
+        samples = ((id(parameter), sample_of(parameter)) for parameter in sharded)
+        some = ((name, sample) for name, sample in samples if sample.numel())
+        self.samples = dict(itertools.islice(some, MOST_SAMPLES))
+
+    def are_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients that an optimizer steps were changed, not only by powers of two."""
+        return any(
+            parameter.grad is not None
+            and id(parameter) in self.samples
+            and not is_scaled_by_two(self.samples[id(parameter)], sample_of(parameter))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+
+def sample_of(parameter: Any) -> torch.Tensor:
+    """A corner of this rank's part of a parameter's gradient. Versions do not tell of changes:
+    operations on lists of DTensors leave them as they are.
+    """
+    part = local(parameter.grad.detach())
+    return part[tuple(slice(CORNER) for _ in part.shape)].clone()
+
+
+def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether all elements were multiplied by one power of two, as `GradScaler.unscale_` does."""
+    if before.shape != now.shape:
+        return False
+    before, now = (torch.view_as_real(t) if t.is_complex() else t for t in (before, now))
+    before, now = before.double(), now.double()
+    normal = before.isfinite() & now.isfinite() & (before != 0) & (now != 0)
+    factors = (now / before)[normal].unique()
+    return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)
+
+
+@contextmanager
+def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[None, None, None]:
+    """Note once, within the block, that an optimizer steps gradients that were changed."""
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not delivered.is_noted and delivered.are_changed(optimizer):
+            delivered.is_noted = True
+            notes.append(WARNING)
+            log.warning("%s", WARNING)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,73 @@
+"""A step's microbatches by rounds, one of each rank, and when their gradients are exchanged.
+
+Either a rank runs neighbouring microbatches, adds up their gradients as far as the tree allows, and
+exchanges what remains after the last round. Or the ranks take turns, so that a round's microbatches
+are neighbours, and exchange after each: a shard's owner then keeps few nodes of a shard's size.
+Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anyrank.data.schedule import StepPlan
+from anyrank.data.tree_sum import Span, merged
+from anyrank.world.ranks import Ranks
+
+
+class Rounds:
+    """The rounds of one step, and the current one; shared by all sums of a model.
+
+    Args:
+        plan: the step.
+        ranks: the ranks with different data.
+        is_interleaved: the ranks take turns.
+
+    Attributes:
+        count: K, the microbatches of the step.
+        number: of the current round; -1 before the first.
+    """
+
+    def __init__(self, plan: StepPlan, ranks: Ranks, is_interleaved: bool) -> None:
+        self.count, self.index = plan.num_microbatches, ranks.index
+        self.is_interleaved = is_interleaved
+        self.number = -1
+        self._leaves = [
+            [
+                None if slot.is_copy else slot.k
+                for slot in plan.slots(rank, ranks.size, is_interleaved)
+            ]
+            for rank in range(ranks.size)
+        ]
+
+    @property
+    def leaf(self) -> int | None:
+        """This rank's microbatch; None for a copy, which is in no sum."""
+        return self._leaves[self.index][self.number]
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == len(self._leaves[self.index])
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are exchanged after the current round."""
+        return self.is_interleaved or self.is_last
+
+    def own(self) -> list[int]:
+        """This rank's microbatches whose gradients are exchanged next."""
+        leaves = self._leaves[self.index]
+        some = [self.leaf] if self.is_interleaved else leaves
+        return [leaf for leaf in some if leaf is not None]
+
+    def spans(self, number: int) -> list[list[Span]]:
+        """The nodes that each rank holds when a round ends; none if it does not exchange then."""
+        if self.is_interleaved:
+            return [spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
+        is_last = number + 1 == len(self._leaves[0])
+        return [spans_of(self.count, leaves if is_last else []) for leaves in self._leaves]
+
+
+def spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
+    """The nodes over some leaves, in order; None is no leaf."""
+    return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))

@@ -1,0 +1,62 @@
+"""Rounds of a step's microbatches: each is exchanged once, and few nodes are kept in between."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyrank.data.exact_rounds import Rounds
+from anyrank.data.schedule import StepPlan, slots_of_rank
+from anyrank.data.tree_sum import TreeSum
+from anyrank.world.ranks import Ranks, one_process
+
+
+class OneOf(Ranks):
+    """One of several ranks that are not there."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.ranks, self.rank = tuple(range(size)), index
+
+
+def rounds_of(count: int, index: int, size: int, is_interleaved: bool) -> Rounds:
+    plan = StepPlan(epoch=0, number=0, start=0, stop=count, n=count, microbatch=1)
+    return Rounds(plan, OneOf(index, size), is_interleaved)
+
+
+@given(st.integers(1, 70), st.integers(1, 9), st.booleans())
+def test_every_microbatch_is_exchanged_once(count: int, size: int, is_interleaved: bool) -> None:
+    every = [rounds_of(count, index, size, is_interleaved) for index in range(size)]
+    exchanged: list[int] = []
+    num_rounds = len(slots_of_rank(count, 0, size))
+    for number in range(num_rounds):
+        for rounds in every:
+            rounds.number = number
+        assert len({(rounds.is_last, rounds.exchanges) for rounds in every}) == 1
+        assert every[0].is_last == (number + 1 == num_rounds)
+        spans = every[0].spans(number)
+        assert all(rounds.spans(number) == spans for rounds in every)
+        for rounds, own in zip(every, spans, strict=True):
+            leaves = [leaf for span in own for leaf in range(*span)]
+            assert leaves == (rounds.own() if rounds.exchanges else [])
+            exchanged += leaves
+    assert sorted(exchanged) == list(range(count))
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_where_ranks_take_turns_they_keep_few_nodes(count: int, size: int) -> None:
+    rounds = rounds_of(count, 0, size, True)
+    kept = TreeSum(count)
+    num_rounds = len(slots_of_rank(count, 0, size))
+    for number in range(num_rounds):
+        kept.extend((span, None) for spans in rounds.spans(number) for span in spans)
+        # As docs/exact.md says.
+        assert len(kept.nodes) <= 1 + (count - 1).bit_length()
+        if count & (count - 1) == 0 and size & (size - 1) == 0:
+            assert len(kept.nodes) <= max(1, (num_rounds - 1).bit_length())
+    assert kept.spans() == [(0, count)]
+
+
+def test_alone_there_is_nothing_to_take_turns_with() -> None:
+    plan = StepPlan(epoch=0, number=0, start=0, stop=5, n=5, microbatch=1)
+    leaves = [Rounds(plan, one_process(), turns).spans(4) for turns in (False, True)]
+    assert leaves == [[[(0, 5)]], [[(4, 5)]]]
