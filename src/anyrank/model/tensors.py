@@ -177,10 +177,10 @@ def facts_of(walk: Walk) -> Any:
                     tuple(mesh.get_coordinate() or ()),
                 )
             facts += (placements, meshes[id(mesh)])
-    parts = tuple(
-        part is not None and part.anyrank_frozen.tensors is not None for part in walk.frozen
-    )
-    return tuple(walk.steps), parts, tuple(walk.places), tuple(facts)
+    parts: list[bool] = []  # whether each module belongs to a frozen part that has its values
+    for part in walk.frozen:
+        parts.append(part is not None and part.__dict__["anyrank_frozen"].tensors is not None)
+    return tuple(walk.steps), tuple(parts), tuple(walk.places), tuple(facts)
 
 
 def describe(walk: Walk) -> Description:
