@@ -1,23 +1,30 @@
-"""A killed rank: how long until the run goes on, from memory and from files?
+"""A killed rank: how long until the run goes on?
 
     python benchmarks/peers.py                # results/peers.json
     python benchmarks/peers.py --repeats 1 --width 1024
 
-`anyrank run --ranks 4 --then 4` trains FSDP2 with AdamW on CPU ranks; rank 1 gets a SIGKILL in a
-step in the middle between two saves. The same script with peers=True and without, in turn. Counted
-on rank 0 of the second attempt, in seconds:
+FSDP2 with AdamW trains on 4 CPU ranks; rank 1 gets a SIGKILL in a step in the middle between two
+saves. The same script three ways, in turn:
+
+  torchrun  it is started again when it has ended, and the ranks resume from files
+  files     `anyrank run --then 4`: they have started, and resume from files
+  memory    the same, from a snapshot in memory after each step (`peers=True`)
+
+The kill comes when the next ranks have started, as it does in a run of hours. Counted on rank 0 of
+the second attempt, in seconds:
 
   to_step   from the SIGKILL to the end of the next optimizer step
   to_new    from the SIGKILL to the end of the step that was killed: the others are done again
   up        from the SIGKILL until the ranks have imported torch and met
   resume    resume() alone, with its first agreement
   work      up to new, without `up`: what anyrank and the training need
-  step      of the first attempt, median; its difference is the cost of a snapshot a step
+  step      of the second attempt, median; its difference is the cost of a snapshot a step
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -37,7 +44,11 @@ TITLES = ["to_step", "to_new", "up", "resume", "work", "step"]
 MIB = 1 << 20
 
 
-def train(folder: Path, width: int, peers: bool) -> None:
+PEERS: dict[str, Any] = {"torchrun": False, "files": "10h", "memory": True}  # the last two ask
+QUIET_SEC = 1.0  # that ranks sleep: they have imported what they can
+
+
+def train(folder: Path, width: int, way: str) -> None:
     """One rank of one attempt."""
     import signal
 
@@ -59,12 +70,14 @@ def train(folder: Path, width: int, peers: bool) -> None:
     loader = anyrank.ElasticLoader(rows, global_batch=4, microbatch=1)
     state = anyrank.TrainState(model, optimizer, data=loader)
     path = str(folder / "run")
-    with anyrank.Checkpoints(path, state, every=EVERY, peers=peers) as ckpts:
+    with anyrank.Checkpoints(path, state, every=EVERY, peers=PEERS[way]) as ckpts:
         report = ckpts.resume()
         table |= {"resumed": time.time(), "from": report and report.step}
-        for step in ckpts.steps(until=EVERY * 2 - 2):
+        for step in ckpts.steps(until=EVERY * 2 + 5):
             for x in step.microbatches(model):
                 if first and rank == 1 and step.number == KILLED:
+                    if way != "torchrun":
+                        wait_for_the_next(os.environ["ANYRANK_PEERS_FOLDER"])
                     (folder / "killed").write_text(str(time.time()))
                     os.kill(os.getpid(), signal.SIGKILL)
                 step.backward(model(x).square().mean())
@@ -75,29 +88,48 @@ def train(folder: Path, width: int, peers: bool) -> None:
                 (folder / f"attempt-{int(not first)}.json").write_text(json.dumps(table))
 
 
-def measure(width: int, peers: bool) -> dict[str, float]:
+def wait_for_the_next(memory: str) -> None:
+    """Return when the ranks of the next attempt wait for it, and use no time of the cores."""
+    gate = b"ANYRANK_WARM_GATE=" + memory.encode()
+    before: dict[str, tuple[str, str]] = {}
+    while True:
+        times: dict[str, tuple[str, str]] = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (process / "environ").read_bytes()
+                if gate in variables and b"\0LOCAL_RANK=" in variables:
+                    stat = (process / "stat").read_text().rpartition(")")[2].split()
+                    times[process.name] = (stat[0], stat[11])  # state, time in user mode
+        asleep = all(state == "S" for state, _ in times.values())
+        if len(times) == RANKS and asleep and times == before:
+            return
+        before = times
+        time.sleep(QUIET_SEC)
+
+
+def measure(width: int, way: str) -> dict[str, float]:
     """One kill and what followed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code = "from anyrank.cli import main; main()"
-        line = [sys.executable, "-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
-        line += [__file__, "--train", name, "--width", f"{width}"]
+        if way == "torchrun":
+            line = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        else:
+            code = "from anyrank.cli import main; main()"
+            line = ["-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ended = subprocess.run(
-            [*line, *(["--peers"] if peers else [])],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        line += [__file__, "--train", name, "--width", f"{width}", "--way", way]
+        for _ in range(2 if way == "torchrun" else 1):
+            ended = subprocess.run(
+                [sys.executable, *line], env=env, capture_output=True, text=True, check=False
+            )
         if ended.returncode:
             raise SystemExit(ended.stderr[-3000:])
         killed = float((folder / "killed").read_text())
-        before, after = (json.loads((folder / f"attempt-{n}.json").read_text()) for n in (0, 1))
-    assert after["from"] == (KILLED if peers else EVERY), after["from"]
+        after = json.loads((folder / "attempt-1.json").read_text())
+    assert after["from"] == (KILLED if way == "memory" else EVERY), after["from"]
     # A step's time includes what follows it: the snapshot, or nothing. Saves are left out.
-    ends = [end for n, end in enumerate(before["steps"]) if n >= 1]
-    steps = [b - a for n, (a, b) in enumerate(itertools.pairwise(ends), 2) if n != EVERY]
+    ends = enumerate(after["steps"], after["from"] + 1)
+    steps = [b - a for (_, a), (n, b) in itertools.pairwise(ends) if n > KILLED and n % EVERY]
     new = after["steps"][KILLED - after["from"]]
     return {
         "to_step": after["steps"][0] - killed,
@@ -115,26 +147,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--train", type=Path)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--way", choices=list(PEERS))
     options = parser.parse_args()
     if options.train:
-        train(options.train, options.width, options.peers)
+        train(options.train, options.width, options.way)
         return
-    runs: dict[str, list[dict[str, float]]] = {"files": [], "memory": []}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in PEERS}
     for _ in range(options.repeats):
         for way, tables in runs.items():
-            tables.append(measure(options.width, way == "memory"))
+            tables.append(measure(options.width, way))
             print(way, {title: round(tables[-1][title], 3) for title in TITLES}, flush=True)
         store(runs, options.width)
 
 
 def store(runs: dict[str, list[dict[str, float]]], width: int) -> None:
     """Print the ratios of what was measured up to now, and keep all of it."""
-    ratios: dict[str, float] = {}
-    for title in TITLES:
-        pairs = zip(runs["memory"], runs["files"], strict=True)
-        ratios[title] = statistics.median(memory[title] / files[title] for memory, files in pairs)
-    print("memory / files", {title: round(ratios[title], 2) for title in TITLES}, flush=True)
+    ratios: dict[str, dict[str, float]] = {}
+    for way in ("files", "memory"):
+        pairs = list(zip(runs[way], runs["torchrun"], strict=True))
+        ratios[way] = {
+            t: statistics.median(own[t] / base[t] for own, base in pairs) for t in TITLES
+        }
+        shown = {title: round(ratio, 2) for title, ratio in ratios[way].items()}
+        print(way, "/ torchrun", shown, flush=True)
     table = {
         **describe_machine(),
         "load_average": load_average(),

@@ -6,6 +6,8 @@
 Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
 tensor parallel on the same 4. Beside it: each tensor whole on every rank, which keeps its part; DCP
 through files in memory (/dev/shm); torch's own redistribute, where both ends are on the same ranks.
+Then 1,000 tensors of 16 elements, where what counts is not their bytes: the time of a look at both
+ends, of the plan with its agreement, and of the whole call, the first time and later, on 2 ranks.
 Every result is compared bit by bit with the weights that were sent. Memory is anonymous memory of
 each rank above the shares, sampled every 2 ms; before each call malloc gives back what is free, so
 that each counts as the first. Bytes are those that
@@ -38,7 +40,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import anyrank
+from anyrank.model.memory_meter import collector_paused
+from anyrank.model.options import Options
+from anyrank.syncing.ends import look
+from anyrank.syncing.planning import agree_plan
 from anyrank.testing import PeakMemory, run_ranks
+from anyrank.world.ranks import open_ranks
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
 MIB = 1 << 20
@@ -169,6 +176,59 @@ def job(mib: int, case: str, repeats: int, folder: str) -> list[dict[str, Any]]:
     return rows
 
 
+def small(kind: str, repeats: int) -> dict[str, list[float]]:
+    """One rank: milliseconds of the parts of a call with 1,000 tensors, the first one first; of the
+    clock, and of the cores.
+    """
+    torch.set_num_threads(1)
+    src, dst = (
+        nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))) for _ in range(50)))
+        for _ in range(2)
+    )
+    if kind == "FSDP2 on both":
+        for model in (src, dst):
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+    ends = (dst, src)
+    if kind == "plain, 1 to 1":
+        ends = (None, src) if dist.get_rank() == 0 else (dst, None)
+
+    def look_at_both() -> tuple[Any, Any]:
+        return look(ends[0], None, ranks), look(ends[1], None, ranks)
+
+    def plan() -> object:
+        return agree_plan(look_at_both, Options(), ranks, None, 0)
+
+    times: dict[str, list[float]] = {}
+    with open_ranks(None, "the benchmark") as ranks, collector_paused(), torch.no_grad():
+        calls = {"look": look_at_both, "plan": plan, "call": lambda: anyrank.sync(*ends)}
+        for _ in range(repeats):
+            for name, work in calls.items():
+                dist.barrier()
+                start, cores = time.perf_counter(), time.process_time()
+                work()
+                seconds = time.perf_counter() - start, time.process_time() - cores
+                for unit, each in zip(("ms", "cpu_ms"), seconds, strict=True):
+                    times.setdefault(f"{name}_{unit}", []).append(1000 * each)
+    return times
+
+
+def small_rows(repeats: int) -> list[dict[str, Any]]:
+    """One row a layout: milliseconds on the slowest rank."""
+    rows: list[dict[str, Any]] = []
+    for kind in ("plain, 1 to 1", "FSDP2 on both"):
+        made = run_ranks(2, small, kind, repeats, timeout=200)
+        row: dict[str, Any] = {"case": f"1,000 tensors, {kind}"}
+        for name in made[0]:
+            slowest = [max(each) for each in zip(*(times[name] for times in made), strict=True)]
+            row[name] = round(statistics.median(slowest[1:]), 1)
+            row[f"first_{name}"] = round(slowest[0], 1)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
 def summary(case: str, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row a contender: the median, all times, and each rank's most memory and bytes sent."""
     found: list[dict[str, Any]] = []
@@ -209,6 +269,7 @@ def main() -> None:
             made = run_ranks(4, job, options.mib, case, options.repeats, folder, timeout=600)
         rows += summary(case, made)
         print(*(json.dumps(row) for row in rows if row["case"] == case), sep="\n", flush=True)
+    rows += small_rows(4 * options.repeats)
     result = describe_machine() | {"load_average": load_average(), "mib": options.mib}
     result |= {"repeats": options.repeats, "rows": rows}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

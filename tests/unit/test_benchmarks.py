@@ -237,3 +237,17 @@ def test_the_sweep_notices_a_bit_and_a_tie(module: Import) -> None:
         one["a"].weight.copy_(one["b"].weight)
     one["a"].weight, other["a"].weight = one["b"].weight, nn.Parameter(one["b"].weight.clone())
     assert sweep.differences(one, other) == ["ties of a.weight, b.weight"]
+
+
+def test_no_rank_of_a_large_sync_sends_or_receives_more_than_its_part(
+    module: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = module("sync_simulated")
+    cases = {"FSDP 64 -> TP": ((64,), (4, 8)), "HSDP -> FSDP 64 x TP": ((4, 16), (4, 8))}
+    for name, value in {"SENDERS": 64, "RECEIVERS": 32, "LAYERS": 2, "CASES": cases}.items():
+        monkeypatch.setattr(simulated, name, value)
+    assert all(max(simulated.of_fair(case)) <= 1.1 for case in cases)
+    transfers = list(simulated.transfers_between("FSDP 64 -> TP"))
+    transfers += [each for each in transfers if each[0] == 0]  # rank 0 sends all of it twice
+    monkeypatch.setattr(simulated, "transfers_between", lambda _: transfers)
+    assert max(simulated.of_fair("FSDP 64 -> TP")) > 1.1

@@ -362,7 +362,7 @@ def test_no_other_knob_is_read_or_documented() -> None:
     pages = [path for path in list_texts() if path.is_relative_to(ROOT / "docs")]
     texts = [page.read_text(encoding="utf-8") for page in [*pages, ROOT / "README.md"]]
     named = re.findall(r"\bANYRANK_\w+", "\n".join([*read_sources(SRC).values(), *texts]))
-    commands = {settings.REPLAY, settings.PEERS_FOLDER}
+    commands = {settings.REPLAY, settings.PEERS_FOLDER, settings.WARM_GATE}
     assert set(named) == {knob.name for knob in settings.KNOBS} | commands
 
 

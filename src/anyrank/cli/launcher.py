@@ -41,15 +41,19 @@ def main(parent: int, arguments: list[str]) -> int:
     return 0
 
 
-def end_with(parent: int) -> bool:
+def end_with(parent: int | None) -> bool:
     """Send SIGTERM to this process, and so to the ranks, when its parent ends. Linux only.
+
+    Args:
+        parent: its number; None: no longer.
 
     Returns:
         False if the parent has ended already.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    return os.getppid() == parent
+        number = 0 if parent is None else int(signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    return parent in (None, os.getppid())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ import click
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
+from anyrank.cli.warm_start import WarmStart
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def command(
     if start is not None or stop is not None:
         raise click.UsageError("--from and --to are for --replay")
     attempts: list[Attempt] = []
-    with outliving() as memory:
-        for number in (count, *then):
+    may_be_warm = script.endswith(".py") and not any(machines.values())
+    with outliving() as memory, ExitStack() as contexts:
+        waiting: WarmStart | None = None
+        for number, following in zip_longest((count, *then), then):
             if attempts:
                 last = attempts[-1]
                 err().print(
@@ -105,7 +110,14 @@ def command(
                     f"{last.seconds:.0f} s; continuing on {number}",
                     markup=False,
                 )
-            attempt, is_stopped = run_once(number, script, arguments, machines, memory)
+            warm, waiting = waiting, None
+            if following and memory and may_be_warm:
+                variables = {**environ(following), **memory}
+                waiting = WarmStart(following, script, arguments, variables)
+                contexts.enter_context(waiting)
+            attempt, is_stopped = run_once(
+                number, script, arguments, machines, memory, warm, waiting
+            )
             attempts.append(attempt)
             if attempt.exit_code == 0 or is_stopped:
                 break
@@ -141,8 +153,15 @@ def run_once(
     arguments: tuple[str, ...],
     machines: Mapping[str, str | None],
     variables: Mapping[str, str],
+    warm: WarmStart | None = None,
+    following: WarmStart | None = None,
 ) -> tuple[Attempt, bool]:
     """Start the script once, with these environment variables beside the command's own.
+
+    Args:
+        ranks, script, arguments, machines, variables: of the attempt.
+        warm: the attempt itself, if it may have been started ahead.
+        following: the next one, to be started ahead while this one runs.
 
     Returns:
         The attempt, and whether SIGTERM or Ctrl-C stopped it.
@@ -150,7 +169,9 @@ def run_once(
     full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
     start = time.perf_counter()
     stopped: list[int] = []
-    process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
+    process = warm.begin() if warm else None
+    if process is None:
+        process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
@@ -160,7 +181,7 @@ def run_once(
         number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        code = process.wait()
+        code = following.wait_for(process) if following else process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -22,7 +22,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
-from anyrank.model.shared_memory import filled_apart
+from anyrank.model.shared_memory import SharedMemory, Source
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -157,12 +157,15 @@ class _Executor:
 
     def _fill(self, reader: Reader) -> None:
         self._open(reader)
-        sources = {
-            number: (as_sharded(info.path, info.tensor), info.tensor.stride())
-            for number, info in enumerate(self.match.listing.files)
-            if info.tensor is not None
-        }
-        self.share.allocate(filled_apart(self.match, sources))
+        sources: dict[int, Source] = {}
+        for number, info in enumerate(self.match.listing.files):
+            if info.tensor is not None:
+                held = as_sharded(info.path, info.tensor)
+                sources[number] = Source(held, held.local(), info.tensor.stride())
+        apart = set[int]()
+        if sources:
+            apart = SharedMemory(self.match, self.share.real(), sources).filled_apart()
+        self.share.allocate(apart)
         for index in self.match.compared:
             self.to_compare[index] = self.share.memory_for(index)
         self.bytes_sent = move(

@@ -328,9 +328,8 @@ def unwritable(target: ModelTensor) -> str | None:
         )
     if is_lazy_view(target):
         return lazy_view(target.name)
-    if tensor.is_contiguous():
-        return None
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tensor.stride()
+    pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
     if any(size > 1 and stride == 0 for size, stride in pairs):
         return (
             f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,76 +13,97 @@ from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 
-Source = tuple[ShardedTensor, tuple[int, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that others are filled from.
+
+    Attributes:
+        held: as this rank holds it.
+        memory: of its elements here.
+        strides: of a chunk that is all of it in order.
+    """
+
+    held: ShardedTensor
+    memory: torch.Tensor
+    strides: tuple[int, ...]
 
 
-def filled_apart(match: ModelMatch, sources: Mapping[int, Source]) -> set[int]:
-    """The tensors whose memory also belongs to a source, and which may not be filled before all
-    ranks have read that source.
-
-    A source that is the very tensor that it fills, element for element, loses nothing by it.
+class SharedMemory:
+    """What of the memory that is filled belongs to more than one tensor, on this rank.
 
     Args:
         match: what fills the model, with its tensors.
-        sources: this rank's, by the number that `Chunk.file` counts, each with the strides of a
-            chunk that is all of it in order.
+        filled: the memory of real tensors that are filled, by position.
+        sources: this rank's, by the number that `Chunk.file` counts.
     """
-    if not sources:
-        return set()
-    filled = {i: match.tensors[i].local() for i in match.stored if not match.tensors[i].is_meta}
-    numbers, targets = list(sources), list(filled)
-    tensors = [*filled.values(), *(source.local() for source, _ in sources.values())]
-    found: set[int] = set()
-    for one, other in _touching(tensors):
-        if one < len(targets) <= other:
-            index, number = targets[one], numbers[other - len(targets)]
-            stored, target = match.stored[index], match.tensors[index]
-            if not _is_itself(target, stored, number, *sources[number]):
-                found.add(index)
-    return found
+
+    def __init__(
+        self, match: ModelMatch, filled: Mapping[int, torch.Tensor], sources: Mapping[int, Source]
+    ) -> None:
+        self.match = match
+        self.targets = list(filled.items())
+        self.sources = list(sources.items())
+        memory = [*filled.values(), *(source.memory for source in sources.values())]
+        self.touching = list(_touching(memory))
+
+    def filled_apart(self) -> set[int]:
+        """The tensors whose memory also belongs to a source, and which may not be filled before all
+        ranks have read that source.
+
+        A source that is the very tensor that it fills, element for element, loses nothing by it.
+        """
+        found: set[int] = set()
+        for one, other in self.touching:
+            if one < len(self.targets) <= other:
+                index, memory = self.targets[one]
+                number, source = self.sources[other - len(self.targets)]
+                stored, target = self.match.stored[index], self.match.tensors[index]
+                if not _is_itself(target, memory, stored, number, source):
+                    found.add(index)
+        return found
+
+    def check_writable(self) -> None:
+        """Refuse real tensors that cannot be filled: by themselves, or as two share a part of
+        memory.
+
+        Raises:
+            LoadError: names the tensor, or the two.
+        """
+        tensors = self.match.tensors
+        problems = [problem for i, _ in self.targets if (problem := unwritable(tensors[i]))]
+        if problems:
+            raise LoadError("\n".join(problems))
+        for one, other in self.touching:
+            if other >= len(self.targets):
+                continue
+            (first, memory), (second, others) = self.targets[one], self.targets[other]
+            if _is_same_memory(memory, others):
+                continue  # a tie, in two objects
+            if _shares_elements(memory, others):
+                raise LoadError(
+                    f"{tensors[first].name} and {tensors[second].name} of dst share a part of "
+                    "their memory, so the values of one would overwrite those of the other: leave "
+                    "out one of them, or give it memory of its own (.clone())"
+                )
 
 
 def _is_itself(
-    target: ShardedTensor,
-    stored: StoredTensor,
-    number: int,
-    source: ShardedTensor,
-    strides: tuple[int, ...],
+    target: ShardedTensor, memory: torch.Tensor, stored: StoredTensor, number: int, source: Source
 ) -> bool:
     """Whether a tensor is filled by all of one source in order, and both are one memory."""
     first, *others = stored.chunks
-    same = (target.shape, target.layout, target.coordinate)
+    held = source.held
     return (
         not others
         and first.file == number
         and first.offset == 0
-        and first.box == Box.whole(source.shape)
-        and first.strides == strides
-        and same == (source.shape, source.layout, source.coordinate)
-        and _is_same_memory(target.local(), source.local())
+        and first.box == Box.whole(held.shape)
+        and first.strides == source.strides
+        and (target.shape, target.layout, target.coordinate)
+        == (held.shape, held.layout, held.coordinate)
+        and _is_same_memory(memory, source.memory)
     )
-
-
-def check_writable(match: ModelMatch) -> None:
-    """Refuse real tensors that cannot be filled: by themselves, or as two share a part of memory.
-
-    Raises:
-        LoadError: names the tensor, or the two.
-    """
-    filled = [match.tensors[i] for i in match.stored if not match.tensors[i].is_meta]
-    problems = [problem for target in filled if (problem := unwritable(target))]
-    if problems:
-        raise LoadError("\n".join(problems))
-    tensors = [target.local() for target in filled]
-    for one, other in _touching(tensors):
-        if _is_same_memory(tensors[one], tensors[other]):
-            continue  # a tie, in two objects
-        if _shares_elements(tensors[one], tensors[other]):
-            raise LoadError(
-                f"{filled[one].name} and {filled[other].name} of dst share a part of their memory, "
-                "so the values of one would overwrite those of the other: leave out one of them, "
-                "or give it memory of its own (.clone())"
-            )
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

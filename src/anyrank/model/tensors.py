@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
+from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
+Path: TypeAlias = "tuple[nn.Module, ...]"
+# Of nn.Module; named_parameters() takes 15 us a tensor.
+TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
 
-@dataclass(slots=True)
-class Registration:
+class Registration(NamedTuple):
     """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
@@ -32,7 +33,7 @@ class Registration:
     names: tuple[str, ...]
     module: nn.Module
     attribute: str
-    path: tuple[nn.Module, ...]
+    path: Path
 
     @property
     def name(self) -> str:
@@ -61,88 +62,186 @@ class ModelTensor(ShardedTensor):
         return tuple([place.names for place in self.registrations])
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The modules and tensors of a model, each once, before anything is made of them.
+
+    Attributes:
+        modules: parents first.
+        paths: of each module, the modules from the root to it, both included.
+        frozen: of each module, the one passed to `freeze()` that it belongs to, if any.
+        steps: of each module, its class, the number of its parent, and its name there.
+        places: of each entry, the number of its module, its name there, its kind, and the number of
+            its tensor.
+        tensors: in the order in which they are found.
+    """
+
+    modules: list[nn.Module]
+    paths: list[Path]
+    frozen: list[nn.Module | None]
+    steps: list[tuple[type[nn.Module], int, str]]
+    places: list[tuple[int, str, Kind, int]]
+    tensors: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a walk found, in words: the same for models of the same modules, names and layouts.
+
+    Attributes:
+        names: of each place, see `Registration`.
+        held: of each tensor, its global shape, layout and this rank's coordinate.
+        adapters: of each tensor, whether it belongs to an adapter.
+    """
+
+    names: list[tuple[str, ...]]
+    held: list[tuple[tuple[int, ...], Layout | None, tuple[int, ...] | None]]
+    adapters: list[bool]
+
+
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and buffer of the model, in registration order, ties joined.
-
-    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
-    what the optimizer updates.
 
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
     """
-    for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            raise LoadError(
-                f"{path or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose "
-                "flat parameters are not the model's: load before it is wrapped, or use "
-                "fully_shard (FSDP2)"
-            )
-    found: dict[int, ModelTensor] = {}
-    for tensor, place, kind, is_adapter, frozen in _walk(model):
-        known = found.get(id(tensor))
-        if known is not None:
-            known.registrations.append(place)
-            if known.kind == "derived" and kind != "derived":
-                known.kind = kind
-            continue
-        if is_lazy(tensor):
-            raise LoadError(
-                f"{place.name}: is a lazy parameter without a shape: run the model once on an "
-                "input, or build it with its sizes"
-            )
-        layout, coordinate = layout_of(tensor, place.names[0])
-        held = (place.name, tensor, tuple(tensor.shape), layout, coordinate)
-        found[id(tensor)] = ModelTensor(*held, kind, [place], is_adapter, frozen)
-    return list(found.values())
+    walk = walk_tensors(model)
+    return put_together(walk, describe(walk))
 
 
-# What is registered, where, as what, whether by an adapter, and in which frozen part.
-Registered = tuple[torch.Tensor, Registration, Kind, bool, nn.Module | None]
+def walk_tensors(model: nn.Module) -> Walk:
+    """Go through a model, also through the children that frozen parts hide.
 
-
-def _walk(model: nn.Module) -> Iterator[Registered]:
-    """Tensors by module, parameters before buffers, through the children that frozen parts hide."""
+    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
+    what the optimizer updates.
+    """
+    walk = Walk([], [], [], [], [], [])
     seen: set[int] = set()
 
     def visit(
-        module: nn.Module,
-        raw: str,
-        clean: str,
-        path: tuple[nn.Module, ...],
-        frozen: nn.Module | None,
-    ) -> Iterator[Registered]:
+        module: nn.Module, parent: int, name: str, path: Path, frozen: nn.Module | None
+    ) -> None:
         if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
             return
         seen.add(id(module))
-        path = (*path, module)
-        in_peft = any(map(_is_peft, path))
-        frozen = frozen or (module if hasattr(module, "anyrank_frozen") else None)
-        hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-        tables: tuple[tuple[Kind, dict[str, Any]], ...] = (
-            ("parameter", module.__dict__["_parameters"]),  # named_parameters() takes 15 us
-            ("buffer", module.__dict__["_buffers"]),
-        )
-        for kind, table in tables:
-            for name, tensor in [*table.items()]:
-                if tensor is None:
-                    continue
-                names = tuple(dict.fromkeys((raw + name, clean + name)))
-                if in_peft:
-                    names = _names_in_peft(names, path)
-                is_adapter = in_peft and _is_adapter(names[0], path)
-                place = Registration(names, module, name, path)
-                yield tensor, place, "derived" if name in hidden else kind, is_adapter, frozen
-        for name, child in module.__dict__["_modules"].items():
+        number, path, own = len(walk.modules), (*path, module), module.__dict__
+        frozen = frozen or (module if "anyrank_frozen" in own else None)
+        walk.modules.append(module)
+        walk.paths.append(path)
+        walk.frozen.append(frozen)
+        walk.steps.append((type(module), parent, name))
+        for key, child in own["_modules"].items():
             if child is not None:
-                step = "" if _is_wrapping(module, name) else f"{name}."
-                yield from visit(child, f"{raw}{name}.", clean + step, path, frozen)
+                visit(child, number, key, path, frozen)
 
-    yield from visit(model, "", "", (), None)
+    visit(model, 0, "", (), None)
+    for module in walk.modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    numbers: dict[int, int] = {}
+    for number, module in enumerate(walk.modules):
+        own = module.__dict__
+        hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for kind, table in TABLES:
+            for name, tensor in own[table].items():
+                if tensor is not None:
+                    known = numbers.setdefault(id(tensor), len(numbers))
+                    if known == len(walk.tensors):
+                        walk.tensors.append(tensor)
+                    place = (number, name, "derived" if name in hidden else kind, known)
+                    walk.places.append(place)
+    return walk
 
 
-def _names_in_peft(plain: tuple[str, ...], path: tuple[nn.Module, ...]) -> tuple[str, ...]:
+def facts_of(walk: Walk) -> Any:
+    """All that `describe` asks of a walk and of its tensors, as a key of plain values.
+
+    None where that is more than can be told: PEFT's layers change in ways of their own, and a
+    tensor without a shape is an error.
+    """
+    if any(map(_is_peft_class, {kind for kind, *_ in walk.steps})):
+        return None
+    meshes: dict[int, tuple[Any, ...]] = {}
+    facts: list[Any] = []
+    for tensor in walk.tensors:
+        if is_lazy(tensor) or tensor.is_nested:
+            return None
+        facts += (type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta)
+        placements = getattr(tensor, "placements", None)
+        if placements is not None:
+            mesh = tensor.device_mesh
+            if id(mesh) not in meshes:  # alive, as the tensor is
+                meshes[id(mesh)] = (
+                    len(meshes),
+                    tuple(mesh.shape),
+                    tuple(mesh.get_coordinate() or ()),
+                )
+            facts += (placements, meshes[id(mesh)])
+    parts: list[bool] = []  # whether each module belongs to a frozen part that has its values
+    for part in walk.frozen:
+        parts.append(part is not None and part.__dict__["anyrank_frozen"].tensors is not None)
+    return tuple(walk.steps), tuple(parts), tuple(walk.places), tuple(facts)
+
+
+def describe(walk: Walk) -> Description:
+    """The names and layouts of a model's tensors.
+
+    Raises:
+        LoadError: as `find_tensors`.
+    """
+    prefixes: list[tuple[str, str]] = []  # with torch's wrappers, and without
+    for kind, parent, name in walk.steps:
+        raw, clean = prefixes[parent] if prefixes else ("", "")
+        if prefixes:
+            raw += f"{name}."
+            clean += "" if _is_wrapping(walk.modules[parent], name) else f"{name}."
+        prefixes.append((raw, clean))
+        if issubclass(kind, FullyShardedDataParallel):
+            raise LoadError(
+                f"{raw[:-1] or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose "
+                "flat parameters are not the model's: load before it is wrapped, or use "
+                "fully_shard (FSDP2)"
+            )
+    in_peft = [any(map(_is_peft, path)) for path in walk.paths]
+    found = Description([], [], [])
+    for number, attribute, _, index in walk.places:
+        raw, clean = prefixes[number]
+        names = tuple(dict.fromkeys((raw + attribute, clean + attribute)))
+        if in_peft[number]:
+            names = _names_in_peft(names, walk.paths[number])
+        found.names.append(names)
+        if index < len(found.held):
+            continue
+        tensor = walk.tensors[index]
+        if is_lazy(tensor):
+            raise LoadError(
+                f"{clean}{attribute}: is a lazy parameter without a shape: run the model once on "
+                "an input, or build it with its sizes"
+            )
+        layout, coordinate = layout_of(tensor, names[0])
+        found.held.append((tuple(tensor.shape), layout, coordinate))
+        found.adapters.append(in_peft[number] and _is_adapter(names[0], walk.paths[number]))
+    return found
+
+
+def put_together(walk: Walk, description: Description) -> list[ModelTensor]:
+    """The tensors of a walk, as a description of it has them."""
+    found: list[ModelTensor] = []
+    for (number, attribute, kind, index), names in zip(walk.places, description.names, strict=True):
+        place = Registration(names, walk.modules[number], attribute, walk.paths[number])
+        if index < len(found):
+            known = found[index]
+            known.registrations.append(place)
+            if known.kind == "derived":
+                known.kind = kind
+            continue
+        held, adapter = description.held[index], description.adapters[index]
+        tensor, frozen = walk.tensors[index], walk.frozen[number]
+        found.append(ModelTensor(place.name, tensor, *held, kind, [place], adapter, frozen))
+    return found
+
+
+def _names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
     """The names, and those without the adapter's, under which PEFT saves it."""
     adapter = next((m for m in path if _is_peft(m) and hasattr(m, "active_adapters")), None)
     names = [*plain]
@@ -183,7 +282,7 @@ def _is_tuner(module: nn.Module) -> bool:
     return hasattr(module, "targeted_module_names")
 
 
-def _is_adapter(name: str, path: tuple[nn.Module, ...]) -> bool:
+def _is_adapter(name: str, path: Path) -> bool:
     """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
     parts = name.split(".")
     for depth, module in enumerate(path):

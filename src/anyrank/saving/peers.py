@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +30,16 @@ from anyrank.saving.rank_file import write_share
 from anyrank.saving.records import check_records, check_tensors
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import Snapshot
-from anyrank.settings import PEERS_FOLDER
+from anyrank.settings import PEERS_FOLDER, WARM_WISH
+from anyrank.world.processes import changed_variables
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
+
+# Variables that torch and its libraries read while they are imported, before a script sets them.
+READ_AT_IMPORT = re.compile(
+    "(OMP|GOMP|KMP|MKL|OPENBLAS|ATEN|DNNL|ONEDNN|TORCH|TORCHDYNAMO|PYTORCH|LD)_|PYTHON"
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class PeerMemory:
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks
+        self._wish = join_path(root, WARM_WISH)
         self._tag = ranks.from_one(
             "naming the memory", ranks.ranks[0], lambda: uuid.uuid4().hex[:8]
         )
@@ -100,6 +108,9 @@ class PeerMemory:
         with storing(self.folder.path):
             make_folder(self.folder.path)
         self.remove_but(*(name for _, name in self.folder.committed()))
+        if self._leads and not any(map(READ_AT_IMPORT.match, changed_variables())):
+            with contextlib.suppress(OSError), open(self._wish, "xb"):
+                pass  # `anyrank run` looks for it
 
     # -- keep -------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ coordinates only, which are a few numbers each.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,14 +21,18 @@ from anyrank.model.given_layouts import GivenLayout, apply_layouts
 from anyrank.model.lora import find_lora, merged_name
 from anyrank.model.match import is_pinned
 from anyrank.model.tensors import (
+    Description,
     ModelTensor,
     Registration,
+    describe,
+    facts_of,
     find_tensors,
     plain_class,
+    put_together,
+    walk_tensors,
 )
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import WRAPPERS
-from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
 from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
@@ -96,6 +101,21 @@ class End:
     digest: str
 
 
+Seen: TypeAlias = "tuple[tuple[Row, ...], tuple[tuple[int, ...] | None, ...], str]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a look found, and all that it went by; no tensor and no module."""
+
+    facts: Any
+    description: Description
+    seen: Seen
+
+
+_kept: deque[_Kept] = deque(maxlen=8)  # of this process, the newest first
+
+
 def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = False) -> End:
     """One end as this rank has it. All ranks, if any of them has a layout.
 
@@ -110,12 +130,32 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = Fals
             cannot be merged.
     """
     module = _as_module(given)
-    given_meshes: dict[int, Any] = {}
-    if layout is None:
-        tensors = _dense_tensors(module)
-    else:
-        tensors, _ = ranks.own_and_all("looking at it", lambda: (_dense_tensors(module), None))
-        given_meshes = apply_layouts(tensors, layout, ranks, strict=False)
+    if layout is not None:
+        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(module), None))
+        meshes = apply_layouts(tensors, layout, ranks, strict=False)
+        return End(module, tensors, *_rows(module, tensors, meshes, merge))
+    walk = walk_tensors(module)
+    facts = (facts_of(walk), merge)
+    kept = next((one for one in [*_kept] if one.facts == facts), None)  # others may add to it
+    if kept is not None:
+        return End(module, put_together(walk, kept.description), *kept.seen)
+    description = describe(walk)
+    tensors = put_together(walk, description)
+    seen = _rows(module, tensors, {}, merge)
+    if facts[0] and not any("base_layer" in names[0] for names in description.names):
+        _kept.appendleft(_Kept(facts, description, seen))
+    return End(module, tensors, *seen)
+
+
+def _rows(
+    module: nn.Module, tensors: list[ModelTensor], given_meshes: Mapping[int, Any], merge: bool
+) -> Seen:
+    """The rows of an end, this rank's coordinates, and the digest.
+
+    Raises:
+        LoadError: a tensor that is not dense; adapters that cannot be merged.
+    """
+    _check_dense(tensors)
     meshes: dict[int, int] = {}
     coordinates: list[tuple[int, ...] | None] = []
     rows: list[Row] = []
@@ -146,7 +186,7 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = Fals
         rows = _as_merged(tensors, rows)
     kind = plain_class(module)
     title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
-    return End(module, tensors, tuple(rows), tuple(coordinates), _digest(rows, title))
+    return tuple(rows), tuple(coordinates), _digest(rows, title)
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
@@ -180,13 +220,8 @@ def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
     return merged
 
 
-def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
-    """The tensors of an end.
-
-    Raises:
-        LoadError: as `find_tensors`; one that is not dense, or quantised.
-    """
-    tensors = find_tensors(module)
+def _check_dense(tensors: list[ModelTensor]) -> None:
+    """Raises LoadError: a tensor that is not dense, or quantised."""
     for tensor in tensors:
         held = tensor.tensor
         if held.layout != torch.strided or held.is_quantized:
@@ -195,7 +230,6 @@ def _dense_tensors(module: nn.Module) -> list[ModelTensor]:
                 f"{tensor.name}: is {kind}, whose bytes are not the tensor's: give a dense tensor "
                 f"({'.dequantize()' if held.is_quantized else '.to_dense()'})"
             )
-    return tensors
 
 
 def _is_merged(tensor: ModelTensor) -> bool:
@@ -212,18 +246,16 @@ def check_values(end: End) -> None:
     """Refuse a source that has no values to send.
 
     Raises:
-        LoadError: tensors on meta, or views whose bytes are not their values.
+        LoadError: tensors on meta.
     """
-    wanted = [tensor for tensor in end.tensors if tensor.kind != "derived"]
-    on_meta = [tensor.name for tensor in wanted if tensor.is_meta]
+    wanted = [row for row in end.rows if row.kind != "derived"]
+    on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
     if on_meta:
+        names = ", ".join(end.tensors[n].name for n in on_meta[:10])
         raise LoadError(
-            f"src has no values yet: {', '.join(on_meta[:10])} "
-            f"({len(on_meta)} of {len(wanted)} tensors) on meta: load or materialize it first"
+            f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
+            "load or materialize it first"
         )
-    for tensor in wanted:
-        if is_lazy_view(tensor):
-            raise LoadError(lazy_view(tensor.name))
 
 
 def _digest(rows: list[Row], title: str) -> str:

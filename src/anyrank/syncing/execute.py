@@ -17,7 +17,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import Options
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
-from anyrank.model.shared_memory import Source, check_writable, filled_apart
+from anyrank.model.shared_memory import SharedMemory, Source
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
 from anyrank.syncing.ends import look
@@ -27,6 +27,7 @@ from anyrank.syncing.planning import Agreement, agree_plan
 from anyrank.syncing.report import SyncReport, forget, remember
 from anyrank.syncing.verify import check_before, check_equal
 from anyrank.tensors.box import row_major
+from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.world.ranks import Ranks
 
 
@@ -92,14 +93,15 @@ class _Sync:
         factors, gathered = self._factors()
 
         def prepare() -> tuple[tuple[Places, Mover], None]:
-            check_writable(match)  # a kept plan knows no memory
-            apart = filled_apart(match, self._sources)
+            shared = SharedMemory(match, share.real(), self._sources)
+            shared.check_writable()  # a kept plan knows no memory
+            apart = shared.filled_apart()
             if apart and plan.added:
                 raise LoadError(_merged_into_src(match.tensors[index].name for index in apart))
             share.allocate(match.stored if self.atomic else apart)
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
-            places = Places(self._locals, targets, Adapters(factors, plan.added))
+            places = Places(self._memory, targets, Adapters(factors, plan.added))
             return (places, self._mover(plan.flows, places)), None
 
         (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
@@ -161,11 +163,12 @@ class _Sync:
         """The factors of adapters that this rank needs, whole, and bytes sent and received for
         them. All ranks.
         """
-        plan, sources = self.agreed.plan, self._locals
+        plan = self.agreed.plan
         if not plan.factors:
             return {}, (0, 0)
 
         def allocate() -> tuple[Mover, None]:
+            sources = self._memory
             factors = {
                 flow.index: torch.empty(
                     flow.strips[0].box.sizes, dtype=flow.held, device=sources[flow.index].device
@@ -182,25 +185,30 @@ class _Sync:
     def _mover(self, flows: Sequence[Flow], places: Places) -> Mover:
         return Mover(flows, self.agreed.plan.receivers, places, self.ranks, self.meter.sample)
 
-    @cached_property
-    def _locals(self) -> dict[int, torch.Tensor]:
+    @property
+    def _memory(self) -> dict[int, torch.Tensor]:
         """This rank's memory of `src`, by number of the source tensor."""
-        return {number: source.local() for number, (source, _) in self._sources.items()}
+        return {number: source.memory for number, source in self._sources.items()}
 
     @cached_property
     def _sources(self) -> dict[int, Source]:
         """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
 
         One that is merged on the way is in no tensor as it is, and so has no strides.
+
+        Raises:
+            LoadError: one whose bytes are not its values.
         """
         tensors, plan = self.agreed.src.tensors, self.agreed.plan
-        return {
-            number: (
-                tensors[index],
-                () if number in plan.added else row_major(tensors[index].shape),
-            )
-            for number, index in plan.locals.items()
-        }
+        sources: dict[int, Source] = {}
+        for number, index in plan.locals.items():
+            held = tensors[index]
+            memory = held.local()
+            if memory.is_neg() or memory.is_conj():
+                raise LoadError(lazy_view(held.name))
+            strides = () if number in plan.added else row_major(held.shape)
+            sources[number] = Source(held, memory, strides)
+        return sources
 
 
 def _merged_into_src(names: Iterable[str]) -> str:

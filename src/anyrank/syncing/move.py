@@ -29,6 +29,7 @@ from anyrank.world.ranks import Interrupted, Ranks
 MESSAGE_BYTES = 1 << 20  # at most; the same on all ranks
 ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
 ALIGN = 16  # of messages in the window, and of blocks in a message
+DIMS = tuple(range(64))  # as many as a tensor may have
 WHAT = "passing on the weights"
 
 T = TypeVar("T")
@@ -62,10 +63,14 @@ class Places:
     def given(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """The elements of a box as this rank's source holds them, in the order of `dst`."""
         strip = flow.strips[transfer.strip]
+        held = self.sources[strip.source]
+        is_plain = strip.source not in self.adapters.added
+        if is_plain and held.shape == box.sizes and strip.dims == DIMS[: held.dim()]:
+            return held  # all of it
         inside = strip.to_source(box)
         moved = inside.relative_to(strip.to_source(transfer.box).offsets)
-        view = self.sources[strip.source][moved.shifted(transfer.source).slices()]
-        if strip.source in self.adapters.added:
+        view = held[moved.shifted(transfer.source).slices()]
+        if not is_plain:
             view = self.adapters.add_to(view, strip.source, inside)
         return _turned(view, strip, box.sizes)
 
@@ -75,13 +80,14 @@ class Places:
 
     def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
-        inside = box.relative_to(transfer.box.offsets).shifted(transfer.target)
         into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
-        return into[inside.slices()]
+        if into.shape == box.sizes:
+            return into  # all of it
+        return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
 
 
 def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
-    if strip.dims == tuple(range(view.dim())):
+    if strip.dims == DIMS[: view.dim()]:
         return view
     order = [dim for dim in strip.dims if dim >= 0]
     rest = [dim for dim in range(view.dim()) if dim not in order]  # of size 1 in the box

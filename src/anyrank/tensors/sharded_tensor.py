@@ -58,10 +58,12 @@ class ShardedTensor:
     def local(self) -> torch.Tensor:
         """This rank's memory, to be written to in place."""
         tensor: Any = self.tensor
-        if self.is_dtensor:
-            with torch.no_grad():  # a view for autograd would take 50 us
-                tensor = tensor.to_local()
-        return tensor.detach()
+        if not self.is_dtensor:
+            return tensor.detach()
+        if not torch.is_grad_enabled():
+            return tensor.to_local().detach()
+        with torch.no_grad():  # a view for autograd would take 50 us
+            return tensor.to_local().detach()
 
     @property
     def is_dtensor(self) -> bool:

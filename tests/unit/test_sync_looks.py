@@ -1,0 +1,159 @@
+"""A second `sync` keeps what the first one found, and sees whatever has changed in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+from anyrank.syncing import ends
+from anyrank.syncing.ends import End, look
+from anyrank.world.ranks import one_process
+
+
+class Net(nn.Module):
+    """Two layers of one shape, a tied one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.c.weight = self.a.weight
+        self.register_buffer("scale", torch.ones(3))
+
+
+def seen(end: End) -> list[Any]:
+    """All that a look found, with the very modules and tensors."""
+    tensors = [
+        (t.name, id(t.tensor), t.shape, t.layout, t.coordinate, t.kind, t.adapter, t.frozen)
+        for t in end.tensors
+    ]
+    places = [[(*p, id(p.module)) for p in t.registrations] for t in end.tensors]
+    return [tensors, places, end.rows, end.coordinates, end.digest]
+
+
+def look_at(given: Any) -> End:
+    return look(given, None, one_process())
+
+
+def afresh(given: Any) -> End:
+    """A look that knows of no earlier one."""
+    kept = list(ends._kept)
+    ends._kept.clear()
+    end = look_at(given)
+    ends._kept.clear()
+    ends._kept.extend(kept)
+    return end
+
+
+def set_data(net: Net, data: torch.Tensor) -> None:
+    net.b.weight.data = data
+
+
+def with_lora(net: Net) -> Any:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    return inject_adapter_in_model(LoraConfig(target_modules=["b"], init_lora_weights=False), net)
+
+
+def merged(net: Net) -> None:
+    with_lora(net).b.merge()
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "a parameter replaced": lambda net: setattr(net.b, "weight", nn.Parameter(torch.ones(3, 3))),
+    "other data": lambda net: set_data(net, torch.ones(3, 3)),
+    "another shape": lambda net: set_data(net, torch.ones(4, 3)),
+    "another dtype": lambda net: net.to(torch.bfloat16),
+    "on meta": lambda net: setattr(net, "b", nn.Linear(3, 3, device="meta")),
+    "data on meta": lambda net: net.to_empty(device="meta"),
+    "tied": lambda net: setattr(net.b, "weight", net.a.weight),
+    "untied": lambda net: setattr(net.c, "weight", nn.Parameter(torch.ones(3, 3))),
+    "a module replaced": lambda net: setattr(net, "b", nn.Linear(3, 3)),
+    "a module of another class": lambda net: setattr(net, "b", nn.Bilinear(3, 3, 3)),
+    "a module taken out": lambda net: delattr(net, "b"),
+    "a module used twice": lambda net: setattr(net, "b", net.a),
+    "modules swapped": lambda net: net.__dict__["_modules"].update(a=net.b, b=net.a),
+    "a buffer replaced": lambda net: setattr(net, "scale", torch.zeros(3)),
+    "a buffer removed": lambda net: setattr(net, "scale", None),
+    "a buffer out of the state": lambda net: net._non_persistent_buffers_set.add("scale"),
+    "a parameter as a buffer": lambda net: (
+        delattr(net.b, "bias"),
+        net.b.register_buffer("bias", torch.ones(3)),
+    ),
+    "frozen": lambda net: anyrank.freeze(net.b),
+    "tensors swapped": lambda net: torch.utils.swap_tensors(net.b.weight, net.b.bias),
+    "an adapter": with_lora,
+    "an adapter merged": merged,
+    "nothing": lambda net: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_look_sees(change: str) -> None:
+    net = Net()
+    before = seen(look_at(net))
+    assert seen(look_at(net)) == before
+    CHANGES[change](net)
+    after = seen(look_at(net))
+    assert after == seen(afresh(net))
+    assert (after == before) == (change in ("nothing", "other data"))
+
+
+def test_an_adapter_that_is_merged_and_taken_off_again_is_seen() -> None:
+    net = with_lora(Net())
+    digests = [look_at(net).digest]
+    net.b.merge()
+    digests.append(look_at(net).digest)
+    net.b.unmerge()
+    digests.append(look_at(net).digest)
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_equal_models_and_dicts_are_looked_at_once() -> None:
+    ends._kept.clear()
+    one, other = Net(), Net()
+    for given in (one, other, one):
+        assert seen(look_at(given)) == seen(afresh(given))
+    for given in (one.state_dict(), other.state_dict()):
+        assert look_at(given).rows == afresh(given).rows
+        assert all(t.tensor is given[t.name] for t in look_at(given).tensors)
+    assert len(ends._kept) == 2
+
+
+def test_a_kept_look_holds_no_model() -> None:
+    net = Net()
+    look_at(net)
+    refs = [weakref.ref(net), weakref.ref(net.a.weight)]
+    del net
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize("change", ["other data", "untied", "modules swapped", "another dtype"])
+def test_the_values_arrive_where_the_change_put_them(change: str) -> None:
+    src, dst = Net(), Net()
+    anyrank.sync(dst, src)
+    assert not anyrank.sync(dst, src).is_planned
+    for net in (src, dst):
+        CHANGES[change](net)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.normal_()
+    anyrank.sync(dst, src)
+    for key, value in src.state_dict().items():
+        assert torch.equal(dst.state_dict()[key], value)
+
+
+def test_memory_that_came_to_be_shared_is_seen() -> None:
+    src, dst = Net(), Net()
+    anyrank.sync(dst, src)
+    base = torch.zeros(12)
+    dst.a.bias.data, dst.b.bias.data = base[:3], base[2:5]
+    with pytest.raises(anyrank.LoadError, match=r"a\.bias and b\.bias of dst share a part"):
+        anyrank.sync(dst, src)
