@@ -32,6 +32,9 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
+# What the owner has imported of these, as test modules do, the server imports as well: one rank
+# after the other would take seconds for it.
+FRAMEWORKS = ("accelerate", "lightning", "peft", "pytest", "transformers")
 START_SECONDS = 120.0
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -143,9 +146,8 @@ class ForkServer:
     def __init__(self, folder: str) -> None:
         self.died: dict[int, int] = {}
         self.control, theirs = socket.socketpair()
-        # The modules of tests import pytest: import it once here instead of once per rank.
-        pytest = [name for name in ("pytest",) if name in sys.modules]
-        preload = [*PRELOAD, *pytest, "anyrank.testing.worker"]
+        frameworks = [name for name in sys.modules if name.partition(".")[0] in FRAMEWORKS]
+        preload = [*PRELOAD, *frameworks, "anyrank.testing.worker"]
         arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
         environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - our own code

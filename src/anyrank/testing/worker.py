@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                 # Closing the connections before END could cut off a rank that still receives.
                 assert conn.recv() == END
             clean_up()
-            if find_left_threads(before) or has_partial_group():
+            if find_left_threads(before) or has_partial_group() or has_left_group():
                 return  # no other job may run in this process
             conn.send(READY)
 
@@ -150,6 +151,19 @@ def has_partial_group() -> bool:
     # Private, and not in every version of torch; without it, the next call on the rank fails.
     world = getattr(dist.distributed_c10d, "_world", None)
     return getattr(world, "group_count", 0) != 0
+
+
+def has_left_group() -> bool:
+    """Whether something still refers to a process group of gloo.
+
+    Where a message came in for which nobody waits, as after a failure, its thread would take up a
+    whole core for as long as the process lives.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_text().startswith("gloo_tcp_loop"):
+                return True
+    return False
 
 
 def find_caches() -> list[Any]:
