@@ -152,14 +152,14 @@ class Machines:
         """What a rank has written."""
         return self.folder / f"log-{rank}.txt"
 
-    def wait_for(self, path: Path, seconds: float = 120.0) -> None:
+    def wait_for(self, path: Path, seconds: float = 240.0) -> None:
         """Wait until a file of the shared folder is there."""
         end = time.monotonic() + seconds
         while not path.exists():
             assert time.monotonic() < end, f"{path} did not come\n{self.logs()}"
             time.sleep(0.02)
 
-    def finish(self, seconds: float = 40.0) -> list[Any]:
+    def finish(self, seconds: float = 240.0) -> list[Any]:
         """Wait for the ranks that run; what their functions returned, None for those that ended."""
         end = time.monotonic() + seconds
         for rank, process in list(self.running.items()):

@@ -440,10 +440,10 @@ def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     assert pool.run(1, threading.active_count) == [1]
 
 
-def test_closing_ends_all_that_ranks_started() -> None:
-    with RankPool(2) as pool:
-        pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
-        folder = pool.folder
+def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
+    pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
+    folder = pool.folder
+    pool.close()
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
