@@ -65,7 +65,6 @@ def worker_results(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_real_weights_load_as_transformers_loads_them_and_train(
     anyrank: Callable[[str], Result],
 ) -> None:

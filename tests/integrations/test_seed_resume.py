@@ -92,7 +92,6 @@ def once_each(results: list[dict[str, Any]]) -> list[int]:
     return sorted(index for result in results for index in set(result["ids"]))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_seven_ranks_go_on_on_another_number(
     tmp_path: Path, ranks: int, reference: dict[str, Any], saved: tuple[str, list[dict[str, Any]]]
