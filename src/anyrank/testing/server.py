@@ -71,6 +71,7 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
             report_deaths(control, children)
         if control in ready and not answer(control, children, folder):
             break
+    signal.set_wakeup_fd(-1)
     for pid in children:
         send_signal(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not do this
