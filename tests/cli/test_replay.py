@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from click.testing import Result
 from tests.scripts import TORCHRUN, job_script
 
 from anyrank.cli import run
-from anyrank.testing import run_ranks
+from anyrank.testing import RanksFailed, run_ranks
 
 # The same program trains the run here, in this process, and is replayed under torchrun.
 SCRIPT = """
@@ -83,7 +84,11 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_once(ranks: int, script: str, arguments: Any, _: Any, variables: Any) -> Any:
         env = {**TORCHRUN, **variables}
-        ended = run_ranks(ranks, job_script, script, arguments, init=False, env=env)
+        try:
+            ended = run_ranks(ranks, job_script, script, arguments, init=False, env=env)
+        except RanksFailed as error:
+            print(error, file=sys.stderr)
+            return run.Attempt(ranks, 1, 0.0), False
         return run.Attempt(ranks, max(code for code, _ in ended), 0.0), False
 
     monkeypatch.setattr(run, "run_once", run_once)
@@ -163,16 +168,14 @@ def test_diff_names_the_first_step_of_two_exact_runs_that_differs(
     assert snapshot("diff_runs_equal", "diff runs/a runs/a").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_a_script_that_opens_another_run_is_stopped(
-    train: Callable[..., None],
-    anyrank: Callable[[str], Result],
-    capfd: pytest.CaptureFixture[str],
+    train: Callable[..., None], anyrank: Callable[[str], Result]
 ) -> None:
     train(2)
     result = anyrank("run --replay runs/a --from 1 train.py 2 runs/b")
     assert result.exit_code == 1
-    assert "runs/b: the script opens this run in a replay of" in capfd.readouterr().err
+    assert "runs/b: the script opens this run in a replay of" in result.stderr
     assert not os.path.exists("runs/b")
 
 

@@ -647,7 +647,7 @@ def test_workers_end_with_their_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS, *CODES]
     # A worker that is left holds the pipe open.
     run = subprocess.run(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=400, check=True
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=240, check=True
     )
     codes = {case: int(code) for case, code in map(str.split, run.stdout.splitlines())}
     errors = {case: (tmp_path / case).read_text() for case in CODES}
