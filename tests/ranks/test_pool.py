@@ -38,6 +38,7 @@ from anyrank.testing import (
     pss_anon,
     rss_anon,
     run_ranks,
+    worker,
 )
 
 POINT = "test.point"
@@ -438,6 +439,22 @@ def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="first cause"):
         pool.run(1, leave_thread, then="raise")
     assert pool.run(1, threading.active_count) == [1]
+
+
+def leave_group(limit_seconds: float) -> int:
+    """A group that outlives the job, whose thread may take so much CPU time."""
+    worker.SPIN_SECONDS = limit_seconds
+    left.append(dist.new_group())
+    return os.getpid()
+
+
+left: list[Any] = []
+
+
+def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
+    pids = pool.run(2, leave_group, 60.0)
+    assert pool.run(2, leave_group, -1.0) == pids
+    assert not set(pool.run(2, get_pid)) & set(pids)
 
 
 def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:

@@ -32,9 +32,9 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
-# What the owner has imported of these, as test modules do, the server imports as well: one rank
-# after the other would take seconds for it.
-FRAMEWORKS = ("accelerate", "lightning", "peft", "pytest", "transformers")
+# What the owner has imported of these packages, as test modules do, the server imports as well: one
+# rank after the other would take seconds for it.
+PACKAGES = ("accelerate", "anyrank", "hypothesis", "lightning", "peft", "pytest", "transformers")
 START_SECONDS = 120.0
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -147,8 +147,8 @@ class ForkServer:
     def __init__(self, folder: str) -> None:
         self.died: dict[int, int] = {}
         self.control, theirs = socket.socketpair()
-        frameworks = [name for name in sys.modules if name.partition(".")[0] in FRAMEWORKS]
-        preload = [*PRELOAD, *frameworks, "anyrank.testing.worker"]
+        imported = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
+        preload = [*PRELOAD, *imported, "anyrank.testing.worker"]
         arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
         environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - our own code
