@@ -8,7 +8,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 from tests.runs import save
+from tests.scripts import run_script
 from torch import nn
 
 from anyrank import TrainState
@@ -65,7 +65,6 @@ def worker_results(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_real_weights_load_as_transformers_loads_them_and_train(
     anyrank: Callable[[str], Result],
 ) -> None:
@@ -158,22 +157,13 @@ def losses_in(text: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # FSDP2 on one rank and on two is in the demo's own run above.
     flags = ["--steps=2", "--rows=24", "--wrap=ddp"]
-    run = subprocess.run(
-        torchrun.line(2, str(EXAMPLE), *flags, f"--folder={tmp_path}/two"),
-        capture_output=True,
-        text=True,
-        env=os.environ | demo.RANK_SETTINGS,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found = losses_in(run.stdout)
+    two = [*flags, f"--folder={tmp_path}/two"]
+    found = losses_in(run_script(2, str(EXAMPLE), *two, env=demo.RANK_SETTINGS)[0])
     assert len(found) == 2
 
     # In this process: as `python examples/finetune.py`.

@@ -9,14 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
+from tests.scripts import TORCHRUN, job_script
+
+from anyrank.cli import run
+from anyrank.testing import RanksFailed, run_ranks
 
 # The same program trains the run here, in this process, and is replayed under torchrun.
 SCRIPT = """
-import os, sys, pathlib
+import os, sys, pathlib, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import anyrank
@@ -48,7 +53,7 @@ def main(steps, exact=True, folder="runs/a"):
 
 FAULT_AT, FAULT = 4 if "FAULT" in os.environ else -1, 2.0  # of the fifth step
 if os.environ.get("FAULT") == "each":  # another error in each process
-    FAULT = 1 + os.getppid() / 2**22
+    FAULT = 1 + time.monotonic() % 1
 if os.environ.get("FAULT") == "once" and os.path.exists("erred"):
     FAULT = 1.0
 pathlib.Path("erred").write_text("")
@@ -75,6 +80,22 @@ def train(anyrank: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script is started on ranks of the pool, and not by torchrun."""
+
+    def run_once(ranks: int, script: str, arguments: Any, _: Any, variables: Any) -> Any:
+        env = {**TORCHRUN, **variables}
+        try:
+            ended = run_ranks(ranks, job_script, script, arguments, init=False, env=env)
+        except RanksFailed as error:
+            print(error, file=sys.stderr)
+            return run.Attempt(ranks, 1, 0.0), False
+        return run.Attempt(ranks, max(code for code, _ in ended), 0.0), False
+
+    monkeypatch.setattr(run, "run_once", run_once)
+
+
 def content(folder: str) -> dict[str, bytes]:
     """Every file of a folder."""
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
@@ -92,7 +113,7 @@ def test_steps_trained_again_on_two_ranks_have_the_same_bits(
     assert not Path("ended").exists()  # the script ends at step 6
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize("kind", ["always", "each", "once"])
 def test_a_step_that_differs_is_named_and_replayed_once_more(
     kind: str,
@@ -177,20 +198,18 @@ def test_diff_names_the_first_step_of_two_exact_runs_that_differs(
     assert snapshot("diff_runs_equal", "diff runs/a runs/a").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_a_script_that_opens_another_run_is_stopped(
-    train: Callable[..., None],
-    anyrank: Callable[[str], Result],
-    capfd: pytest.CaptureFixture[str],
+    train: Callable[..., None], anyrank: Callable[[str], Result]
 ) -> None:
     train(2)
     result = anyrank("run --replay runs/a --from 1 train.py 2 runs/b")
     assert result.exit_code == 1
-    assert "runs/b: the script opens this run in a replay of" in capfd.readouterr().err
+    assert "runs/b: the script opens this run in a replay of" in result.stderr
     assert not os.path.exists("runs/b")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_a_script_that_ends_too_early_is_an_error(
     train: Callable[..., None], anyrank: Callable[[str], Result]
 ) -> None:

@@ -80,9 +80,9 @@ def test_a_run_whose_rank_was_killed_goes_on_from_memory(
     anyrank: Callable[[str], Result],
 ) -> None:
     Path("train.py").write_text(SCRIPT)
-    result = anyrank("run --ranks 4 --then 4 --json train.py")
+    result = anyrank("run --ranks 2 --then 2 --json train.py")
     attempts = json.loads(result.stdout)["attempts"]
-    assert [(one["ranks"], one["exit_code"]) for one in attempts] == [(4, 137), (4, 0)]
+    assert [(one["ranks"], one["exit_code"]) for one in attempts] == [(2, 137), (2, 0)]
     step, path, saves, receipts = json.loads(Path("report.json").read_text())
     assert (step, saves) == (3, 1)  # the one save is that at the end: none was there to be read
     assert path.startswith(f"{TMPFS}/anyrank-run-")

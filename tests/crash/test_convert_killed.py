@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +23,48 @@ OLD = {"a": torch.zeros(50), "b": torch.zeros(3)}
 NEW = {"a": torch.ones(50), "b": torch.ones(3)}
 
 
-def killed_at(event: str, passage: int, out: Path, options: dict[str, Any]) -> bool:
-    """Convert in a forked process that is killed at this passage; whether it came to that."""
-    child = os.fork()
-    if child == 0:
-        left = [passage]
+def convert_to(folder: Path, **options: Any) -> list[Path]:
+    """Convert to `folder / "out"`; a copy of the folder at each event.
 
-        def strike() -> None:
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
+    A kill leaves there what the copy has, as a file keeps what a killed process has written to it.
+    """
+    copies: list[Path] = []
 
-        try:
-            faults.armed[event] = strike
-            anyrank.convert(NEW, out, **options)
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    def passed() -> None:
+        copies.append(folder.with_name(f"copy-{len(copies)}"))
+        shutil.copytree(folder, copies[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        for event in EVENTS:
+            patch.setitem(faults.armed, event, passed)
+        anyrank.convert(NEW, folder / "out", **options)
+    assert anyrank.diff(folder / "out", NEW)
+    return copies
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
 
 
 @pytest.mark.parametrize("options", [{"shard_bytes": 1}, {"to": "dcp"}, {"to": "torch"}], ids=str)
-def test_the_destination_is_whole_or_not_there(tmp_path: Path, options: dict[str, Any]) -> None:
-    kills = 0
-    for event in EVENTS:
-        passage = 1
-        while killed_at(event, passage, out := tmp_path / f"{event}-{passage}", options):
-            if out.exists():
-                assert anyrank.verify(out)
-                assert anyrank.diff(out, NEW)
-            passage += 1
-            kills += 1
+def test_the_destination_is_whole_or_not_there(folder: Path, options: dict[str, Any]) -> None:
+    copies = convert_to(folder, **options)
+    assert len(copies) > 6
+    there = [copy / "out" for copy in copies if (copy / "out").exists()]
+    assert 0 < len(there) < len(copies)
+    for out in there:
+        assert anyrank.verify(out)
         assert anyrank.diff(out, NEW)
-    assert kills > 6
 
 
-def test_what_is_replaced_is_never_lost(tmp_path: Path) -> None:
-    for event in EVENTS:
-        passage, is_killed = 1, True
-        while is_killed:
-            folder = tmp_path / f"{event}-{passage}"
-            folder.mkdir()
-            anyrank.convert(OLD, folder / "out")
-            is_killed = killed_at(event, passage, folder / "out", {"overwrite": True})
-            places = [folder / "out", *folder.glob("out.replaced-*")]
-            there = [place for place in places if place.exists()]
-            assert any(anyrank.diff(place, OLD) or anyrank.diff(place, NEW) for place in there)
-            passage += 1
+def test_what_is_replaced_is_never_lost(folder: Path) -> None:
+    anyrank.convert(OLD, folder / "out")
+    for copy in convert_to(folder, overwrite=True):
+        places = [copy / "out", *copy.glob("out.replaced-*")]
+        there = [place for place in places if place.exists()]
+        assert any(anyrank.diff(place, OLD) or anyrank.diff(place, NEW) for place in there)
 
 
 def job(out: str) -> str:

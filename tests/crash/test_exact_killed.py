@@ -57,11 +57,11 @@ def job_train(folder: str, kind: str) -> str:
 def test_promise_9_the_same_bits_over_kills_and_changes_of_ranks_and_wrapper(
     tmp_path: Path,
 ) -> None:
-    whole = run_ranks(1, job_train, str(tmp_path / "whole"), "plain", timeout=120)[0]
+    whole = run_ranks(1, job_train, str(tmp_path / "whole"), "plain")[0]
     moved = str(tmp_path / "moved")
     # All ranks are killed in the middle of a step.
     for size, kind, nth in ((4, "fsdp", 4), (3, "ddp", 3), (2, "fsdp", 7)):
         kills = [Fault(rank, "test.microbatch", "kill", nth) for rank in range(size)]
-        ended = run_ranks(size, job_train, moved, kind, timeout=120, faults=kills)
+        ended = run_ranks(size, job_train, moved, kind, faults=kills)
         assert all(isinstance(one, Died) for one in ended)
-    assert run_ranks(1, job_train, moved, "plain", timeout=120) == [whole]
+    assert run_ranks(1, job_train, moved, "plain") == [whole]

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anyrank
 from anyrank.testing import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.sim]
 WIDTH = 128
 CPU = torch.device("cpu")
 ENV = {"ANYRANK_READ_THREADS": "2"}

@@ -21,7 +21,6 @@ PART = ["tests/device", "tests/gpu/test_load_device.py", "tests/gpu/test_resume_
 
 
 @pytest.mark.builds_sim
-@pytest.mark.timeout(600)
 def test_a_device_whose_copies_are_late_is_waited_for() -> None:
     if why_not():
         pytest.skip(why_not())
@@ -34,7 +33,7 @@ def test_a_device_whose_copies_are_late_is_waited_for() -> None:
         env=os.environ | SHARP,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

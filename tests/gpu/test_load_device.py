@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import anyrank
 from anyrank.model.memory_meter import rss_anon
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 WIDTH = 256 if hasattr(torch, "sim") else 2048
 

@@ -57,14 +57,12 @@ def job_accelerate(folder: str) -> list[float]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_ddp(tmp_path: Path, world: int) -> None:
     source = tmp_path / "accelerate"
-    expected = run_ranks(world, job_accelerate, str(source), timeout=120)[0]
+    expected = run_ranks(world, job_accelerate, str(source))[0]
     names = {path.name for path in source.iterdir()}
     assert {"model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"} <= names
     for other, layout in ((1, "ddp"), (3, "ddp"), (2, "fsdp")):
         folder = str(tmp_path / f"run-{other}-{layout}")
-        for losses, report, steps in run_ranks(
-            other, tools.job_adopt, str(source), folder, layout, timeout=120
-        ):
+        for losses, report, steps in run_ranks(other, tools.job_adopt, str(source), folder, layout):
             torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
             assert steps == [6, 4]
             assert (report.step, report.saved_on.ranks) == (3, world)

@@ -132,9 +132,9 @@ def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.
 
 @pytest.mark.filterwarnings("ignore")
 def test_dcp(tmp_path: Path) -> None:
-    expected = run_ranks(2, job_save, str(tmp_path), timeout=120)[0]
+    expected = run_ranks(2, job_save, str(tmp_path))[0]
     for world, layout in ((1, "ddp"), (3, "fsdp")):
-        for found in run_ranks(world, job_adopt, str(tmp_path), layout, timeout=120):
+        for found in run_ranks(world, job_adopt, str(tmp_path), layout):
             for name, (losses, report, step) in found.items():
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
                 parts = report.components
@@ -184,9 +184,9 @@ def job_adopt_fsdp(folder: str, layout: str) -> list[tuple[list[float], anyrank.
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    expected = run_ranks(2, job_accelerate, str(tmp_path), timeout=120)[0]
+    expected = run_ranks(2, job_accelerate, str(tmp_path))[0]
     for world, layout in ((1, "ddp"), (3, "fsdp")):
-        for found in run_ranks(world, job_adopt_fsdp, str(tmp_path), layout, timeout=120):
+        for found in run_ranks(world, job_adopt_fsdp, str(tmp_path), layout):
             for losses, report in found:
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
                 assert report.step == tools.SAVED

@@ -172,7 +172,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     expected = tools.train(*trained, tools.SAVED, tools.STEPS)
     for world, layout in ((1, "ddp"), (2, "fsdp")):
         folder = str(tmp_path / f"run-{world}")
-        for found in run_ranks(world, job_adopt, sources, folder, layout, timeout=120):
+        for found in run_ranks(world, job_adopt, sources, folder, layout):
             for kind, (losses, report, _) in found.items():
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=kind)
                 assert report.step == 3

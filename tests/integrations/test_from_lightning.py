@@ -58,7 +58,7 @@ def test_lightning(tmp_path: Path) -> None:
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         folder = str(tmp_path / f"run-{world}-{layout}")
         for losses, report, steps in run_ranks(
-            world, tools.job_adopt, source, folder, layout, timeout=120, **options
+            world, tools.job_adopt, source, folder, layout, **options
         ):
             torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
             assert (report.step, steps) == (3, [6, 4])

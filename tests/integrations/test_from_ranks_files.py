@@ -82,11 +82,11 @@ def job_adopt(sources: dict[str, str], folder: str, layout: str) -> dict[str, An
 @pytest.mark.filterwarnings("ignore")
 def test_files_of_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch_checkpointing")
-    expected = run_ranks(WORLD, job_save, str(tmp_path), timeout=120)[0]
+    expected = run_ranks(WORLD, job_save, str(tmp_path))[0]
     sources = {"tc": str(tmp_path / "tc"), "verl": str(tmp_path / "global_step_3/actor")}
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         folder = str(tmp_path / f"run-{world}")
-        for found in run_ranks(world, job_adopt, sources, folder, layout, timeout=120):
+        for found in run_ranks(world, job_adopt, sources, folder, layout):
             for kind, (losses, report, _) in found.items():
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=kind)
                 assert (report.step, report.saved_on.ranks) == (3, WORLD)

@@ -98,13 +98,13 @@ def job_adopt(source: str, folder: str, layout: str) -> tuple[list[float], anyra
 def test_trainer(tmp_path: Path) -> None:
     for world in (1, 2):
         source = tmp_path / f"trainer-{world}"
-        expected = run_ranks(world, job_trainer, str(source), timeout=200)[0]
+        expected = run_ranks(world, job_trainer, str(source))[0]
         names = {path.name for path in (source / "checkpoint-3").iterdir()}
         assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= names
         for other, layout in ((2, "fsdp"),) if world == 1 else ((1, "plain"), (3, "ddp")):
             folder = str(tmp_path / f"run-{world}-{other}")
             for losses, report in run_ranks(
-                other, job_adopt, str(source / "checkpoint-3"), folder, layout, timeout=200
+                other, job_adopt, str(source / "checkpoint-3"), folder, layout
             ):
                 torch.testing.assert_close(
                     losses, expected, rtol=1e-6, atol=1e-6

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.scripts import TORCHRUN
 
 import anyrank
 from anyrank.testing import Fault, RanksFailed, run_ranks
@@ -15,8 +16,6 @@ from anyrank.testing import Fault, RanksFailed, run_ranks
 pytest.importorskip("lightning")
 
 END, STOP = 16, 6  # steps; an epoch has 4, validation comes after each second epoch
-# As under torchrun, which Lightning recognises by this variable
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}
 
 
 def train(arguments: list[str]) -> dict[str, Any]:

@@ -4,13 +4,12 @@ model.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples import fsdp2_pretrained
+from tests.scripts import run_python
 
 from anyrank.testing import run_ranks
 
@@ -39,9 +38,4 @@ def test_as_on_one_process(tmp_path: Path, name: str, lora: bool, tied: bool) ->
 
 
 def test_the_example_runs_unchanged_under_python() -> None:
-    script = fsdp2_pretrained.__file__
-    done = subprocess.run(
-        [sys.executable, script, "--tied"], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "losses with FSDP2" in done.stdout
+    assert "losses with FSDP2" in run_python(fsdp2_pretrained.__file__, "--tied")

@@ -6,14 +6,13 @@ In float64, on the example itself: the same losses, the same average, each sampl
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from examples import diffusion_resume
+from tests.scripts import run_python
 
 import anyrank
 from anyrank.random_state import saved_streams
@@ -93,7 +92,6 @@ def once_each(results: list[dict[str, Any]]) -> list[int]:
     return sorted(index for result in results for index in set(result["ids"]))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_seven_ranks_go_on_on_another_number(
     tmp_path: Path, ranks: int, reference: dict[str, Any], saved: tuple[str, list[dict[str, Any]]]
@@ -166,7 +164,5 @@ def test_starts_are_not_mixed_up(
 
 
 def test_the_example_runs_unchanged_under_python(tmp_path: Path) -> None:
-    command = [sys.executable, diffusion_resume.__file__, "--folder", str(tmp_path), "--stop", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a new run with first weights\nloss ")
+    said = run_python(diffusion_resume.__file__, "--folder", str(tmp_path), "--stop", "1")
+    assert said.startswith("a new run with first weights\nloss ")

@@ -49,4 +49,4 @@ FAMILIES = ["llama_tied", "mixtral", "qwen3_moe", "llava", "gpt2"]
 def test_live_models_and_the_names_of_their_files(tmp_path: Path) -> None:
     for family in FAMILIES:
         save(family, tmp_path / family)
-    run_ranks(3, job_families, str(tmp_path), FAMILIES, timeout=120)
+    run_ranks(3, job_families, str(tmp_path), FAMILIES)

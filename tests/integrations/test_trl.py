@@ -64,10 +64,10 @@ def job_sft(out: str, stop: int | None = None, kind: str = "ddp") -> tuple[list[
 
 @pytest.mark.parametrize("kind", ["ddp", "lora"])
 def test_saved_on_3_resumed_on_2_as_on_one_rank(tmp_path: Path, kind: str) -> None:
-    ((whole, _),) = run_ranks(1, job_sft, str(tmp_path / "one"), None, kind, timeout=240)
+    ((whole, _),) = run_ranks(1, job_sft, str(tmp_path / "one"), None, kind)
     lines: list[Any] = []
     for ranks, stop in ((3, 3), (2, None)):
-        results = run_ranks(ranks, job_sft, str(tmp_path / "many"), stop, kind, timeout=240)
+        results = run_ranks(ranks, job_sft, str(tmp_path / "many"), stop, kind)
         lines += results[0][0]
     assert [line[0] for line in lines] == [line[0] for line in whole] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(lines, whole, strict=True):

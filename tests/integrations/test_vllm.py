@@ -177,7 +177,7 @@ def job(kv: int) -> None:
 @pytest.mark.parametrize("kv", [4, 2, 1], ids=["MHA", "GQA", "one head for two ranks"])
 def test_a_generator_is_fed_from_fsdp2(kv: int) -> None:
     pytest.importorskip("transformers")
-    run_ranks(4, job, kv, timeout=120)
+    run_ranks(4, job, kv)
 
 
 def test_what_is_fused_in_the_source_too_is_one_tensor_of_intervals() -> None:

@@ -104,7 +104,7 @@ def hold_lock(folder: str) -> dict[str, Any]:
         with anyrank.Checkpoints(folder, build()) as ckpts:
             ckpts.save()
             Path(folder, "held").touch()
-            end = time.monotonic() + 40
+            end = time.monotonic() + 180
             while not Path(folder, "tried").exists() and time.monotonic() < end:
                 time.sleep(0.05)
         return "done"
@@ -174,7 +174,7 @@ def trips(path: str, folder: str) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one function; its result goes to a file."""
     logging.basicConfig(level=logging.WARNING)
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(200, exit=True)
     name, result, *arguments = sys.argv[1:]
     if os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group("gloo")

@@ -4,36 +4,37 @@ their own each. Needs root and iproute2 on Linux; everything else is shared, as 
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 JOBS = Path(__file__).with_name("jobs.py")
 RELAY = Path(__file__).with_name("relay.py")
-ROOT = Path(__file__).parents[2]
 PORT = 29500  # in the namespaces, where nobody else listens
-START = """
-hostname machine$0
-mount -t tmpfs none "$LOCAL_DISK"
-exec "$@"
-"""
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+# Processes that have imported torch already
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed", "anyrank.loading.load", "anyrank.resume"])
 
 
 def reason_not_to() -> str:
     """Why there can be no simulated machines here; "" where there can."""
     if sys.platform != "linux":
         return "simulated machines need Linux"
-    for tool in ("ip", "unshare", "mount"):
-        if shutil.which(tool) is None:
-            return f"simulated machines need the command {tool}"
+    if shutil.which("ip") is None:
+        return "simulated machines need the command ip"
     name = f"anyrank-{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:
@@ -45,6 +46,35 @@ def reason_not_to() -> str:
 def ip(*arguments: str) -> None:
     """Run iproute2."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def enter(namespace: str, machine: int, disk: str) -> None:
+    """Put this process on a machine: its network, its host name and a disk of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    with open(f"/var/run/netns/{namespace}", "rb") as network:
+        check(libc.setns(network.fileno(), CLONE_NEWNET))
+    check(libc.unshare(CLONE_NEWUTS | CLONE_NEWNS))
+    check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+    check(libc.mount(b"none", disk.encode(), b"tmpfs", 0, None))
+    socket.sethostname(f"machine{machine}")
+
+
+def run_job(
+    namespace: str, log: Path, environ: dict[str, str], path: list[str], arguments: list[str]
+) -> None:
+    """The process of a rank: enter its machine, and run `jobs.py` there."""
+    written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.environ.update(environ)
+    enter(namespace, int(environ["MACHINE"]), environ["LOCAL_DISK"])
+    sys.path[:], sys.argv = path, [str(JOBS), *arguments]
+    runpy.run_path(str(JOBS), run_name="__main__")
 
 
 class Machines:
@@ -62,7 +92,7 @@ class Machines:
         self.names = [f"anyrank-{os.getpid()}-{number}" for number in range(2)]
         self.disk = tempfile.mkdtemp(dir=folder)
         self.delay_sec = delay_sec
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.running: dict[int, BaseProcess] = {}
         self.relays: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
@@ -114,8 +144,8 @@ class Machines:
         for rank in range(machine * self.ranks_each, (machine + 1) * self.ranks_each):
             process = self.running.pop(rank, None)
             if process is not None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+                process.kill()
+                process.join()
 
     def start(self, job: str, *arguments: str, on: int | None = None, **environ: str) -> None:
         """Start a function of `jobs.py` on all ranks, or in one process on one machine alone."""
@@ -123,8 +153,6 @@ class Machines:
         for place in range(size) if on is None else [on * self.ranks_each]:
             machine = place // self.ranks_each
             env = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path]),
                 "LOCAL_DISK": self.disk,
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
@@ -135,14 +163,14 @@ class Machines:
                 "MACHINE": str(machine),
                 **environ,
             }
-            inside = ["ip", "netns", "exec", self.names[machine], "unshare", "--uts", "--mount"]
-            program = [sys.executable, str(JOBS), job, str(self.result(place)), *arguments]
             self.result(place).unlink(missing_ok=True)
-            with self.log(place).open("wb") as log:
-                self.running[place] = subprocess.Popen(
-                    [*inside, "bash", "-c", START, str(machine), *program],
-                    env=env, stdout=log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+            told = [job, str(self.result(place)), *arguments]
+            process = CONTEXT.Process(
+                target=run_job,
+                args=(self.names[machine], self.log(place), env, list(sys.path), told),
+            )
+            process.start()
+            self.running[place] = process
 
     def result(self, rank: int) -> Path:
         """Where a rank leaves what its function returned."""
@@ -152,22 +180,20 @@ class Machines:
         """What a rank has written."""
         return self.folder / f"log-{rank}.txt"
 
-    def wait_for(self, path: Path, seconds: float = 120.0) -> None:
+    def wait_for(self, path: Path, seconds: float = 240.0) -> None:
         """Wait until a file of the shared folder is there."""
         end = time.monotonic() + seconds
         while not path.exists():
             assert time.monotonic() < end, f"{path} did not come\n{self.logs()}"
             time.sleep(0.02)
 
-    def finish(self, seconds: float = 40.0) -> list[Any]:
+    def finish(self, seconds: float = 240.0) -> list[Any]:
         """Wait for the ranks that run; what their functions returned, None for those that ended."""
         end = time.monotonic() + seconds
         for rank, process in list(self.running.items()):
-            try:
-                process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"rank {rank} hangs\n{self.logs()}") from None
-            assert process.returncode == 0, self.logs()
+            process.join(max(0.1, end - time.monotonic()))
+            assert process.exitcode is not None, f"rank {rank} hangs\n{self.logs()}"
+            assert process.exitcode == 0, self.logs()
             del self.running[rank]
         files = [self.result(rank) for rank in range(2 * self.ranks_each)]
         return [json.loads(one.read_text()) if one.exists() else None for one in files]

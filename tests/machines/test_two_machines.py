@@ -15,7 +15,7 @@ from tests.machines.machines import Machines, reason_not_to
 REASON = reason_not_to()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 TIMEOUT_SEC = 4
-MARGIN_SEC = 16  # for a roll call, and for the machine that runs all of this
+MARGIN_SEC = 90  # for a roll call, and for the machine that runs all of this
 
 
 @pytest.fixture
@@ -82,7 +82,8 @@ def test_a_clock_that_is_wrong_does_not_break_the_lock(machines: Machines, tmp_p
     holder = machines.running.pop(0)
     machines.start("take_lock", str(folder), on=1, CLOCKS_AHEAD_SEC="3600")
     result = machines.finish()[1]
-    assert holder.wait(20) == 0
+    holder.join(180)
+    assert holder.exitcode == 0
     assert result["error"] == "CheckpointError", result
     assert "another run writes here" in result["text"], result
     assert "on machine0" in result["text"], result

@@ -30,8 +30,8 @@ def sha256(net: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.Tens
 
 def digests_on(sizes: tuple[int, ...], job: Any) -> dict[str, str]:
     """The digests of a job on one rank, by case, once those of other rank counts are equal."""
-    alone: dict[str, str] = run_ranks(1, job, timeout=200)[0]
+    alone: dict[str, str] = run_ranks(1, job)[0]
     for size in sizes:
-        for found in run_ranks(size, job, timeout=200):
+        for found in run_ranks(size, job):
             assert found == alone, (size, {name for name in alone if found[name] != alone[name]})
     return alone

@@ -69,7 +69,7 @@ FEATURES: dict[str, Feature] = {
     "nested, offload, tiled loss": Feature(nested=True, offload=True, tiled_loss=True, tied=True),
     "wide sums": Feature(wide=True, experts="first tile", twice=True),
     "compiled": Feature(compiled=True),
-    "compiled, nested, offload": Feature(compiled=True, nested=True, offload=True),
+    "compiled, nested, offload": Feature(compiled=True, nested=True, offload=True, rows=10),
 }
 
 

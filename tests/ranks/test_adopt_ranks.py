@@ -46,9 +46,7 @@ def test_every_rank_raises_the_error(tmp_path: Path) -> None:
         ([unsafe, f"{place}/a"], "CheckpointError", "which"),
         ([f"@{place}"], "CheckpointError", "put the checkpoint where all ranks see it"),
     ):
-        for name, text, same, step in run_ranks(
-            2, job, sources, str(tmp_path / "runs/x"), timeout=150
-        ):
+        for name, text, same, step in run_ranks(2, job, sources, str(tmp_path / "runs/x")):
             assert name == kind, text
             assert match in text
             assert same

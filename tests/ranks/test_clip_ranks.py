@@ -81,8 +81,8 @@ def job_clips(norm_type: float) -> dict[str, tuple[float, list[torch.Tensor]]]:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
 def test_promise_9_one_norm_for_every_layout(norm_type: float) -> None:
-    (expected,) = run_ranks(1, job_clip, "plain", norm_type, timeout=150)
-    every = run_ranks(4, job_clips, norm_type, timeout=150)
+    (expected,) = run_ranks(1, job_clip, "plain", norm_type)
+    every = run_ranks(4, job_clips, norm_type)
     flat = torch.cat([grad.reshape(-1) for grad in expected[1]])
     assert torch.linalg.vector_norm(flat, norm_type).item() == pytest.approx(0.25, rel=1e-4)
     for kind in KINDS:
@@ -119,7 +119,7 @@ def job_misuses() -> list[str]:
 
 
 def test_promise_4_wrong_calls_of_clipping_raise_on_all_ranks() -> None:
-    for found in run_ranks(2, job_misuses, timeout=150):
+    for found in run_ranks(2, job_misuses):
         assert "the norm of order 2.0 of the gradients is" in found[0]
         assert "max_norm= differs between ranks" in found[1]
         assert found[2].startswith("ValueError")

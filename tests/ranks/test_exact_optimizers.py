@@ -65,13 +65,12 @@ def train(kind: str, make: Callable[[Any], torch.optim.Optimizer]) -> str:
     net = build(kind)
     optimizer = make(net.parameters())
     loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
-    for _ in range(2):
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(net(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert loader.step == 6
+    for step in loader:
+        for batch in step.microbatches(net):
+            step.backward(net(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loader.step == 3
     return sha256(net, optimizer)
 
 
@@ -85,7 +84,7 @@ def job_optimizers() -> dict[str, str]:
 
 
 def test_promise_9_the_same_bits_with_any_elementwise_optimizer() -> None:
-    alone = digests_on((2, 3), job_optimizers)
+    alone = digests_on((3,), job_optimizers)
     for name in OPTIMIZERS:
         assert len({alone[case] for case in alone if case.startswith(name + " ")}) == 1, name
     assert len(set(alone.values())) >= 4
@@ -147,7 +146,7 @@ def job_tried() -> dict[str, str]:
 
 
 def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_step() -> None:
-    first, second = run_ranks(2, job_tried, timeout=100)
+    first, second = run_ranks(2, job_tried)
     assert first == second
     assert "AdamW(fused=True) steps sharded parameters" in first["fused"]
     assert "Normed gives an element other bits" in first["normed"]
@@ -171,7 +170,7 @@ def job_all_infinite() -> list[Any]:
 
 
 def test_ranks_that_all_overflow_are_not_taken_for_ranks_that_have_exchanged() -> None:
-    assert run_ranks(2, job_all_infinite, timeout=60) == [[True, True]] * 2
+    assert run_ranks(2, job_all_infinite) == [[True, True]] * 2
 
 
 def overflowing(kind: str, everywhere: bool) -> tuple[str, list[float]]:
@@ -205,7 +204,7 @@ def job_overflowing() -> dict[str, Any]:
 
 
 def test_an_overflow_in_one_microbatch_skips_the_step_on_all_ranks() -> None:
-    alone = digests_on((2, 3), job_overflowing)
+    alone = digests_on((3,), job_overflowing)
     first, second = [{str(alone[f"{kind} {case}"]) for kind in KINDS} for case in (False, True)]
     assert len(first) == len(second) == 1, alone
     assert alone["plain False"][1] == [256.0, 128.0, 128.0]

@@ -17,6 +17,10 @@ import anyrank
 from anyrank.testing import RanksFailed, run_ranks
 
 SIZES = {"even": {"width": 8, "hidden": 12}, "uneven": {"width": 7, "hidden": 9}}
+WAYS = {
+    "even": [("meta", "stripe"), ("real", "auto")],
+    "uneven": [("meta", "auto"), ("real", "scatter")],
+}
 
 
 def job_layout(path: str, layout: str, sizes: dict[str, int], start: str, strategy: str) -> Any:
@@ -65,12 +69,7 @@ def test_load_equals_torchs_own_sharding(
     tmp_path: Any, world: int, layout: str, sizes: str
 ) -> None:
     path = save(tmp_path, **SIZES[sizes])
-    for start, strategy in (
-        ("meta", "auto"),
-        ("real", "auto"),
-        ("meta", "stripe"),
-        ("real", "scatter"),
-    ):
+    for start, strategy in WAYS[sizes]:
         reports = run_ranks(world, job_layout, path, layout, SIZES[sizes], start, strategy)
         assert all(report == reports[0] for report in reports)
         assert reports[0].missing == reports[0].unexpected == []

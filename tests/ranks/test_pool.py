@@ -38,6 +38,7 @@ from anyrank.testing import (
     pss_anon,
     rss_anon,
     run_ranks,
+    worker,
 )
 
 POINT = "test.point"
@@ -440,10 +441,26 @@ def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     assert pool.run(1, threading.active_count) == [1]
 
 
-def test_closing_ends_all_that_ranks_started() -> None:
-    with RankPool(2) as pool:
-        pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
-        folder = pool.folder
+def leave_group(limit_seconds: float) -> int:
+    """A group that outlives the job, whose thread may take so much CPU time."""
+    worker.SPIN_SECONDS = limit_seconds
+    left.append(dist.new_group())
+    return os.getpid()
+
+
+left: list[Any] = []
+
+
+def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
+    pids = pool.run(2, leave_group, 60.0)
+    assert pool.run(2, leave_group, -1.0) == pids
+    assert not set(pool.run(2, get_pid)) & set(pids)
+
+
+def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
+    pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
+    folder = pool.folder
+    pool.close()
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline

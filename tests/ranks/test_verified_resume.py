@@ -58,14 +58,12 @@ def job_resume(path: str, sizes: list[int]) -> Found:
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__2_0.distcp", "__1_0.xxh3"])
 def test_a_flipped_bit_sets_the_step_aside_on_all_ranks(tmp_path: Path, file: str) -> None:
-    seen = run_ranks(3, job_save, str(tmp_path), [48, 64], 2, timeout=150)[0]
+    seen = run_ranks(3, job_save, str(tmp_path), [48, 64], 2)[0]
     damaged = tmp_path / "step-00000002" / file
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
-    for step, lost, aside, found, _ in run_ranks(
-        2, job_resume, str(tmp_path), [48, 64], timeout=150
-    ):
+    for step, lost, aside, found, _ in run_ranks(2, job_resume, str(tmp_path), [48, 64]):
         assert (step, lost, aside) == (1, 1, [".bad-damaged-step-00000002"])
         assert found == pytest.approx(seen[0], rel=1e-12)
     assert sorted(p.name for p in tmp_path.glob("*step-*")) == [
@@ -76,7 +74,7 @@ def test_a_flipped_bit_sets_the_step_aside_on_all_ranks(tmp_path: Path, file: st
 
 def test_verifying_reads_at_most_2_percent_more_on_other_ranks(tmp_path: Path) -> None:
     sizes = [512, 1024, 768]  # layers of 1, 4 and 2.25 MiB
-    run_ranks(4, job_save, str(tmp_path), sizes, 1, timeout=150)
+    run_ranks(4, job_save, str(tmp_path), sizes, 1)
     needed = sum(3 * 4 * n * n for n in sizes)
-    for *_, bytes_read in run_ranks(3, job_resume, str(tmp_path), sizes, timeout=150):
+    for *_, bytes_read in run_ranks(3, job_resume, str(tmp_path), sizes):
         assert sum(bytes_read) / needed - 1 < 0.02

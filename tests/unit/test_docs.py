@@ -6,7 +6,7 @@ says otherwise:
 
     <!-- file: NAME -->       the text of a file, which is there when the page's examples run
     <!-- run: N ranks -->     on N ranks, with the imports, functions and classes above it
-    <!-- run: torchrun N -->  in this process, and as a script that torchrun starts on N ranks
+    <!-- run: torchrun N -->  in this process, and as a script that torchrun has started on N ranks
     <!-- run: tests -->       as a file of tests, each of which is called
     <!-- skip: REASON -->     not at all; it has to compile
     <!-- setup: CODE -->      what the example takes for granted
@@ -26,7 +26,6 @@ import inspect
 import io
 import json
 import re
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -41,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.scripts import run_script
 
 import anyrank
 from anyrank import cli, settings
@@ -240,17 +240,7 @@ def run_torchrun(block: Block, num_ranks: str, folder: Path) -> str:
     """What the script prints, all ranks together."""
     script = folder / block.marks.get("file", "script.py")
     script.write_text(block.text, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, num_ranks, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "".join(run_script(int(num_ranks), str(script)))
 
 
 def run_tests(block: Block, folder: Path) -> str:
@@ -299,16 +289,12 @@ def shape_of(text: str) -> list[str]:
     return [loose.sub("#", line).rstrip() for line in text.rstrip("\n").splitlines()]
 
 
-def with_examples() -> Iterator[Any]:
-    """The pages that have blocks of Python; slow where torchrun starts one."""
-    for page in PAGES:
-        blocks = [block for block in find_blocks(page) if block.kind == "python"]
-        slow = any("torchrun" in block.marks.get("run", "") for block in blocks)
-        if blocks:
-            yield pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if slow else [])
+def with_examples() -> list[Path]:
+    """The pages that have blocks of Python."""
+    return [page for page in PAGES if any(block.kind == "python" for block in find_blocks(page))]
 
 
-@pytest.mark.parametrize("page", list(with_examples()))
+@pytest.mark.parametrize("page", with_examples(), ids=name_of)
 def test_examples_run_and_print_what_the_page_says(page: Path, workplace: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     before: list[Block] = []

@@ -28,6 +28,7 @@ from anyrank import faults
 from anyrank.resume.cadence import cadence
 from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.train_state import run_parts
+from anyrank.testing import RanksFailed, run_ranks
 
 
 def build(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -489,19 +490,19 @@ def test_time_is_a_cadence(tmp_path: Path) -> None:
         assert [one.step for one in ckpts.saved()] == [2]
 
 
+def job_save(path: str, ends: bool = False) -> None:
+    """A run of another process, which may end with its lock."""
+    anyrank.Checkpoints(path, anyrank.TrainState(nn.Linear(2, 2))).save()
+    if ends:
+        os._exit(1)
+
+
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.save()
-        code = (
-            "import sys, torch, anyrank\n"
-            "state = anyrank.TrainState(torch.nn.Linear(2, 2))\n"
-            "anyrank.Checkpoints(sys.argv[1], state).save()\n"
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-        )
-        assert f"another run writes here: process {os.getpid()} on " in run.stderr
+        with pytest.raises(RanksFailed, match=f"writes here: process {os.getpid()} on "):
+            run_ranks(1, job_save, str(tmp_path), init=False)
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
@@ -518,13 +519,8 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_dead_process_is_stale(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, torch, anyrank\n"
-        "state = anyrank.TrainState(torch.nn.Linear(2, 2))\n"
-        "anyrank.Checkpoints(sys.argv[1], state).save()\n"
-        "os._exit(1)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    with pytest.raises(RanksFailed, match="exited with code 1"):
+        run_ranks(1, job_save, str(tmp_path), init=False, ends=True)
     assert (tmp_path / ".lock").exists()
     state = anyrank.TrainState(nn.Linear(2, 2))
     with anyrank.Checkpoints(tmp_path, state) as ckpts:

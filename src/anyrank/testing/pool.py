@@ -51,7 +51,7 @@ class RankPool:
         job: Callable[..., Any],
         /,
         *args: Any,
-        timeout: float = 180.0,
+        timeout: float = 300.0,
         grace: float = 10.0,
         faults: Sequence[Fault] = (),
         env: Mapping[str, str] | None = None,

@@ -32,6 +32,9 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
+# What the owner has imported of these packages, as test modules do, the server imports as well: one
+# rank after the other would take seconds for it.
+PACKAGES = ("accelerate", "anyrank", "hypothesis", "lightning", "peft", "pytest", "transformers")
 START_SECONDS = 120.0
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -68,6 +71,7 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
             report_deaths(control, children)
         if control in ready and not answer(control, children, folder):
             break
+    signal.set_wakeup_fd(-1)
     for pid in children:
         send_signal(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not do this
@@ -143,9 +147,8 @@ class ForkServer:
     def __init__(self, folder: str) -> None:
         self.died: dict[int, int] = {}
         self.control, theirs = socket.socketpair()
-        # The modules of tests import pytest: import it once here instead of once per rank.
-        pytest = [name for name in ("pytest",) if name in sys.modules]
-        preload = [*PRELOAD, *pytest, "anyrank.testing.worker"]
+        imported = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
+        preload = [*PRELOAD, *imported, "anyrank.testing.worker"]
         arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
         environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - our own code

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from anyrank.testing import fault, transport
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
 THREAD_SECONDS = 1.0
+SPIN_SECONDS = 1.0  # an idle group takes a tenth of it in a minute
 
 
 def work(conn: Connection[Any, Any], stack_file: str) -> None:
@@ -57,7 +59,7 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                 # Closing the connections before END could cut off a rank that still receives.
                 assert conn.recv() == END
             clean_up()
-            if find_left_threads(before) or has_partial_group():
+            if find_left_threads(before) or has_partial_group() or has_spinning_group():
                 return  # no other job may run in this process
             conn.send(READY)
 
@@ -150,6 +152,22 @@ def has_partial_group() -> bool:
     # Private, and not in every version of torch; without it, the next call on the rank fails.
     world = getattr(dist.distributed_c10d, "_world", None)
     return getattr(world, "group_count", 0) != 0
+
+
+def has_spinning_group() -> bool:
+    """Whether a group of gloo that something still refers to has taken seconds of CPU time.
+
+    Where a message came in for which nobody waits, as after a failure, its thread takes up a whole
+    core for as long as the process lives.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = (task / "stat").read_text().rpartition(") ")
+            user, system = rest.split()[11:13]
+            seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            if name.endswith("(gloo_tcp_loop") and seconds > SPIN_SECONDS:
+                return True
+    return False
 
 
 def find_caches() -> list[Any]:

@@ -1,0 +1,62 @@
+"""Scripts on ranks of the pool, with what torchrun or a shell would give them: starting Python,
+torch and a framework takes longer than most tests. The real ones start in tests/cli.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+from typing import Any
+
+from anyrank.testing import run_ranks
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}  # by which scripts and frameworks recognise it
+
+
+def run_script(num_ranks: int, path: str, *arguments: str, **options: Any) -> list[str]:
+    """What each rank of a script prints; all have to end with exit code 0.
+
+    Args:
+        num_ranks: number of ranks.
+        path: the script.
+        *arguments: of its command line.
+        **options: of `run_ranks`.
+    """
+    env = {**TORCHRUN, **options.pop("env", {})}
+    ended = run_ranks(num_ranks, job_script, path, arguments, init=False, env=env, **options)
+    assert [code for code, _ in ended] == [0] * num_ranks, ended
+    return [printed for _, printed in ended]
+
+
+def run_python(path: str, *arguments: str) -> str:
+    """What a script prints that is started by hand; it has to end with exit code 0."""
+    (code, printed), *_ = run_ranks(1, job_alone, path, arguments, init=False)
+    assert code == 0, printed
+    return printed
+
+
+def job_alone(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
+    """As `job_script`, without the variables of torchrun."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    del os.environ["MASTER_PORT"]
+    return job_script(path, arguments)
+
+
+def job_script(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
+    """Run a script in this rank as Python would; its exit code, and what it prints."""
+    out, before = io.StringIO(), sys.argv
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code
+        return code if isinstance(code, int) else 1, out.getvalue()
+    finally:
+        sys.argv = before
+    return 0, out.getvalue()
