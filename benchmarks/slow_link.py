@@ -57,10 +57,10 @@ class SharedLink(LocalFileSystem):
     ) -> bytes:
         """A range of a file, once the link has carried it."""
         inner = self._strip_protocol(path)
-        data = bytes(super().cat_file(inner, start=start, end=end, **options))
+        data: Any = super().cat_file(inner, start=start, end=end, **options)
         carried = self._carry(Path(inner).with_name(CLOCK), len(data))
         time.sleep(max(0.0, carried - time.monotonic()))
-        return data
+        return bytes(data)
 
     def _carry(self, clock: Path, nbytes: int) -> float:
         """When the link will have carried so many bytes more, for any of the processes."""
@@ -118,7 +118,7 @@ def measure(ranks: int, rate: float, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb-per-sec", type=float, default=50.0, help="of the link")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()

@@ -103,7 +103,7 @@ def measure(ranks: int, tensors: int, per_module: int, repeats: int) -> dict[str
 
 def main() -> None:
     """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
