@@ -116,7 +116,7 @@ def wait_until(found: Callable[[], bool]) -> None:
 WISH = """
 import os, sys
 os.environ.update(item.split("=") for item in sys.argv[2:])
-from anyrank.resume.peers import PeerMemory
+from anyrank.saving.peers import PeerMemory
 from anyrank.world.ranks import one_process
 PeerMemory(sys.argv[1], "run", one_process()).open()
 """

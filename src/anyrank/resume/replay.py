@@ -16,12 +16,12 @@ from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import receipt_of_step
 from anyrank.resume.options import RunOptions
-from anyrank.resume.report import ResumeReport
 from anyrank.resume.resume import Arguments
 from anyrank.resume.run_writer import RunWriter
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord, collect, tensor_digests
 from anyrank.settings import REPLAY
+from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
