@@ -13,6 +13,9 @@ from tests.device.build_sim import why_not
 
 from anyrank.testing import close_pool
 
+# Each process that a test starts would compile anyrank again: half a second of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -367,9 +367,8 @@ class _Taker:
         if how == "replicated":
             placements = replicated(like)
         whole = torch.empty(shape, device="meta")
-        layout = Layout(
-            tuple(mesh.shape), tuple(placement_of(placement, "") for placement in placements)
-        )
+        rules = tuple(placement_of(placement, "") for placement in placements)
+        layout = Layout(tuple(mesh.shape), rules)
         local = torch.empty(
             local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
         )
