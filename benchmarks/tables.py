@@ -203,6 +203,18 @@ def checked_table(result: dict[str, Any]) -> str:
     return f"{busy(result)}\n\n{table(['', 'median (range)', 'goal', 'met'], body)}"
 
 
+def small_table(result: dict[str, Any]) -> str:
+    """Many small tensors: ratios to torch's own way, by how many parameters a module has."""
+    body = [
+        [str(row["ranks"]), f"{row['per_module']:,}"]
+        + [spread(row[kind]["ratio"]) for kind in ("clock", "cpu")]
+        for row in result["rows"]
+    ]
+    what = f"{result['tensors']:,} tensors of 4 KiB, n = {result['n']}."
+    head = ["ranks", "parameters a module", "anyrank / torch, clock", "CPU"]
+    return f"{what} {busy(result)}\n\n{table(head, body)}"
+
+
 def link_table(result: dict[str, Any]) -> str:
     """Seconds of both strategies, and the ratios of the same repetition."""
     body = [
@@ -316,6 +328,7 @@ SECTIONS = {
     "order": lambda: order_table(read("order")),
     "kills": lambda: kill_table(read("kills")),
     "checked": lambda: checked_table(read("checked")),
+    "small": lambda: small_table(read("small_tensors")),
     "link": lambda: link_table(read("slow_link")),
 }
 

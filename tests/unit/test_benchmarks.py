@@ -157,7 +157,7 @@ def test_recorded_orders_repeat_and_lose_no_sample_and_share_no_stream() -> None
 
 def test_recorded_syncs_send_each_byte_once_and_take_less_time() -> None:
     found = result("sync")
-    rows = {(row["case"], row["way"]): row for row in found["rows"]}
+    rows = {(row["case"], row["way"]): row for row in found["rows"] if "way" in row}
     for case, least in (("2 to 2 others", found["mib"]), ("the same 4", found["mib"] * 3 / 8)):
         ours = rows[case, "anyrank.sync"]
         assert sum(ours["sent_mib"]) <= 1.01 * least

@@ -134,7 +134,7 @@ def plan_load(
         match = match_model(model, mine, options, tensors)
         new = [match.tensors[index] for index in match.initialise]
         check_adapters(model, [t for t in new if t.adapter and not is_magnitude(t)])
-        return match, _summary(model, match, options)
+        return match, _summary(model, match, options, ranks)
 
     match, summaries = ranks.own_and_all("planning the load", match_here)
     if len({summary.digest for summary in summaries}) > 1:
@@ -156,10 +156,10 @@ def plan_load(
     )
 
 
-def _summary(model: nn.Module, match: ModelMatch, options: Options) -> _MatchSummary:
+def _summary(model: nn.Module, match: ModelMatch, options: Options, ranks: Ranks) -> _MatchSummary:
     tensors = match.tensors
     return _MatchSummary(
-        digest=_digest(match),
+        digest=_digest(match) if ranks.size > 1 else "",
         coordinates=coordinates_of(tensors),
         has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
         has_real_tensors=any(not tensors[index].is_meta for index in match.stored),

@@ -31,9 +31,15 @@ class ShardedTensor:
     layout: Layout | None
     coordinate: tuple[int, ...] | None
 
-    @cached_property
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds."""
+        if self.layout is None:  # kept by shape, as most tensors of a model are whole and alike
+            return local_pieces(self.shape, None, None)
+        return self._cut
+
+    @cached_property
+    def _cut(self) -> tuple[Piece, ...]:
         return local_pieces(self.shape, self.layout, self.coordinate)
 
     @property
