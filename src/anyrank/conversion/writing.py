@@ -115,13 +115,8 @@ class Writer:
         except BaseException:
             placed.abandon()
             raise
-        if placed.in_order:  # an object, which can be read once it is complete
-            with storing(path):
-                placed.finish()
+        with finishing(placed, path):
             compare(self.store, path, sealed, self.check)
-        else:
-            with finishing(placed, path):
-                compare(self.store, path, sealed, self.check)
 
     def _fill(self, placed: PlacedFile, path: str, file: OutputFile) -> list[Sealed]:
         sealed: list[Sealed] = []
@@ -152,11 +147,18 @@ class Writer:
 
 @contextmanager
 def finishing(placed: PlacedFile, path: str) -> Generator[None, None, None]:
-    """Make a local file durable while the block reads it again: the disk and a core are busy then.
+    """Make a file durable while the block reads it again: the disk and a core are busy then.
+
+    An object can be read once it is complete: it is finished before the block.
 
     Raises:
-        CheckpointError: the disk has refused it.
+        CheckpointError: the storage has refused it.
     """
+    if placed.in_order:
+        with storing(path):
+            placed.finish()
+        yield
+        return
     with ThreadPoolExecutor(1) as pool:
         finished = pool.submit(placed.finish)
         yield

@@ -159,16 +159,19 @@ class ExactGroups:
 
     def start(self, group: Group) -> None:
         """Start to exchange a group's sums. All ranks."""
-        sums = [self.sums[name].nodes for name in group.names]
+        nodes = self.nodes_of(group)
         for name in group.names:
             self.sums[name] = TreeSum(self.rounds.count)
-        nodes = [(row[0][0], [value for _, value in row]) for row in zip(*sums, strict=True)]
         group.start(nodes, self.rounds.spans(self.rounds.number))
+
+    def nodes_of(self, group: Group) -> list[tuple[Span, list[torch.Tensor | None]]]:
+        """The nodes of this rank's sums, each with a value for each parameter of the group."""
+        sums = [self.sums[name].nodes for name in group.names]
+        return [(row[0][0], [value for _, value in row]) for row in zip(*sums, strict=True)]
 
     def start_early(self, group: Group) -> None:
         """Start to exchange a group's sums and last gradients, which are all kept. All ranks."""
-        sums = [self.sums[name].nodes for name in group.names]
-        nodes = [(row[0][0], [value for _, value in row]) for row in zip(*sums, strict=True)]
+        nodes = self.nodes_of(group)
         leaf = self.rounds.leaf
         if leaf is not None:
             terms = [term_of(name, self.parameters[name].grad) for name in group.names]

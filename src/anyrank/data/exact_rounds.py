@@ -39,6 +39,8 @@ class Rounds:
             ]
             for rank in range(ranks.size)
         ]
+        # Once a step: each unit and group of parameters asks for them.
+        self._spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
 
     @property
     def leaf(self) -> int | None:
@@ -62,6 +64,9 @@ class Rounds:
 
     def spans(self, number: int) -> list[list[Span]]:
         """The nodes that each rank holds when a round ends; none if it does not exchange then."""
+        return self._spans[number]
+
+    def _spans_after(self, number: int) -> list[list[Span]]:
         if self.is_interleaved:
             return [spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
         is_last = number + 1 == len(self._leaves[0])

@@ -188,6 +188,6 @@ def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
             return checkpoint.step
     raise ValueError(
         f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
-        f"the newest, or one of {[run.path for run in saved]}; the weights of another checkpoint "
+        f"the newest, or one of {[step.path for step in saved]}; the weights of another checkpoint "
         "come in with anyrank.load(model, path), the run then starts with train()"
     )

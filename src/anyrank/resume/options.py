@@ -39,9 +39,9 @@ class RunOptions:
 
     def keeps(self, step: int) -> bool:
         """Whether a step stays for good. Asked on the first rank."""
-        if self.keep_every is None or isinstance(self.keep_every, int):
-            return self.keep_every is not None and step % self.keep_every == 0
-        return self.keep_every(step)
+        if callable(self.keep_every):
+            return self.keep_every(step)
+        return self.keep_every is not None and step % self.keep_every == 0
 
     @property
     def cadence(self) -> Cadence:

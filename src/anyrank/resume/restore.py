@@ -106,7 +106,7 @@ class Resuming:
         """
         manifest, listing = self.found.manifest, self.found.listing
         records = {k: record for k, record in manifest.parts.items() if k not in self.skip}
-        before = {name for run in manifest.lineage for name in run.get("skipped", ())}
+        before = {name for resumed in manifest.lineage for name in resumed.get("skipped", ())}
         problems = self._unknown({*manifest.parts, *before})
         gone = [name for name in records if name not in self.inner.parts]
         new = [n for n in self.inner.parts if n not in manifest.parts and n not in self.skip]

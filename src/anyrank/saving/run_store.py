@@ -112,7 +112,7 @@ class RunFolder:
         if not self.store.renames and steps_of([name]):
             return None  # a save that died leaves its files under the step's name
         names = self.store.names(self.join(name))
-        begun = any(name in (MANIFEST, INDEX) or name.endswith(SUFFIX) for name in names)
+        begun = any(file in (MANIFEST, INDEX) or file.endswith(SUFFIX) for file in names)
         return None if begun else checkpoint_among(names)
 
     def may_be_sound(self, error: Exception) -> bool:
@@ -228,11 +228,11 @@ class RunFolder:
             self._point_at(name)
             steps = self.committed()
             count = max(keep, MIN_KEPT)
-            old = [name for step, name in steps[count:] if not keeps(step)]
-            if old and self._has_good([name for _, name in steps[:count]]):
-                for name in old:
-                    self._remove(name)
-                    removed.append(name)
+            old = [folder for step, folder in steps[count:] if not keeps(step)]
+            if old and self._has_good([folder for _, folder in steps[:count]]):
+                for folder in old:
+                    self._remove(folder)
+                    removed.append(folder)
         except (OSError, AnyrankError) as error:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed

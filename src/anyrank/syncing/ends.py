@@ -136,7 +136,7 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = Fals
         return End(module, tensors, *_rows(module, tensors, meshes, merge))
     walk = walk_tensors(module)
     facts = (facts_of(walk), merge)
-    kept = next((look for look in [*_kept] if look.facts == facts), None)  # others may add to it
+    kept = next((seen for seen in [*_kept] if seen.facts == facts), None)  # others may add to it
     if kept is not None:
         return End(module, put_together(walk, kept.description), *kept.seen)
     description = describe(walk)
