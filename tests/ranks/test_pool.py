@@ -589,7 +589,8 @@ def test_a_module_outside_the_path_is_found_and_its_changes_too(
     file = tmp_path / "jobs.py"
     for round_number in range(2):
         file.write_text(f"def job():\n    return {round_number}\n")
-        os.utime(file, ns=(round_number, round_number))
+        # Bytecode is kept by size and whole seconds.
+        os.utime(file, (round_number, round_number))
         spec = importlib.util.spec_from_file_location("no_such_package.jobs", file)
         assert spec is not None
         assert spec.loader is not None
