@@ -5,8 +5,9 @@
 
 Replicas: what comparing them takes of ten saves in a row, the first of which compares everything.
 Verified: a resume with verify="full" against one with verify="size", in turn, on the ranks that
-saved and on one, from files in the page cache, by the clock and by CPU time, which on a machine
-with other work tells more. Extra bytes: read beyond those needed, on other ranks than saved.
+saved and on one, from files in the page cache and from the disk, by the clock and by CPU time,
+which on a machine with other work tells more. Extra bytes: read beyond those needed, on other
+ranks than saved.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -91,9 +93,16 @@ def job_save(path: str, widths: list[int]) -> None:
         ckpts.save()
 
 
-def resumed(path: str, widths: list[int], verify: Literal["size", "full"]) -> Resumed:
-    """A resume into a new state."""
+def resumed(
+    path: str, widths: list[int], verify: Literal["size", "full"], from_disk: bool = False
+) -> Resumed:
+    """A resume into a new state; from the disk, the files have left the page cache before."""
     state = build(widths, sharded=True, stepped=False)
+    if from_disk:
+        for file in Path(path).rglob("*.*"):
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
     with anyrank.Checkpoints(path, state, verify=verify) as ckpts:
         gc.collect()
         dist.barrier()
@@ -104,12 +113,12 @@ def resumed(path: str, widths: list[int], verify: Literal["size", "full"]) -> Re
         return Resumed(*took, sum(report.bytes_read))
 
 
-def job_verified(path: str, repeats: int) -> list[tuple[Resumed, Resumed]]:
+def job_verified(path: str, repeats: int, from_disk: bool) -> list[tuple[Resumed, Resumed]]:
     """Every byte verified, and sizes alone, in turn."""
     found: list[tuple[Resumed, Resumed]] = []
     for number in range(repeats + 1):  # the first one warms up
         order = ("full", "size") if number % 2 else ("size", "full")
-        took = {verify: resumed(path, [1024] * LAYERS, verify) for verify in order}
+        took = {verify: resumed(path, [1024] * LAYERS, verify, from_disk) for verify in order}
         found.append((took["full"], took["size"]))
     return found[1:]
 
@@ -135,15 +144,16 @@ def measure_verified(top: str, repeats: int) -> dict[str, Any]:
     """Ratios of verified resumes to unverified ones; a resume takes as long as its slowest rank."""
     path, figures = f"{top}/verified", dict[str, Any]()
     run_ranks(2, job_save, path, [1024] * LAYERS, timeout=LIMIT_SEC)
-    for ranks in (2, 1):
-        by_rank = run_ranks(ranks, job_verified, path, 3 * repeats, timeout=LIMIT_SEC)
+    for ranks, from_disk in ((2, False), (1, False), (2, True), (1, True)):
+        by_rank = run_ranks(ranks, job_verified, path, 3 * repeats, from_disk, timeout=LIMIT_SEC)
         rounds = [*zip(*by_rank, strict=True)]
         for kind in ("clock", "cpu"):
             ratios: list[float] = []
             for pairs in rounds:
                 full, size = (max(getattr(r, kind) for r in of) for of in zip(*pairs, strict=True))
                 ratios.append(full / size)
-            name = f"verified, saved on 2, resumed on {ranks}, {kind}"
+            where = ", from the disk" if from_disk else ""
+            name = f"verified, saved on 2, resumed on {ranks}{where}, {kind}"
             figures[name] = summary(ratios, GOALS["verified"])
     return figures
 
