@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import DTYPES, PAGE, read
+from page import PAGE, filled
+from tables import DTYPES, read
 
 PLOT = PAGE.with_name("load-memory.svg")
 COLOURS = {"2": "#a6c8e0", "4": "#4a90c2", "8": "#1b4f72"}
@@ -78,8 +79,6 @@ def time_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Write both."""
-    from tables import filled
-
     draw(read("load"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written to {PLOT} and {PAGE}")

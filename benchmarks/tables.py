@@ -9,7 +9,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "benchmarks.md"
 MIB = 1 << 20
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
 
@@ -314,35 +313,3 @@ def instants(row: dict[str, Any]) -> str:
     if counts == [1]:
         return ""
     return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"
-
-
-# -- the page -------------------------------------------------------------------------------------
-
-SECTIONS = {
-    "load": lambda: load_tables(read("load")),
-    "goals": lambda: goal_table(read("load")),
-    "traps": lambda: trap_table(read("traps")),
-    "frozen": lambda: frozen_table(read("frozen")),
-    "integrations": lambda: integrations_table(read("integrations")),
-    "save": lambda: save_table(read("save")),
-    "order": lambda: order_table(read("order")),
-    "kills": lambda: kill_table(read("kills")),
-    "checked": lambda: checked_table(read("checked")),
-    "small": lambda: small_table(read("small_tensors")),
-    "link": lambda: link_table(read("slow_link")),
-}
-
-
-def filled(page: str) -> str:
-    """The page with every section between its two marker comments written anew.
-
-    Raises:
-        ValueError: a section has no markers.
-    """
-    for name, make in SECTIONS.items():
-        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
-        if page.count(start) != 1 or page.count(stop) != 1:
-            raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
-        before, rest = page.split(start)
-        page = f"{before}{start}\n\n{make()}\n\n{stop}{rest.split(stop)[1]}"
-    return page

@@ -204,15 +204,15 @@ def test_verdicts_of_kills(module: Import) -> None:
 
 
 def test_page_holds_the_figures_of_the_results(module: Import) -> None:
-    tables = module("tables")
-    page = tables.PAGE.read_text(encoding="utf-8")
-    assert tables.filled(page) == page, "run `python benchmarks/plot.py`"
+    page_of = module("page")
+    page = page_of.PAGE.read_text(encoding="utf-8")
+    assert page_of.filled(page) == page, "run `python benchmarks/plot.py`"
     assert (ROOT / "docs/load-memory.svg").exists()
 
 
 def test_page_without_a_marker_is_refused(module: Import) -> None:
     with pytest.raises(ValueError, match="end of load"):
-        module("tables").filled("<!-- load: made by benchmarks/plot.py -->")
+        module("page").filled("<!-- load: made by benchmarks/plot.py -->")
 
 
 def test_the_sweep_accounts_for_each_model_and_none_differs() -> None:

@@ -1,0 +1,93 @@
+"""Tables of docs/benchmarks.md about runs: live weights, a killed rank, the same bits."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from tables import provenance, table
+
+
+def sync_table(result: dict[str, Any]) -> str:
+    """Weights from one layout into another: time, memory and bytes, beside the other ways."""
+    body: list[list[str]] = []
+    for row in result["rows"]:
+        if "way" not in row:
+            continue
+        ratio = row.get("anyrank_of_it")
+        body.append(
+            [
+                f"{row['case']}: {row['way']}",
+                f"{row['median_sec']:.2f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{max(row['memory_mib']):.0f}",
+                f"{sum(row['sent_mib']):.0f}",
+            ]
+        )
+    what = f"{result['mib']} MiB, 4 ranks, medians of {result['repeats']}. {provenance(result)}"
+    head = ["ranks: way", "seconds", "anyrank / it", "most MiB beside the shares", "MiB sent"]
+    return f"{what}\n\n{table(head, body)}"
+
+
+def plan_table(result: dict[str, Any]) -> str:
+    """Plans between more ranks than there are here."""
+    body = [
+        [
+            row["case"],
+            *(f"{row[end]['cpu_seconds']:.1f}" for end in ("a sender", "a receiver")),
+            *(f"{row[key]:.3f}" for key in ("most_sent_of_fair", "most_received_of_fair")),
+        ]
+        for row in result["rows"]
+    ]
+    tensors = result["rows"][0]["tensors"]
+    head = ["", "CPU seconds of a sender", "of a receiver", "most sent / fair", "most received"]
+    return f"{tensors} tensors of a 70B Llama. {provenance(result)}\n\n{table(head, body)}"
+
+
+KILLS = {
+    "torchrun": "`torchrun`, a checkpoint in files",
+    "files": "`anyrank run`, a checkpoint in files",
+    "memory": "`anyrank run`, `Checkpoints(peers=True)`",
+}
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """From SIGKILL of a rank to the next optimizer step, and to the first that is new."""
+    body: list[list[str]] = []
+    for name, title in KILLS.items():
+        cells = [title]
+        for key in ("to_step", "to_new"):
+            seconds = statistics.median(run[key] for run in result["runs"][name])
+            ratio = result["ratios"].get(name, {}).get(key)
+            cells.append(f"{seconds:.1f} s" + (f" ({ratio:.2f})" if ratio else ""))
+        body.append(cells)
+    what = (
+        f"SIGKILL of 1 of {result['ranks']} ranks in step {result['killed_in_step']}, a save every "
+        f"{result['every']} steps, n = {len(result['runs']['memory'])}; in brackets the median "
+        "ratio to torchrun in the same repetition."
+    )
+    head = ["", "until a step", "until the first step that is new"]
+    return f"{what} {provenance(result)}\n\n{table(head, body)}"
+
+
+def exact_table(result: dict[str, Any]) -> str:
+    """What exact=True costs, and which runs had the same bits."""
+    times, bits = result["times"], result["bits"]
+    names = list(times["rows"][0]["ratios"])
+    body = [
+        [f"{row['ranks']} ranks, {row['rounds']} microbatches each"]
+        + [f"{row['ratios'][name]:.2f}" for name in names]
+        for row in times["rows"]
+    ]
+    by_digest: dict[str, list[str]] = {}
+    for row in bits["rows"]:
+        by_digest.setdefault(row["sha256"], []).append(f"{row['kind']} on {row['ranks']}")
+    same = [[f"`{digest[:16]}`", ", ".join(runs)] for digest, runs in by_digest.items()]
+    return "\n\n".join(
+        [
+            f"Medians of {times['rows'][0]['n']}. {provenance(times)}",
+            table(["", *names], body),
+            f"SHA-256 of weights and Adam state after {bits['steps']} steps. {provenance(bits)}",
+            table(["SHA-256", "wrapper and number of ranks"], same),
+        ]
+    )

@@ -1,0 +1,55 @@
+"""docs/benchmarks.md: which table stands between which markers."""
+
+from __future__ import annotations
+
+from live_tables import exact_table, peers_table, plan_table, sync_table
+from tables import (
+    HERE,
+    checked_table,
+    frozen_table,
+    goal_table,
+    integrations_table,
+    kill_table,
+    link_table,
+    load_tables,
+    order_table,
+    read,
+    save_table,
+    small_table,
+    trap_table,
+)
+
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+
+SECTIONS = {
+    "load": lambda: load_tables(read("load")),
+    "goals": lambda: goal_table(read("load")),
+    "traps": lambda: trap_table(read("traps")),
+    "frozen": lambda: frozen_table(read("frozen")),
+    "integrations": lambda: integrations_table(read("integrations")),
+    "save": lambda: save_table(read("save")),
+    "order": lambda: order_table(read("order")),
+    "kills": lambda: kill_table(read("kills")),
+    "checked": lambda: checked_table(read("checked")),
+    "small": lambda: small_table(read("small_tensors")),
+    "link": lambda: link_table(read("slow_link")),
+    "sync": lambda: sync_table(read("sync")),
+    "plans": lambda: plan_table(read("sync_simulated")),
+    "peers": lambda: peers_table(read("peers")),
+    "exact": lambda: exact_table(read("exact")),
+}
+
+
+def filled(page: str) -> str:
+    """The page with every section between its two marker comments written anew.
+
+    Raises:
+        ValueError: a section has no markers.
+    """
+    for name, make in SECTIONS.items():
+        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
+        if page.count(start) != 1 or page.count(stop) != 1:
+            raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{make()}\n\n{stop}{rest.split(stop)[1]}"
+    return page
