@@ -124,19 +124,17 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ where they must not.
     """
-    local: list[tuple[dict[str, Saved], dict[str, StreamState]]] = []  # not sent to other ranks
 
-    def here() -> RankSummary:
+    def here() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
         inner = run_parts(state)
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         for held in tensors_of(parts):
             check_memory(held.name, held.local())
-        local.append((parts, streams))
-        return summarize(state, parts, rank_coords(state, ranks), digests_of(streams))
+        summary = summarize(state, parts, rank_coords(state, ranks), digests_of(streams))
+        return (parts, streams), summary
 
-    summaries = ranks.together("collecting the state", here)
-    ((parts, states),) = local
+    (parts, states), summaries = ranks.own_and_all("collecting the state", here)
     compare(parts, summaries, ranks)
     records = records_of(parts, summaries, ranks)
     streams = _streams(summaries, states, ranks)
