@@ -221,11 +221,10 @@ def fingerprint() -> list[Any]:
 
 def comparable(state: Any) -> Any:
     """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
-    if isinstance(state, tuple):
-        return tuple(map(comparable, cast("tuple[Any, ...]", state)))
-    if isinstance(state, torch.Tensor):
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-    return state.tobytes() if hasattr(state, "tobytes") else state
+    if isinstance(state, tuple):  # of arrays and numbers, or of a tuple of many numbers
+        parts = cast("tuple[Any, ...]", state)
+        return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in parts)
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def algorithm_on(device: torch.device) -> str:
