@@ -10,7 +10,7 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.formats.sources import ENDINGS, Source
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
@@ -45,11 +45,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
         try:
             if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
                 continue
-            file = storage.open(path)
-            try:
-                data = read_range(file, path, 0, storage.info(path).size)
-            finally:
-                file.close()
+            data = read_whole(storage, path)
         except OSError as error:
             raise LoadError(f"{path}: cannot be read: {error}") from error
         found[name] = _with_dtype(data, dtype) if name == "config.json" else data

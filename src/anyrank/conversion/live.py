@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -381,8 +382,7 @@ def _compare(
 
     memory = memoryview(bytearray(WINDOW_BYTES))
     windows = ((part, box) for part in parts for box in _windows(part))
-    file = place.store.open(path)
-    try:
+    with closing(place.store.open(path)) as file:
         for (part, box), digest in zip(windows, digests, strict=True):
             check()
             position = 0
@@ -394,5 +394,3 @@ def _compare(
                     f"{path}: {part.held.name} is not what was written: the disk or the memory of "
                     "this machine is damaged, or ranks do not see the same folder"
                 )
-    finally:
-        file.close()
