@@ -80,9 +80,7 @@ def convert_live(
         options, place, is_file = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
-        first = ranks.ranks[0]
-        folder = ranks.from_one("naming the folder", first, lambda: place.folder)
-        place = replace(place, folder=folder)
+        place = replace(place, folder=ranks.from_one("naming the folder", lambda: place.folder))
         found = _tensors(model, options, ranks)
         targets, summaries = ranks.own_and_all(
             "naming the tensors", lambda: _look(model, found, renamer(options.rename))
@@ -160,11 +158,8 @@ def _agreed(
 
 def _tensors(model: nn.Module, options: Options, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-
-    def here() -> tuple[list[ModelTensor], None]:
-        return [held for held in find_tensors(model) if held.kind != "derived"], None
-
-    found, _ = ranks.own_and_all("looking at the model", here)
+    found = ranks.own("looking at the model", lambda: find_tensors(model))
+    found = [held for held in found if held.kind != "derived"]
     if options.layout is not None:
         apply_layouts(found, options.layout, ranks, strict=True)
     return found
@@ -277,7 +272,6 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
     Raises:
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
-    first = ranks.ranks[0]
 
     def make() -> None:
         place.prepare(output.nbytes)
@@ -301,9 +295,9 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
         place.commit()
 
     try:
-        ranks.from_one("making the files", first, make)
+        ranks.from_one("making the files", make)
         ranks.together("writing the weights", fill)
-        ranks.from_one("committing", first, commit)
+        ranks.from_one("committing", commit)
     except BaseException:
         if ranks.index == 0:
             place.abandon()

@@ -220,9 +220,8 @@ class _Executor:
 
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        own_code, _ = self.ranks.own_and_all(
-            "running the modules' own code",
-            lambda: (self.match.own_code.run(self.share.filled()), None),
+        own_code = self.ranks.own(
+            "running the modules' own code", lambda: self.match.own_code.run(self.share.filled())
         )
         self._recompute_magnitudes()
         self._make_adapters_alike()
@@ -251,7 +250,7 @@ class _Executor:
         if differ:
             first = self.ranks.ranks[0]
             values = self.ranks.from_one(
-                "sending adapters", first, lambda: {n: adapters[n].local().cpu() for n in differ}
+                "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
             )
             for name, value in values.items():
                 adapters[name].local().copy_(value)

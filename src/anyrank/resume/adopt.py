@@ -66,8 +66,7 @@ def adopt(state: TrainState, request: Request, ranks: Ranks) -> Resuming:
             the middle.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    first = ranks.ranks[0]
-    source = ranks.from_one("reading the checkpoint", first, lambda: read_foreign(request.path))
+    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(request.path))
     adopting = Adopting(state, source, request, ranks)
     adopting.match()
     adopting.fill()
@@ -136,18 +135,14 @@ class Adopting(Resuming):
         options = Options(rename=self.request.rename)
         listing, tensors = self.source.model(part), None
         if self.inner.given.is_used:
-            tensors = self.ranks.own_and_all(
-                "looking at the model", lambda: (self.inner.tensors()[part], None)
-            )[0]
+            tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
         path = self.request.path
         try:
             plan = plan_load(module, path, self.ranks, options, known=listing, tensors=tensors)
             ends = plan.match.duplicates  # a tied tensor keeps the values of one of them alone
             if ends:
                 self.ranks.from_one(
-                    "comparing tied tensors",
-                    self.ranks.ranks[0],
-                    lambda: compare_duplicates(plan.match.listing, ends),
+                    "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
                 )
         except LoadError as error:
             text = self._mismatch([f"{part}: {error}"])

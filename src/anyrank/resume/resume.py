@@ -141,8 +141,7 @@ def _from_elsewhere(
     ranks: Ranks,
 ) -> Resumed:
     """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
-    first = ranks.ranks[0]
-    found = ranks.from_one("looking at the checkpoint", first, lambda: _step_of_a_run(path))
+    found = ranks.from_one("looking at the checkpoint", lambda: _step_of_a_run(path))
     if found is None:
         request = Request(path, arguments.skip, arguments.fresh, arguments.rename)
         resuming = adopt(state, request, ranks)

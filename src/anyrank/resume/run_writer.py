@@ -123,7 +123,7 @@ class RunWriter:
             return
         if self.branch is not None:
             branch, self.branch = self.branch, None
-            ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
+            ranks.from_one("leaving newer steps", lambda: folder.abandon(branch))
         snapshot = self._collect(ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)

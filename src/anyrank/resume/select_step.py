@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
@@ -19,7 +18,6 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-T = TypeVar("T")
 VERIFY = ("size", "full", "off")
 
 
@@ -123,25 +121,25 @@ class StepSearch:
             self._reject(candidate)
         if self.reasons:
             raise self._error()
-        bad = self._from_first("looking for a checkpoint", lambda: _bad(self.folder))
+        bad = self.ranks.from_one("looking for a checkpoint", lambda: _bad(self.folder))
         if bad:
             raise CheckpointError(
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
                 f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
             )
-        self._from_first("looking for a checkpoint", self.folder.check_no_other)
+        self.ranks.from_one("looking for a checkpoint", self.folder.check_no_other)
         return None
 
     def _candidate(self) -> Candidate | None:
         """The newest step that was not rejected, in memory or in files. All ranks."""
         if self.memory is not None and self.snapshots:
             memory, held = self.memory, self.snapshots[0]
-            if self._from_first("comparing memory and files", lambda: self._is_newest(held)):
+            if self.ranks.from_one("comparing memory and files", lambda: self._is_newest(held)):
                 del self.snapshots[0]
                 return self.ranks.from_one(
-                    "looking at a snapshot", held.holder, lambda: _look_in_memory(memory, held)
+                    "looking at a snapshot", lambda: _look_in_memory(memory, held), held.holder
                 )
-        return self._from_first("looking for a checkpoint", self._look)
+        return self.ranks.from_one("looking for a checkpoint", self._look)
 
     def _is_newest(self, held: Held) -> bool:
         """Whether no file is newer than a snapshot, which is of the files' run. One rank."""
@@ -167,9 +165,6 @@ class StepSearch:
             self._reject(replace(selected.candidate, unread=str(error)))
         else:  # the network: the next try may get through
             raise CheckpointError(str(error), causes=error.causes) from error
-
-    def _from_first(self, what: str, work: Callable[[], T]) -> T:
-        return self.ranks.from_one(what, self.ranks.ranks[0], work)
 
     def _look(self) -> Candidate | None:
         return _look(self.folder, self.which, self.left, self.verify != "off")
@@ -211,7 +206,9 @@ class StepSearch:
             self.unread += 1
             self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
             return
-        aside, refusal = self._from_first("setting aside", lambda: self._set_aside(candidate.name))
+        aside, refusal = self.ranks.from_one(
+            "setting aside", lambda: self._set_aside(candidate.name)
+        )
         if aside is None:
             why = f"is damaged and cannot be renamed: {refusal}"
             self._leave(candidate, candidate.damaged, why)

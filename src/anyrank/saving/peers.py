@@ -94,9 +94,7 @@ class PeerMemory:
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks
         self._wish = join_path(root, WARM_WISH)
-        self._tag = ranks.from_one(
-            "naming the memory", ranks.ranks[0], lambda: uuid.uuid4().hex[:8]
-        )
+        self._tag = ranks.from_one("naming the memory", lambda: uuid.uuid4().hex[:8])
         self._count = 0
         machines = range(len(ranks.hosts))
         self._on = [
@@ -134,9 +132,7 @@ class PeerMemory:
 
         shares = ranks.together("writing the snapshot", share)
         pass_on(self._copies(shares), temporary, ranks)
-        small = ranks.from_one(
-            "describing the snapshot", ranks.ranks[0], lambda: _small_files(snapshot, shares)
-        )
+        small = ranks.from_one("describing the snapshot", lambda: _small_files(snapshot, shares))
 
         def commit() -> int:
             faults.point("peers.commit")
