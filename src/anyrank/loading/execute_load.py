@@ -10,8 +10,9 @@ from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.loading.exchange import Wanted, move
+from anyrank.loading.exchange import move
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
@@ -196,11 +197,11 @@ class _Executor:
             progress=count,
         )
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[Fill]:
         match = self.match
         filled = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
         filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
-        return [Wanted(i, match.tensors[i], stored, local) for i, stored, local in filled]
+        return [Fill(match.tensors[i], s, local, match.listing, i) for i, s, local in filled]
 
     # -- put in place -------------------------------------------------------------------------
 

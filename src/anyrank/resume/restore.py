@@ -13,9 +13,9 @@ from torch import nn
 from anyrank import faults
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Fill, Listing
 from anyrank.files.reader import Reader
-from anyrank.loading.exchange import Wanted, read_own
+from anyrank.loading.exchange import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
@@ -33,7 +33,7 @@ from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verifie
 from anyrank.saving.records import check_counts
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.part_types import Fill, Matched, Stored
+from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport, SavedOn
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.world.device import read_threads
@@ -184,12 +184,11 @@ class Resuming:
 
     def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
         """Fill this rank's memory from one listing: each rank reads what it holds."""
-        wanted = [Wanted(n, fill.held, fill.stored, fill.local) for n, fill in enumerate(fills)]
 
         def read() -> None:
             faults.point("resume.read")
             with _unreadable():
-                read_own(wanted, reader, self.ranks)
+                read_own(fills, reader, self.ranks)
 
         self.ranks.together("opening the checkpoint", lambda: reader.open(files))
         self.ranks.together("reading the checkpoint", read)

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.listing import Fill
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.json_codec import from_json, to_json
@@ -25,7 +26,6 @@ from anyrank.state.opaque import (
     unwrapped,
 )
 from anyrank.state.part_types import (
-    Fill,
     Matched,
     Saved,
     Stored,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, is_lazy_view, lazy_view
 from anyrank.tensors.spec import StoredTensor
@@ -45,16 +45,6 @@ class Saved:
     strict: bool = True
     by_rank: bool = False
     first_rank: bool = False
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Memory of this rank and the bytes that fill it."""
-
-    held: ShardedTensor
-    stored: StoredTensor
-    local: torch.Tensor
-    listing: Listing
 
 
 @dataclass
