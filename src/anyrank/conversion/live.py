@@ -35,7 +35,7 @@ from anyrank.model.verify import compare_replicas
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, lazy_view
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.writes import Write, plan_writes
 from anyrank.world.group import Group
@@ -171,7 +171,7 @@ def _look(
     """This rank's tensors under the names that they get, and what the others are to know."""
     adapters = [held.name for held in found if held.adapter]
     on_meta = [held.name for held in found if held.is_meta]
-    views = [held.name for held in found if is_lazy_view(held)]
+    views = [problem for held in found if (problem := lazy_view(held))]
     if adapters:
         raise LoadError(
             f"{adapters[0]}: belongs to an adapter: merge it into the model first "
@@ -180,7 +180,7 @@ def _look(
     if on_meta:
         raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
     if views:
-        raise LoadError(lazy_view(views[0]))
+        raise LoadError(views[0])
     if not found:
         raise LoadError("the model has no parameters and no buffers")
     files = _file_names(model, found)

@@ -26,7 +26,7 @@ from anyrank.tensors.names import (
     wrong_prefix,
 )
 from anyrank.tensors.quantised import is_small, is_wide, scaled
-from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -326,8 +326,8 @@ def unwritable(target: ModelTensor) -> str | None:
             f"{target.name}: is an inference tensor, which cannot be written to: build the model "
             "outside torch.inference_mode()"
         )
-    if is_lazy_view(target):
-        return lazy_view(target.name)
+    if problem := lazy_view(target):
+        return problem
     strides = tensor.stride()
     pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
     if any(size > 1 and stride == 0 for size, stride in pairs):

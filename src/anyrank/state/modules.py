@@ -31,7 +31,7 @@ from anyrank.state.part_types import (
 )
 from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
-from anyrank.tensors.sharded_tensor import as_sharded, is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import as_sharded, lazy_view
 from anyrank.tensors.walk import walk
 
 
@@ -88,7 +88,7 @@ def save_module(
     named = [in_part(part, target) for target in mine]
     for target in named:
         check_has_bytes(target.name, target.tensor)
-    views = [lazy_view(target.name) for target in named if is_lazy_view(target)]
+    views = [problem for target in named if (problem := lazy_view(target))]
     if views:
         raise CheckpointError("\n".join(views))
     saved = Saved(None, [*named])

@@ -13,7 +13,7 @@ import torch
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -115,7 +115,7 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
         held = as_sharded(name, plain)
     except LoadError as error:
         raise _cannot_be_saved(name, type(tensor).__name__) from error
-    if is_lazy_view(held):
+    if lazy_view(held):
         raise _cannot_be_saved(name, "DTensor that is a conj or neg view")
     return held
 
@@ -156,8 +156,8 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
 
 def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
-    if is_lazy_view(held):
-        return lazy_view(held.name)
+    if problem := lazy_view(held):
+        return problem
     if stored.shape != held.shape:
         return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
     if stored.dtype != held.dtype:

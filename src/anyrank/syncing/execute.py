@@ -203,11 +203,10 @@ class _Sync:
         sources: dict[int, Source] = {}
         for number, index in plan.locals.items():
             held = tensors[index]
-            memory = held.local()
-            if memory.is_neg() or memory.is_conj():
-                raise LoadError(lazy_view(held.name))
+            if problem := lazy_view(held):
+                raise LoadError(problem)
             strides = () if number in plan.added else row_major(held.shape)
-            sources[number] = Source(held, memory, strides)
+            sources[number] = Source(held, held.local(), strides)
         return sources
 
 
