@@ -155,7 +155,7 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
                 tensors[kept] = tensors.pop(name).renamed(kept)
                 tied[name] = kept
             elif name in tensors:
-                pair = [content_hash(reader.read_whole(tensors[each])) for each in (name, kept)]
+                pair = [content_hash(reader.read(tensors[each])) for each in (name, kept)]
                 if pair[0] != pair[1]:
                     raise LoadError(
                         f"{name} and {kept} are one tensor in the model, and hold different values "

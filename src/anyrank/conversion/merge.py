@@ -182,7 +182,7 @@ class MergedContent:
                 cast_into(memory, self._sum(span.tensor.name, span.box, low), span.tensor.name)
 
     def _sum(self, name: str, box: Box, low: LowRank) -> torch.Tensor:
-        given = self.base.read(self.base.tensors[name], box)
+        given = self.base.reader.read(self.base.tensors[name], box)
         wide = torch.promote_types(given.dtype, torch.float32)
         a, b = (factor.to(wide) for factor in self._factors(name, low))
         total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
@@ -197,8 +197,7 @@ class MergedContent:
     def _factors(self, name: str, low: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
         with self.lock:
             if name not in self.factors:
-                a, b = (self.base.read(each, Box.whole(each.shape)) for each in (low.a, low.b))
-                self.factors[name] = a, b
+                self.factors[name] = self.base.reader.read(low.a), self.base.reader.read(low.b)
                 while len(self.factors) > KEPT:
                     self.factors.popitem(last=False)
             return self.factors[name]

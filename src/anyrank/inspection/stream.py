@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.files.content_hash import BLOCK_BYTES, hash_of
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.files.segments import Job, memory_of
 from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import plan_reads
 from anyrank.tensors.spec import StoredTensor
 
 PART_NUMEL = 1 << 18  # read at a time
@@ -41,21 +38,11 @@ class Values:
         Raises:
             LoadError: the source cannot be read.
         """
-        self.reader.open({chunk.file for chunk in stored.chunks})
-        memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-        reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
-        self.reader.run([Job(read, read.of(memory)) for read in reads])
-        return memory
+        return self.reader.read(stored, box)
 
     def content(self, stored: StoredTensor) -> str:
         """xxh3-128 of a tensor's elements in row-major order, in hex."""
-        import xxhash  # only verification needs it
-
-        digest = xxhash.xxh3_128()
-        for box in self.boxes(stored):
-            part = self.read(stored, box)
-            digest.update(memory_of(part))
-        return digest.hexdigest()
+        return hash_of(self.read(stored, box) for box in self.boxes(stored))
 
 
 def as_numbers(values: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,6 @@ from anyrank.resume.restore import Resuming
 from anyrank.resume.select_step import Candidate, Selected
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.opaque import unwrapped
 from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport
@@ -170,7 +169,7 @@ class Adopting(Resuming):
 
         def commit_counted() -> None:
             commit()
-            foreign_optimizer.count_in_tensors(unwrapped(optimizer))
+            foreign_optimizer.count_in_tensors(optimizer)
 
         matched.commit = commit_counted
         return matched

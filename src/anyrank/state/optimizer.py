@@ -23,7 +23,6 @@ from anyrank.state.opaque import (
     match_opaque,
     overrides,
     save_opaque,
-    unwrapped,
 )
 from anyrank.state.part_types import (
     Matched,
@@ -57,7 +56,6 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
     """
-    optimizer = unwrapped(optimizer)
     if is_opaque(optimizer):
         _parameters(part, optimizer, names)
         return save_opaque(part, optimizer, rank)
@@ -140,7 +138,6 @@ def match_optimizer(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
 ) -> Matched:
     """What fills an optimizer. Nothing is changed."""
-    optimizer = unwrapped(optimizer)
     if is_opaque(optimizer) or "opaque" in record:
         if is_opaque(optimizer) and "opaque" in record:
             return match_opaque(part, optimizer, record, stored, rank)
