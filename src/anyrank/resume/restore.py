@@ -29,8 +29,9 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
+from anyrank.resume.options import ResumeArguments
+from anyrank.resume.records import check_counts
 from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
-from anyrank.saving.records import check_counts
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
 from anyrank.state.part_types import Matched, Stored
@@ -46,15 +47,14 @@ def resume_newest(
     state: TrainState,
     search: StepSearch,
     ranks: Ranks,
-    skip: Sequence[str],
-    fresh: Sequence[str] = (),
+    arguments: ResumeArguments,
     *,
     began: bool = False,
 ) -> Resuming | None:
     """Restore the newest step that is whole; None where the run has none. All ranks.
 
     Args:
-        state, search, ranks, skip, fresh: of the resume.
+        state, search, ranks, arguments: of the resume.
         began: whether `skip` was for the beginning of the run: nothing is skipped now, but its
             names have to be right all the same.
 
@@ -62,7 +62,7 @@ def resume_newest(
         CheckpointError: the step does not match the state, or reading it failed.
     """
     while (selected := search.next()) is not None:
-        resuming = Resuming(state, selected, ranks, skip, fresh, began=began)
+        resuming = Resuming(state, selected, ranks, arguments, began=began)
         try:
             resuming.match()
             resuming.fill()
@@ -81,14 +81,13 @@ class Resuming:
         state: TrainState,
         found: Selected,
         ranks: Ranks,
-        skip: Sequence[str],
-        fresh: Sequence[str],
+        arguments: ResumeArguments,
         *,
         began: bool = False,
     ) -> None:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
-        self.named, self.fresh = tuple(skip), tuple(fresh)
+        self.named, self.fresh = tuple(arguments.skip), tuple(arguments.fresh)
         self.skip = () if began else self.named
         self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False

@@ -11,8 +11,8 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
+from anyrank.resume.records import check_records
 from anyrank.saving.peers import Held, PeerMemory
-from anyrank.saving.records import check_records, check_tensors
 from anyrank.saving.run_store import RunFolder
 from anyrank.world.ranks import Ranks
 
@@ -265,9 +265,8 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
     step, name = steps[0]
     try:
         manifest, small = folder.examine(name, sizes)
-        check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
-        check_tensors(manifest, listing.tensors, folder.join(name))
+        check_records(manifest, listing.tensors, folder.join(name))
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and show how much is lost
@@ -283,7 +282,9 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
 def _look_in_memory(memory: PeerMemory, held: Held) -> Candidate:
     """A snapshot, with what is wrong with it. On its holder."""
     try:
-        return Candidate(held.step, held.name, *memory.examine(held), held=held)
+        manifest, listing = memory.examine(held)
+        check_records(manifest, listing.tensors, memory.folder.join(held.name))
+        return Candidate(held.step, held.name, manifest, listing, held=held)
     except CheckpointError as error:
         return Candidate(held.step, held.name, damaged=str(error), held=held)
 
