@@ -14,7 +14,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.output import Span
 from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
 
@@ -126,4 +126,4 @@ def _wider(value: float) -> str:
     """The name of the smallest dtype that holds a value."""
     dtypes = (torch.bfloat16, torch.float32)
     found = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
-    return str(next(found, torch.float64)).removeprefix("torch.")
+    return dtype_name(next(found, torch.float64))

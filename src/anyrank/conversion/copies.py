@@ -12,6 +12,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.formats.sources import ENDINGS, Source
+from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
 MOST_BYTES = 64 << 20  # of one file
@@ -71,7 +72,7 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
         return data
     if not isinstance(table, dict):
         return data
-    _rename_dtype(table, str(dtype).removeprefix("torch."))
+    _rename_dtype(table, dtype_name(dtype))
     for part in (table, table.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)

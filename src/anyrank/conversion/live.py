@@ -30,13 +30,13 @@ from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
 from anyrank.model.given_layouts import apply_layouts
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import compare_replicas
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, lazy_view
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import Write, plan_writes
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -111,7 +111,7 @@ def convert_live(
         nbytes=output.nbytes,
         tied=tied,
         cast={
-            held.name: f"{_short(held.dtype)} -> {_short(tensor.dtype)}"
+            held.name: f"{dtype_name(held.dtype)} -> {dtype_name(tensor.dtype)}"
             for held, tensor in zip(targets, tensors, strict=True)
             if held.dtype != tensor.dtype
         },
@@ -158,8 +158,7 @@ def _agreed(
 
 def _tensors(model: nn.Module, options: Options, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-    found = ranks.own("looking at the model", lambda: find_tensors(model))
-    found = [held for held in found if held.kind != "derived"]
+    found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
         apply_layouts(found, options.layout, ranks, strict=True)
     return found
@@ -239,10 +238,6 @@ def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
 
 def _cast(dtype: torch.dtype, options: Options) -> torch.dtype:
     return options.dtype if options.dtype is not None and dtype.is_floating_point else dtype
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _parts(

@@ -12,7 +12,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.sharded_tensor import ShardedTensor
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Listing:
     def kind_of(self, stored: StoredTensor) -> str:
         """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
         computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
-        return str(stored.dtype).removeprefix("torch.") if computed is None else computed.method
+        return dtype_name(stored.dtype) if computed is None else computed.method
 
     def without_memory(self) -> Listing:
         """The same headers, to be sent: without the tensors of a source in memory."""

@@ -18,13 +18,13 @@ from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.dora import is_magnitude, recompute_magnitudes
-from anyrank.model.lines import short
 from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
 from anyrank.model.shared_memory import SharedMemory, Source
 from anyrank.tensors.sharded_tensor import as_sharded
+from anyrank.tensors.spec import dtype_name
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -71,9 +71,9 @@ class LoadResult:
                 if len(t.registrations) > 1
             },
             cast={
-                tensors[i].name: f"{kind} -> {short(tensors[i].dtype)}"
+                tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
                 for i, stored in match.stored.items()
-                if (kind := match.listing.kind_of(stored)) != short(tensors[i].dtype)
+                if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
             },
             renewed=self.renewed,
             own_code=self.own_code.ran,
