@@ -80,10 +80,6 @@ class StoredContent:
             return f"xxh3-64 of {len(listing.sums)} files of the source"
         return "not the bytes of the source"
 
-    def close(self) -> None:
-        """Close the files."""
-        self.reader.__exit__()
-
     def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
         jobs: list[Job] = []
         casts: list[tuple[Span, torch.Tensor, torch.Tensor]] = []

@@ -170,7 +170,7 @@ def _convert(
         merging = MergedContent(content, added) if added else content
         _write(place, Output(output.files, {**small, **output.small}), merging)
     finally:
-        content.close()
+        content.reader.close()
     return ConvertReport(
         source=_name_of(src, listing),
         path=place.path,

@@ -71,6 +71,10 @@ class Reader:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         for file in self.opened.values():
             file.close()
         self.opened.clear()

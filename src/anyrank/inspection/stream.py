@@ -15,34 +15,20 @@ from anyrank.tensors.spec import StoredTensor
 PART_NUMEL = 1 << 18  # read at a time
 
 
-class Values:
-    """Reads tensors of a source in parts."""
+def open_values(listing: Listing) -> Reader:
+    """What reads the tensors of a source in parts; to be closed."""
+    return Reader(listing, buffer_bytes=2 * BLOCK_BYTES)
 
-    def __init__(self, listing: Listing) -> None:
-        self.reader = Reader(listing, buffer_bytes=2 * BLOCK_BYTES)
 
-    def __enter__(self) -> Values:
-        return self
+def boxes_of(stored: StoredTensor) -> Iterator[Box]:
+    """Parts of a tensor, in row-major order; the same for tensors of one shape and dtype."""
+    if stored.numel:
+        yield from Box.whole(stored.shape).cut(PART_NUMEL)
 
-    def __exit__(self, *exc: object) -> None:
-        self.reader.__exit__()
 
-    def boxes(self, stored: StoredTensor) -> Iterator[Box]:
-        """Parts of a tensor, in row-major order; the same for tensors of one shape and dtype."""
-        if stored.numel:
-            yield from Box.whole(stored.shape).cut(PART_NUMEL)
-
-    def read(self, stored: StoredTensor, box: Box) -> torch.Tensor:
-        """One part.
-
-        Raises:
-            LoadError: the source cannot be read.
-        """
-        return self.reader.read(stored, box)
-
-    def content(self, stored: StoredTensor) -> str:
-        """xxh3-128 of a tensor's elements in row-major order, in hex."""
-        return hash_of(self.read(stored, box) for box in self.boxes(stored))
+def content_of(reader: Reader, stored: StoredTensor) -> str:
+    """xxh3-128 of a tensor's elements in row-major order, in hex."""
+    return hash_of(reader.read(stored, box) for box in boxes_of(stored))
 
 
 def as_numbers(values: torch.Tensor) -> torch.Tensor:
