@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.testing.memory import PeakMemory
+from anyrank.testing import PeakMemory
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")

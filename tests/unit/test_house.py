@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "model": CORE | {"formats", "frozen"},
     "syncing": MODEL,
     "loading": MODEL | {"syncing"},
-    "memory": BASE | {"tensors", "world"},
+    "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
     "state": MODEL | {"random_state", "data"},

@@ -162,15 +162,15 @@ def sha256_of(folder: str) -> str:
     from anyrank.files.reader import memory_of
     from anyrank.files.storage import storage_for
     from anyrank.formats.run_folder import list_step, step_name
-    from anyrank.inspection.stream import Values
+    from anyrank.inspection.stream import boxes_of, open_values
 
     path = os.path.join(folder, step_name(max(committed(folder))))
     storage, digest = storage_for(path), hashlib.sha256()
     listing = list_step(storage, path, read_manifest(storage, path))
-    with Values(listing) as values:
+    with open_values(listing) as values:
         for name, stored in sorted(listing.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
-            for box in values.boxes(stored):
+            for box in boxes_of(stored):
                 part = values.read(stored, box)  # kept, as its memory is only looked at
                 digest.update(memory_of(part))
     return digest.hexdigest()

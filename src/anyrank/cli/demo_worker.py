@@ -11,10 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 import anyrank
-from anyrank.model.memory_meter import rss_anon
+from anyrank.model.memory_meter import PeakMemory
 
-SAMPLE_SEC = 0.002
 SENTENCES = (
     "Every rank reads its own share.",
     "The model's weights are cut along their first dimension.",
@@ -58,45 +54,12 @@ class Job:
                 json.dump(results, file)
 
 
-class Watch:
-    """The peak of anonymous memory above its value at the start, and the time."""
-
-    def __init__(self) -> None:
-        self.start_bytes = self.peak_bytes = rss_anon()
-        self.start_sec = time.perf_counter()
-        self.seconds = 0.0
-        self.ended = threading.Event()
-
-    def sample(self) -> None:
-        """Update the peak with the current memory."""
-        self.peak_bytes = max(self.peak_bytes, rss_anon())
-
-    def keep_sampling(self) -> None:
-        """Sample until the end; runs in a thread."""
-        while not self.ended.wait(SAMPLE_SEC):
-            self.sample()
-
-    def by_rank(self) -> dict[str, Any]:
-        """The peaks of all ranks, and the slowest rank's seconds. All ranks call."""
-        mine = (self.peak_bytes - self.start_bytes, self.seconds)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        peaks, seconds = zip(*every, strict=True)
-        return {"peak_bytes": peaks, "seconds": max(seconds)}
-
-
-@contextmanager
-def watch() -> Generator[Watch]:
-    """Measure the block."""
-    gc.collect()
-    watching = Watch()
-    thread = threading.Thread(target=watching.keep_sampling, daemon=True)
-    thread.start()
-    yield watching
-    watching.sample()
-    watching.seconds = time.perf_counter() - watching.start_sec
-    watching.ended.set()
-    thread.join()
+def by_rank(memory: PeakMemory) -> dict[str, Any]:
+    """The peaks of all ranks, and the slowest rank's seconds. All ranks call."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (memory.peak_bytes, memory.seconds))
+    peaks, seconds = zip(*every, strict=True)
+    return {"peak_bytes": peaks, "seconds": max(seconds)}
 
 
 # -- the parts ------------------------------------------------------------------------------------
@@ -105,11 +68,11 @@ def watch() -> Generator[Watch]:
 def naive(job: Job) -> None:
     """As many scripts do: every rank builds the model and loads the whole file. The reference."""
     config = BertConfig.from_pretrained(job.weights)
-    with watch() as watching:
+    with PeakMemory() as memory:
         model = BertModel(config)
         state = torch.load(os.path.join(job.scratch, "weights.pt"), weights_only=True)
         model.load_state_dict(state, strict=False)  # the file has an extra key, position_ids
-    job.write("naive", watching.by_rank())
+    job.write("naive", by_rank(memory))
     if dist.get_rank() == 0:
         reference = BertModel.from_pretrained(job.weights)
         torch.save(embed(reference, job), os.path.join(job.scratch, "reference.pt"))
@@ -118,34 +81,34 @@ def naive(job: Job) -> None:
 def ddp(job: Job) -> None:
     """The whole model on every rank: built on meta, loaded, wrapped."""
     config = BertConfig.from_pretrained(job.weights)
-    with watch() as watching:
+    with PeakMemory() as memory:
         with anyrank.meta():
             model = BertModel(config)
         report = anyrank.load(model, job.weights)
-    report_load("ddp", job, DistributedDataParallel(model), watching, report)
+    report_load("ddp", job, DistributedDataParallel(model), memory, report)
 
 
 def fsdp2(job: Job) -> None:
     """A share of the model on every rank: built on meta, sharded, loaded."""
     config = BertConfig.from_pretrained(job.weights)
-    with watch() as watching:
+    with PeakMemory() as memory:
         with anyrank.meta():
             model = BertModel(config)
         for layer in model.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
         report = anyrank.load(model, job.weights)
-    report_load("fsdp2", job, model, watching, report)
+    report_load("fsdp2", job, model, memory, report)
 
 
 PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2)
 
 
 def report_load(
-    part: str, job: Job, model: nn.Module, watching: Watch, report: anyrank.LoadReport
+    part: str, job: Job, model: nn.Module, memory: PeakMemory, report: anyrank.LoadReport
 ) -> None:
     """Write peaks, report, and the difference from the reference's embeddings. All ranks."""
-    results = watching.by_rank()
+    results = by_rank(memory)
     reference = torch.load(os.path.join(job.scratch, "reference.pt"), weights_only=True)
     difference = (embed(model, job) - reference).abs().max()
     dist.all_reduce(difference, dist.ReduceOp.MAX)
@@ -170,6 +133,7 @@ def run_part(part: Callable[[Job], None], job: Job) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{os.path.abspath(job.scratch)}/{part.__name__}.store"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    gc.collect()  # what is freed within a part would hide what it takes
     part(job)
     dist.barrier()
     dist.destroy_process_group()

@@ -13,11 +13,8 @@ from anyrank.files.checksums import mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.output import Span
 from anyrank.files.reader import Reader, copy_into
-from anyrank.files.segments import Job
-from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import plan_reads
-from anyrank.tensors.spec import StoredTensor
+from anyrank.files.segments import Job, jobs_of
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
 
@@ -83,10 +80,6 @@ class StoredContent:
             return f"xxh3-64 of {len(listing.sums)} files of the source"
         return "not the bytes of the source"
 
-    def close(self) -> None:
-        """Close the files."""
-        self.reader.__exit__()
-
     def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
         jobs: list[Job] = []
         casts: list[tuple[Span, torch.Tensor, torch.Tensor]] = []
@@ -100,20 +93,6 @@ class StoredContent:
         self.reader.run(jobs)
         for span, given, memory in casts:
             cast_into(memory, given, span.tensor.name)
-
-    def read(self, stored: StoredTensor, box: Box) -> torch.Tensor:
-        """The elements of a box, in the stored dtype."""
-        memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-        self.reader.run(jobs_of(stored, box, memory))
-        return memory
-
-
-def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
-    """What fills `memory`, of the box's sizes, with a box of a stored tensor."""
-    if not box.numel:
-        return []
-    reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
-    return [Job(read, read.of(memory)) for read in reads]
 
 
 def cast_into(memory: torch.Tensor, given: torch.Tensor, name: str) -> None:
@@ -143,4 +122,4 @@ def _wider(value: float) -> str:
     """The name of the smallest dtype that holds a value."""
     dtypes = (torch.bfloat16, torch.float32)
     found = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
-    return str(next(found, torch.float64)).removeprefix("torch.")
+    return dtype_name(next(found, torch.float64))

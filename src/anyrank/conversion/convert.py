@@ -30,6 +30,7 @@ from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.tensors.names import Rename, of_adapter, renamer
+from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group, members
 from anyrank.world.lines import call_alone
 
@@ -169,7 +170,7 @@ def _convert(
         merging = MergedContent(content, added) if added else content
         _write(place, Output(output.files, {**small, **output.small}), merging)
     finally:
-        content.close()
+        content.reader.close()
     return ConvertReport(
         source=_name_of(src, listing),
         path=place.path,
@@ -179,9 +180,9 @@ def _convert(
         nbytes=output.nbytes + sum(map(len, small.values())),
         tied=selection.tied,
         cast={
-            tensor.name: f"{kind} -> {_short(tensor.dtype)}"
+            tensor.name: f"{kind} -> {dtype_name(tensor.dtype)}"
             for tensor in tensors
-            if (kind := listing.kind_of(selection.tensors[tensor.name])) != _short(tensor.dtype)
+            if (kind := listing.kind_of(selection.tensors[tensor.name])) != dtype_name(tensor.dtype)
         },
         renamed=selection.renamed,
         merged=list(added),
@@ -242,7 +243,3 @@ def _write(
     except BaseException:
         place.abandon()
         raise
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,8 +10,9 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.formats.sources import ENDINGS, Source
+from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
 MOST_BYTES = 64 << 20  # of one file
@@ -45,11 +46,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
         try:
             if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
                 continue
-            file = storage.open(path)
-            try:
-                data = read_range(file, path, 0, storage.info(path).size)
-            finally:
-                file.close()
+            data = read_whole(storage, path)
         except OSError as error:
             raise LoadError(f"{path}: cannot be read: {error}") from error
         found[name] = _with_dtype(data, dtype) if name == "config.json" else data
@@ -75,7 +72,7 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
         return data
     if not isinstance(table, dict):
         return data
-    _rename_dtype(table, str(dtype).removeprefix("torch."))
+    _rename_dtype(table, dtype_name(dtype))
     for part in (table, table.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)

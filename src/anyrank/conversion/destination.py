@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError
-from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.files.store import Store, store_for, storing
 from anyrank.formats.sources import list_source
 
@@ -212,11 +212,7 @@ def _is_copy(one: str, other: str) -> bool:
     for storage, path in zip(storages, (one, other), strict=True):
         if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
             return False
-        file = storage.open(path)
-        try:
-            contents.append(bytes(read_range(file, path, 0, storage.info(path).size)))
-        finally:
-            file.close()
+        contents.append(read_whole(storage, path))
     return contents[0] == contents[1]
 
 

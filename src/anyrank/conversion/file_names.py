@@ -19,10 +19,10 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.model.conversions import FILE_NAMED, pretrained, unsharded
-from anyrank.model.tensors import find_tensors, plain_class
+from anyrank.model.conversions import FILE_NAMED, pretrained
+from anyrank.model.tensors import find_tensors, in_state_dict, plain_class, plain_copy
 from anyrank.tensors.names import candidates, inner_prefix, near
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.symbolic import SymbolicTensor
 
 BUFFER_BYTES = 4 << 20
@@ -45,10 +45,8 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
         return _tied(selection, listing, _ties_of(model))
     live = {
         name: target.registrations[0].name
-        for target in find_tensors(model)
-        if target.kind != "derived"
-        for place in target.registrations
-        for name in place.names
+        for target in in_state_dict(find_tensors(model))
+        for name in target.flat_names()
     }
     ties = _ties_of(model)
     selection = _in_table(selection, live)
@@ -122,7 +120,7 @@ def file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors
 
     symbolic: Any = {name: SymbolicTensor(stored) for name, stored in tensors.items()}
     try:
-        reverted: dict[str, Any] = revert_weight_conversion(unsharded(inner), symbolic)
+        reverted: dict[str, Any] = revert_weight_conversion(plain_copy(inner), symbolic)
     except Exception as error:  # transformers' own code, and ours below it
         raise LoadError(f"transformers' names of {type(inner).__name__}: {error!r}") from error
     return {name: tensor.stored.renamed(name) for name, tensor in reverted.items()}
@@ -155,7 +153,7 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
                 tensors[kept] = tensors.pop(name).renamed(kept)
                 tied[name] = kept
             elif name in tensors:
-                pair = [content_hash(reader.read_whole(tensors[each])) for each in (name, kept)]
+                pair = [content_hash(reader.read(tensors[each])) for each in (name, kept)]
                 if pair[0] != pair[1]:
                     raise LoadError(
                         f"{name} and {kept} are one tensor in the model, and hold different values "
@@ -174,7 +172,7 @@ def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, byte
     table: dict[str, Any] = json.loads(inner.config.to_json_string())
     table["architectures"] = [plain_class(inner).__name__]
     if dtype is not None:
-        table["dtype"] = str(dtype).removeprefix("torch.")
+        table["dtype"] = dtype_name(dtype)
     found = {"config.json": (json.dumps(table, indent=2) + "\n").encode()}
     generation: Any = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():

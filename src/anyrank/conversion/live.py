@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,13 +30,13 @@ from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
 from anyrank.model.given_layouts import apply_layouts
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import compare_replicas
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_lazy_view, lazy_view
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, lazy_view
+from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import Write, plan_writes
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -79,9 +80,7 @@ def convert_live(
         options, place, is_file = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
-        first = ranks.ranks[0]
-        folder = ranks.from_one("naming the folder", first, lambda: place.folder)
-        place = replace(place, folder=folder)
+        place = replace(place, folder=ranks.from_one("naming the folder", lambda: place.folder))
         found = _tensors(model, options, ranks)
         targets, summaries = ranks.own_and_all(
             "naming the tensors", lambda: _look(model, found, renamer(options.rename))
@@ -112,7 +111,7 @@ def convert_live(
         nbytes=output.nbytes,
         tied=tied,
         cast={
-            held.name: f"{_short(held.dtype)} -> {_short(tensor.dtype)}"
+            held.name: f"{dtype_name(held.dtype)} -> {dtype_name(tensor.dtype)}"
             for held, tensor in zip(targets, tensors, strict=True)
             if held.dtype != tensor.dtype
         },
@@ -159,11 +158,7 @@ def _agreed(
 
 def _tensors(model: nn.Module, options: Options, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-
-    def here() -> tuple[list[ModelTensor], None]:
-        return [held for held in find_tensors(model) if held.kind != "derived"], None
-
-    found, _ = ranks.own_and_all("looking at the model", here)
+    found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
         apply_layouts(found, options.layout, ranks, strict=True)
     return found
@@ -175,7 +170,7 @@ def _look(
     """This rank's tensors under the names that they get, and what the others are to know."""
     adapters = [held.name for held in found if held.adapter]
     on_meta = [held.name for held in found if held.is_meta]
-    views = [held.name for held in found if is_lazy_view(held)]
+    views = [problem for held in found if (problem := lazy_view(held))]
     if adapters:
         raise LoadError(
             f"{adapters[0]}: belongs to an adapter: merge it into the model first "
@@ -184,7 +179,7 @@ def _look(
     if on_meta:
         raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
     if views:
-        raise LoadError(lazy_view(views[0]))
+        raise LoadError(views[0])
     if not found:
         raise LoadError("the model has no parameters and no buffers")
     files = _file_names(model, found)
@@ -245,10 +240,6 @@ def _cast(dtype: torch.dtype, options: Options) -> torch.dtype:
     return options.dtype if options.dtype is not None and dtype.is_floating_point else dtype
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _parts(
     targets: Sequence[ModelTensor], writes: Sequence[Write], output: Output, rank: int
 ) -> dict[str, list[_Part]]:
@@ -276,7 +267,6 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
     Raises:
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
-    first = ranks.ranks[0]
 
     def make() -> None:
         place.prepare(output.nbytes)
@@ -300,9 +290,9 @@ def _write(place: Destination, output: Output, parts: dict[str, list[_Part]], ra
         place.commit()
 
     try:
-        ranks.from_one("making the files", first, make)
+        ranks.from_one("making the files", make)
         ranks.together("writing the weights", fill)
-        ranks.from_one("committing", first, commit)
+        ranks.from_one("committing", commit)
     except BaseException:
         if ranks.index == 0:
             place.abandon()
@@ -381,8 +371,7 @@ def _compare(
 
     memory = memoryview(bytearray(WINDOW_BYTES))
     windows = ((part, box) for part in parts for box in _windows(part))
-    file = place.store.open(path)
-    try:
+    with closing(place.store.open(path)) as file:
         for (part, box), digest in zip(windows, digests, strict=True):
             check()
             position = 0
@@ -394,5 +383,3 @@ def _compare(
                     f"{path}: {part.held.name} is not what was written: the disk or the memory of "
                     "this machine is damaged, or ranks do not see the same folder"
                 )
-    finally:
-        file.close()

@@ -20,7 +20,7 @@ from anyrank.conversion.content import StoredContent, all_finite, cast_into
 from anyrank.conversion.selection import Selection
 from anyrank.errors import LoadError
 from anyrank.files.output import Span
-from anyrank.files.storage import join_path, read_range, storage_for
+from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.tensors.box import Box
 from anyrank.tensors.low_rank import product
 from anyrank.tensors.names import PEFT_PREFIX, of_adapter
@@ -96,17 +96,13 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
     else:
         raise LoadError(f"merge=True takes [base, adapter], and no {CONFIG} is in any of {paths}")
     where = join_path(path, CONFIG)
-    file = storage.open(where)
     try:
-        size = min(storage.info(where).size, MOST_BYTES)
-        config: Any = json.loads(read_range(file, where, 0, size))
+        config: Any = json.loads(read_whole(storage, where, MOST_BYTES))
         kind, alpha = config["peft_type"], float(config["lora_alpha"])
         patterns = config.get("alpha_pattern") or {}
         alphas = {str(key): float(value) for key, value in patterns.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LoadError(f"{where}: is no configuration of a LoRA adapter ({error!r})") from error
-    finally:
-        file.close()
     odd = [
         key
         for key in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "megatron_config")
@@ -186,7 +182,7 @@ class MergedContent:
                 cast_into(memory, self._sum(span.tensor.name, span.box, low), span.tensor.name)
 
     def _sum(self, name: str, box: Box, low: LowRank) -> torch.Tensor:
-        given = self.base.read(self.base.tensors[name], box)
+        given = self.base.reader.read(self.base.tensors[name], box)
         wide = torch.promote_types(given.dtype, torch.float32)
         a, b = (factor.to(wide) for factor in self._factors(name, low))
         total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
@@ -201,8 +197,7 @@ class MergedContent:
     def _factors(self, name: str, low: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
         with self.lock:
             if name not in self.factors:
-                a, b = (self.base.read(each, Box.whole(each.shape)) for each in (low.a, low.b))
-                self.factors[name] = a, b
+                self.factors[name] = self.base.reader.read(low.a), self.base.reader.read(low.b)
                 while len(self.factors) > KEPT:
                     self.factors.popitem(last=False)
             return self.factors[name]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.model.given_layouts import GivenLayout, check_layout
+from anyrank.model.options import check_choice, check_count
 from anyrank.tensors.names import Rename, renamer
 
 FORMATS = ("safetensors", "dcp", "torch")
@@ -58,21 +59,17 @@ def options_of(
         ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
         TypeError: an option of another type.
     """
-    if to not in FORMATS:
-        raise ValueError(f"to={to!r} is unknown: give one of {', '.join(FORMATS)}")
+    check_choice("to", to, FORMATS)
     if shard_bytes is None:
         shard_bytes = SHARD_BYTES
     elif to != "safetensors":
         raise ValueError(f"shard_bytes= is for to='safetensors', not {to!r}")
-    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool):
-        raise TypeError(f"shard_bytes={shard_bytes!r}: give a whole number of bytes")
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes={shard_bytes} is not a positive number")
+    count = check_count("shard_bytes", shard_bytes)
     if not isinstance(merge, bool) or not isinstance(overwrite, bool):
         raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
     renamer(rename)
     check_layout(layout)
-    return Options(str(to), _dtype(dtype), rename, shard_bytes, merge, overwrite, layout)
+    return Options(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)
 
 
 def _dtype(given: object) -> torch.dtype | None:

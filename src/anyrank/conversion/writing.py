@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -214,8 +214,7 @@ def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[
         CheckpointError: bytes differ.
         LoadError: it cannot be read.
     """
-    file = store.open(path)
-    try:
+    with closing(store.open(path)) as file:
 
         def work(window: Window, memory: torch.Tensor) -> None:
             seal = seals[window.start]
@@ -229,8 +228,6 @@ def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[
 
         seals = {seal.start: seal for seal in sealed}
         run_all((Window(start) for start in sorted(seals)), work, THREADS, check)
-    finally:
-        file.close()
 
 
 def _digest(data: memoryview) -> bytes:

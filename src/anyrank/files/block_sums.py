@@ -13,12 +13,13 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.listing import SumsFile
-from anyrank.files.storage import OpenFile, read_exactly, read_range, split, storage_for
+from anyrank.files.storage import OpenFile, read_exactly, read_whole, split, storage_for
 
 SUFFIX = ".xxh3"
 MIN_BYTES, MAX_BYTES = 4 << 10, 1 << 20  # of a block
@@ -199,11 +200,7 @@ def read_sums(where: SumsFile, size: int) -> BlockSums:
     storage = storage_for(where.path)
     if not storage.is_file(where.path) or storage.info(where.path).size != where.size:
         raise CorruptCheckpoint(f"{where.path}: is missing or has another size: it is damaged")
-    file = storage.open(where.path)
-    try:
-        data = read_range(file, where.path, 0, where.size)
-    finally:
-        file.close()
+    data = read_whole(storage, where.path)
     if xxhash.xxh3_64_hexdigest(data) != where.digest:
         raise CorruptCheckpoint(f"{where.path}: does not match its checksum: it is damaged")
     try:
@@ -260,13 +257,10 @@ def check_file(
         return
     start, stop = sums.ends[low - 1] if low else 0, sums.ends[high - 1]
     memory = memoryview(bytearray(min(READ_BYTES, stop - start)))
-    file = storage_for(path).open(path)
-    try:
+    with closing(storage_for(path).open(path)) as file:
         for end in sums.stops(start, stop, READ_BYTES):
             check()
             if end - start > len(memory):
                 memory = memoryview(bytearray(end - start))
             read_verified(file, path, [memory[: end - start]], start, sums, READ_BYTES)
             start = end
-    finally:
-        file.close()

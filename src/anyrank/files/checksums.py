@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 from anyrank.errors import AnyrankError
 from anyrank.files.block_sums import check_file, read_sums
 from anyrank.files.listing import Listing
-from anyrank.files.storage import OpenFile, read_exactly, storage_for
+from anyrank.files.storage import read_exactly, storage_for
 
 BLOCK_BYTES = 1 << 20
 
@@ -88,13 +89,10 @@ def _feed(
     take: Callable[[memoryview], object],
     check: Callable[[], None],
 ) -> None:
-    file: OpenFile = storage_for(path).open(path)
     block = memoryview(bytearray(BLOCK_BYTES))
-    try:
+    with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, BLOCK_BYTES):
             check()
             part = block[: min(BLOCK_BYTES, stop - low)]
             read_exactly(file, path, [part], low)
             take(part)
-    finally:
-        file.close()

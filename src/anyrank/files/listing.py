@@ -11,7 +11,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.tensors.quantised import Quantised
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Listing:
     def kind_of(self, stored: StoredTensor) -> str:
         """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
         computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
-        return str(stored.dtype).removeprefix("torch.") if computed is None else computed.method
+        return dtype_name(stored.dtype) if computed is None else computed.method
 
     def without_memory(self) -> Listing:
         """The same headers, to be sent: without the tensors of a source in memory."""
@@ -129,6 +130,25 @@ class Listing:
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
         """The same files, other names or views."""
         return replace(self, tensors=tensors)
+
+
+@dataclass(slots=True)
+class Fill:
+    """A tensor that is to be filled, and the bytes that fill it.
+
+    Attributes:
+        held: the tensor, and what this rank holds of it.
+        stored: where its bytes are.
+        local: this rank's memory, of the held tensor's local shape.
+        listing: whose files `stored` counts.
+        index: position in the list that the ranks' `Coordinates` count, where they exchange.
+    """
+
+    held: ShardedTensor
+    stored: StoredTensor
+    local: torch.Tensor
+    listing: Listing
+    index: int = 0
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -199,11 +200,8 @@ def read_small(
         info = storage.info(path)
         if info.size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long for this file")
-        file = storage.open(path)
-        try:
+        with closing(storage.open(path)) as file:
             data = read_range(file, path, 0, info.size)
-        finally:
-            file.close()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
     except (NotAFile, IsADirectoryError) as error:

@@ -21,12 +21,12 @@ from anyrank.files.segments import (
     Job,
     Segment,
     batches_of,
+    jobs_of,
     memory_of,
     segments_of,
 )
 from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
-from anyrank.tensors.layout import local_pieces
-from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.box import Box
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
@@ -71,6 +71,10 @@ class Reader:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         for file in self.opened.values():
             file.close()
         self.opened.clear()
@@ -155,17 +159,17 @@ class Reader:
         for stream in streams.values():  # every copy is in one of them, those from memory too
             stream.synchronize()
 
-    def read_whole(self, stored: StoredTensor) -> torch.Tensor:
-        """All of one tensor, in CPU memory, from files that are opened for it.
+    def read(self, stored: StoredTensor, box: Box | None = None) -> torch.Tensor:
+        """A box of one tensor, or all of it, in CPU memory, from files that are opened for it.
 
         Raises:
             LoadError: as `open` and `run`.
         """
-        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        box = Box.whole(stored.shape) if box is None else box
+        memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
         self.open({chunk.file for chunk in stored.chunks})
-        reads = plan_reads(stored, local_pieces(stored.shape, None, None))
-        self.run([Job(read, read.of(whole)) for read in reads])
-        return whole
+        self.run(jobs_of(stored, box, memory))
+        return memory
 
     def fetch(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Bytes of a tensor that lies row-major in one file, for what is computed from them."""

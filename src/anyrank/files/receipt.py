@@ -13,10 +13,9 @@ import torch
 
 from anyrank.files.manifest import POSITION
 from anyrank.tensors.box import Box
-from anyrank.tensors.hashing import derive, mix64_, signed
+from anyrank.tensors.hashing import SPREAD, derive, mix64_, signed
 
 PART_ELEMENTS = 1 << 16  # hashed at a time, so few that a processor's cache holds them
-SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
 NO_POSITION = ("version", "receipts", "exact")  # what may differ between equal runs

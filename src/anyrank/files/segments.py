@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.files.block_sums import BlockSums
-from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
+from anyrank.tensors.spec import StoredTensor
 
 MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
 ALIGN = 16  # of staged blocks, so that any dtype can view them
@@ -21,6 +24,14 @@ class Job:
 
     read: Read
     destination: torch.Tensor
+
+
+def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
+    """What fills `memory`, of the box's sizes, with a box of a stored tensor."""
+    if not box.numel:
+        return []
+    reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
+    return [Job(read, read.of(memory)) for read in reads]
 
 
 @dataclass(slots=True)

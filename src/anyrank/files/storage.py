@@ -223,6 +223,19 @@ def read_range(file: OpenFile, path: str, offset: int, length: int) -> bytes:
     return bytes(data)
 
 
+def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        LoadError: it has more than `most` bytes, or ends early.
+    """
+    size = storage.info(path).size
+    if most is not None and size > most:
+        raise LoadError(f"{path}: {size} bytes are too many for this file")
+    with contextlib.closing(storage.open(path)) as file:
+        return read_range(file, path, 0, size)
+
+
 def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: int) -> None:
     """Fill all buffers from `offset`, however many calls that takes.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
-from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_range
+from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.formats import pickles, torch_file
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -84,12 +85,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         UnsafeFile: as `list_folder`; a wanted value whose pickle names unknown globals.
     """
     path = join_path(folder, METADATA)
-    info = storage.info(path)
-    file = storage.open(path)
-    try:
-        metadata = pickles.loads(read_range(file, path, 0, info.size), path, RECORDS)
-    finally:
-        file.close()
+    metadata = pickles.loads(read_whole(storage, path), path, RECORDS)
     try:
         described = dict(metadata["state_dict_metadata"])
         places = {
@@ -104,8 +100,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         }
     except (TypeError, KeyError, AttributeError) as error:
         raise UnsafeFile(f"{path}: not the metadata that DCP writes ({error})") from error
-    reader = _Reader(storage, folder)
-    try:
+    with closing(_Reader(storage, folder)) as reader:
         tensors = {
             fqn: reader.tensor(fqn, entry, places)
             for fqn, entry in described.items()
@@ -113,8 +108,6 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         }
         others = [fqn for fqn in described if fqn not in tensors]
         objects = {fqn: reader.value(fqn, places) for fqn in others if wanted(fqn)}
-    finally:
-        reader.close()
     skipped = tuple(f"{fqn}: not a tensor" for fqn in others)
     listing = Listing(
         "dcp",

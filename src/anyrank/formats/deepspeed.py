@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import Storage, inside, join_path
+from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.formats.foreign import (
     Collector,
     ForeignCheckpoint,
@@ -23,7 +23,6 @@ from anyrank.formats.foreign import (
     count_of,
     flat,
     optimizer_of,
-    read_small,
 )
 from anyrank.tensors.flat import assembled
 from anyrank.tensors.spec import StoredTensor
@@ -34,6 +33,7 @@ PIPELINE = re.compile(r"^layer_\d+-model_")
 EXPERTS = re.compile(r"^(?:layer_\d+_)?expert_|^expp_rank_")
 LATEST = ("latest_universal", "latest")
 UNIVERSAL = "zero"
+MAX_TAG_BYTES = 4096  # of the file that names the latest step
 Shapes = list[dict[str, tuple[int, ...]]]
 
 
@@ -100,7 +100,11 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
 def _latest(storage: Storage, folder: str, names: list[str]) -> str:
     for name in LATEST:
         if name in names:
-            tag = read_small(storage, join_path(folder, name)).decode(errors="replace").strip()
+            tag = (
+                read_whole(storage, join_path(folder, name), MAX_TAG_BYTES)
+                .decode(errors="replace")
+                .strip()
+            )
             if not storage.is_dir(inside(folder, tag)):
                 raise LoadError(f"{folder}: its {name} names {tag!r}, which is not there")
             return inside(folder, tag)

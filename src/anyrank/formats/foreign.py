@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, cast
 
@@ -11,7 +12,7 @@ import torch
 
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
-from anyrank.files.storage import Storage, join_path, read_range
+from anyrank.files.storage import Storage, join_path, read_range, read_whole
 from anyrank.formats import pickles, shards, torch_file
 from anyrank.tensors.spec import StoredTensor
 
@@ -131,11 +132,8 @@ class Collector:
         """The value of a stored tensor of one element."""
         chunk = stored.chunks[0]
         path = self.files[chunk.file].path
-        file = self.storage.open(path)
-        try:
+        with closing(self.storage.open(path)) as file:
             data = read_range(file, path, chunk.offset, stored.dtype.itemsize)
-        finally:
-            file.close()
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
 
     def steps_of(self, optimizer: ForeignOptimizer) -> int | None:
@@ -155,27 +153,11 @@ class Collector:
         Raises:
             LoadError: it is too large.
         """
-        return read_small(self.storage, path)
+        return read_whole(self.storage, path, MAX_JSON_BYTES)
 
     def listing(self, tool: str) -> Listing:
         """All files, without tensors."""
         return Listing(tool, tuple(self.files), {}, checksums=tuple(self.checksums))
-
-
-def read_small(storage: Storage, path: str) -> bytes:
-    """All bytes of a small file.
-
-    Raises:
-        LoadError: it is too large.
-    """
-    info = storage.info(path)
-    if info.size > MAX_JSON_BYTES:
-        raise LoadError(f"{path}: {info.size} bytes are too many for this file")
-    file = storage.open(path)
-    try:
-        return read_range(file, path, 0, info.size)
-    finally:
-        file.close()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
-from anyrank.files.storage import Storage, inside, join_path, read_range
+from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.formats import safetensors, torch_file
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
@@ -64,13 +64,10 @@ def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, 
     path = join_path(folder, "config.json")
     if "config.json" not in names or storage.info(path).size > MAX_CONFIG_BYTES:
         return {}
-    file = storage.open(path)
     try:
-        config: Any = json.loads(read_range(file, path, 0, storage.info(path).size))
+        config: Any = json.loads(read_whole(storage, path))
     except (ValueError, RecursionError):
         return {}  # whoever builds the model from it says so
-    finally:
-        file.close()
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
     found = [table.get("quantization_config") for table in tables]
@@ -145,18 +142,12 @@ def _indexed(
 
 
 def _weight_map(storage: Storage, path: str) -> dict[str, str]:
-    info = storage.info(path)
-    if info.size > MAX_INDEX_BYTES:
-        raise LoadError(f"{path}: {info.size} bytes are too many for an index")
-    file = storage.open(path)
     try:
-        index = json.loads(read_range(file, path, 0, info.size))
+        index = json.loads(read_whole(storage, path, MAX_INDEX_BYTES))
         weight_map = index["weight_map"]
         whole = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{path}: not an index with a weight_map ({error})") from error
-    finally:
-        file.close()
     if not whole or not weight_map:
         raise LoadError(f"{path}: its weight_map is empty, or does not map keys to file names")
     return weight_map

@@ -22,7 +22,7 @@ from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
 from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
-from anyrank.tensors.spec import Chunk, StoredTensor
+from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
 
 STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .bad-... are no checkpoints
 WEIGHTS = "model."
@@ -264,7 +264,7 @@ def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
     for place in places:
         number = files.setdefault(place.file, len(files))
         described = {
-            "dtype": str(place.dtype).removeprefix("torch."),
+            "dtype": dtype_name(place.dtype),
             "shape": place.shape,
             "chunks": list[Any](),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -48,8 +49,7 @@ def list_file(storage: Storage, path: str) -> Listing:
             or offsets that overlap, leave holes, run backwards or pass the end of the file.
     """
     info = storage.info(path)
-    file = storage.open(path)
-    try:
+    with closing(storage.open(path)) as file:
         if info.size < 8:
             raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
         length = int.from_bytes(read_range(file, path, 0, 8), "little")
@@ -59,8 +59,6 @@ def list_file(storage: Storage, path: str) -> Listing:
                 f"format allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
         header = _parse(read_range(file, path, 8, length), path)
-    finally:
-        file.close()
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise UnsafeFile(f"{path}: __metadata__ is not a table of texts")

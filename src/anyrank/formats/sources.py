@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -113,13 +114,11 @@ def with_ends(listing: Listing) -> Listing:
 def _file_with_ends(info: FileInfo) -> FileInfo:
     if not info.place:
         return info
-    file = storage_for(info.path).open(info.path)
     try:
-        return replace(info, ends=digest_of_ends(file, info))
+        with closing(storage_for(info.path).open(info.path)) as file:
+            return replace(info, ends=digest_of_ends(file, info))
     except OSError as error:
         raise LoadError(f"{info.path}: cannot be read: {error}") from error
-    finally:
-        file.close()
 
 
 def _list_path(path: str) -> Listing:
@@ -139,11 +138,8 @@ def _file_lister(storage: Storage, path: str) -> Callable[[Storage, str], Listin
     lister = FILES.get(os.path.splitext(path)[1].lower())
     if lister is not None:
         return lister
-    file = storage.open(path)
-    try:
+    with closing(storage.open(path)) as file:
         head = read_range(file, path, 0, min(9, storage.info(path).size))
-    finally:
-        file.close()
     if head[:4] == torch_file.ZIP_MAGIC or head[:1] == b"\x80":
         return torch_file.list_file
     if head[8:9] == b"{":

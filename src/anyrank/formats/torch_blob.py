@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from anyrank.tensors.box import row_major
+from anyrank.tensors.spec import dtype_name
 
 ALIGN = 64
 MAX_BYTES = (1 << 32) - (1 << 20)  # beyond, a zip needs its 64-bit records
@@ -105,7 +106,7 @@ def tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -
     sizes = value_opcodes(tuple(shape)) + value_opcodes(row_major(shape))
     arguments = key + value_opcodes(0) + sizes + b"\x89" + hooks
     if legacy is None:
-        arguments += _global("torch", str(dtype).removeprefix("torch."))
+        arguments += _global("torch", dtype_name(dtype))
     rebuild = _global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}")
     return rebuild + b"(" + arguments + b"tR"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,15 +101,12 @@ def read_file(storage: Storage, path: str) -> TorchFile:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
     """
     info = storage.info(path)
-    file = storage.open(path)
-    try:
+    with closing(storage.open(path)) as file:
         magic = read_range(file, path, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
             return TorchFile("torch zip", info, *read_zip(file, path, 0, info.size))
         if magic[:1] == b"\x80":
             return TorchFile("torch legacy", info, *_read_legacy(file, path, info.size), ())
-    finally:
-        file.close()
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
 
 

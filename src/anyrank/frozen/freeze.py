@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
+from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.walk import walk
 
 M = TypeVar("M", bound=nn.Module)
@@ -274,7 +275,7 @@ def describe(module: nn.Module) -> dict[str, str] | None:
             continue
         if tensor.is_meta or _is_sharded(tensor):
             return None
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         found[name] = f"{dtype}{list(tensor.shape)} {content_hash(tensor)}"
     return found
 

@@ -14,13 +14,14 @@ import torch
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
 from anyrank.files.quantised import dequantised
+from anyrank.files.reader import Reader
 from anyrank.files.receipt import data_differences, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count, name_of
-from anyrank.inspection.stream import Values, as_numbers
+from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -242,7 +243,7 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
     only_a = [name for name in a.tensors if name not in b.tensors]
     only_b = [name for name in b.tensors if name not in a.tensors]
     equal = 0
-    with Values(a) as in_a, Values(b) as in_b:
+    with open_values(a) as in_a, open_values(b) as in_b:
         for name, ours in a.tensors.items():
             theirs = b.tensors.get(name)
             if theirs is None:
@@ -285,11 +286,11 @@ def _size(largest: float) -> float:
 
 
 def _compare(
-    ours: StoredTensor, theirs: StoredTensor, in_a: Values, in_b: Values
+    ours: StoredTensor, theirs: StoredTensor, in_a: Reader, in_b: Reader
 ) -> Difference | None:
     """How two tensors of one shape differ; None where no value does."""
     largest, elements = 0.0, 0
-    for box in in_a.boxes(ours):
+    for box in boxes_of(ours):
         x, y = in_a.read(ours, box), in_b.read(theirs, box)
         if x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)):
             continue
@@ -325,8 +326,8 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
 def _renames(
     only_a: Mapping[str, StoredTensor],
     only_b: Mapping[str, StoredTensor],
-    in_a: Values,
-    in_b: Values,
+    in_a: Reader,
+    in_b: Reader,
 ) -> dict[str, str]:
     """Tensors of the same bits under different names; several alike are paired in order."""
     kinds = {(t.shape, t.dtype) for t in only_a.values()}
@@ -334,12 +335,12 @@ def _renames(
     theirs: dict[object, list[str]] = {}
     for name, stored in only_b.items():
         if (stored.shape, stored.dtype) in kinds:
-            key = (stored.shape, stored.dtype, in_b.content(stored))
+            key = (stored.shape, stored.dtype, content_of(in_b, stored))
             theirs.setdefault(key, []).append(name)
     renamed: dict[str, str] = {}
     for name, stored in only_a.items():
         if (stored.shape, stored.dtype) in kinds:
-            alike = theirs.get((stored.shape, stored.dtype, in_a.content(stored)))
+            alike = theirs.get((stored.shape, stored.dtype, content_of(in_a, stored)))
             if alike:
                 renamed[name] = alike.pop(0)
     return renamed

@@ -14,7 +14,7 @@ from anyrank.formats.run_folder import SavedStep, steps_in
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import group, in_units, printable, short_dtype
 from anyrank.tensors.quantised import pairs_of
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
 SHOWN_NOTES = 3
@@ -192,7 +192,7 @@ def _tensors(listing: Listing) -> list[InspectedTensor]:
         InspectedTensor(
             name,
             stored.shape,
-            str(stored.dtype).removeprefix("torch."),
+            dtype_name(stored.dtype),
             stored.nbytes,
             tuple(
                 listing.files[index].path
@@ -212,7 +212,7 @@ def _elements(stored: StoredTensor) -> int:
 def _totals(listing: Listing) -> dict[str, Total]:
     members: dict[str, list[tuple[int, int]]] = {}
     for stored in listing.tensors.values():
-        dtype = str(stored.dtype).removeprefix("torch.")
+        dtype = dtype_name(stored.dtype)
         members.setdefault(dtype, []).append((_elements(stored), stored.nbytes))
     totals = {
         dtype: Total(len(sizes), sum(n for n, _ in sizes), sum(b for _, b in sizes))

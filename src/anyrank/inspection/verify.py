@@ -17,7 +17,7 @@ from anyrank.formats.run_folder import check_sizes, list_step, recognises, steps
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import in_units, printable
 from anyrank.inspection.inspect import count, name_of
-from anyrank.inspection.stream import Values, count_nonfinite
+from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 20
@@ -223,14 +223,14 @@ def _forged(folder: str, manifest: Manifest, listing: Listing) -> Iterator[Findi
     where, receipt = join_path(folder, MANIFEST), manifest.receipt
     wrong = "the receipt or the values were changed after the save, so this step proves nothing"
     digests = Digests()
-    with Values(listing) as values:
+    with open_values(listing) as values:
         for name in receipt["tensors"]:
             stored = listing.tensors.get(name)
             if stored is None:
                 yield Finding(where, f"its receipt has {name}, which was not saved: {wrong}")
                 continue
             digests.tensors[name] = 0  # all of it, where it has no element
-            for box in values.boxes(stored):
+            for box in boxes_of(stored):
                 digests.add(name, stored.shape, stored.dtype, box, values.read(stored, box))
     found = receipt_of_step([digests.tensors], manifest.data_state)
     for name in tensor_differences(receipt, found):
@@ -288,12 +288,12 @@ def _overlap(stored: StoredTensor) -> str | None:
 
 
 def _nonfinite(listing: Listing) -> Iterator[Finding]:
-    with Values(listing) as values:
+    with open_values(listing) as values:
         for name, stored in listing.tensors.items():
             if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
                 continue
             try:
-                bad = sum(count_nonfinite(values.read(stored, b)) for b in values.boxes(stored))
+                bad = sum(count_nonfinite(values.read(stored, b)) for b in boxes_of(stored))
             except AnyrankError as error:
                 yield _finding(error, name)
                 continue

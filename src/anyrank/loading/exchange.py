@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from anyrank import faults
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Fill, Listing
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.plan import GAP_BYTES, JointRead, Read, joint_reads, plan_reads
@@ -46,25 +46,8 @@ class _Transfer:
         return self.block.read.nbytes * (1 if self.block.is_whole else 2)
 
 
-@dataclass(slots=True)
-class Wanted:
-    """A share to be filled.
-
-    Attributes:
-        index: position of the tensor in the list that `coordinates` counts.
-        held: the tensor, and what this rank holds of it.
-        stored: where its bytes are.
-        local: this rank's memory, of the held tensor's local shape.
-    """
-
-    index: int
-    held: ShardedTensor
-    stored: StoredTensor
-    local: torch.Tensor
-
-
 def move(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Fill],
     reader: Reader,
     ranks: Ranks,
     decision: Decision,
@@ -89,7 +72,7 @@ def move(
     return exchange.bytes_sent
 
 
-def read_own(wanted: Sequence[Wanted], reader: Reader, ranks: Ranks) -> None:
+def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
     """Fill this rank's shares from the files, which are open. Each rank by itself.
 
     Ranks start at different files, so that they do not all wait for the same file.
@@ -129,7 +112,7 @@ def joint_reads_of(
 
 
 def _plan_transfers(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Fill],
     listing: Listing,
     coordinates: Mapping[int, Coordinates],
     readers: Sequence[int] | None,

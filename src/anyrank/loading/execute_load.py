@@ -10,20 +10,21 @@ from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.loading.exchange import Wanted, move
+from anyrank.loading.exchange import move
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.dora import is_magnitude, recompute_magnitudes
-from anyrank.model.lines import short
 from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
 from anyrank.model.shared_memory import SharedMemory, Source
 from anyrank.tensors.sharded_tensor import as_sharded
+from anyrank.tensors.spec import dtype_name
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -70,9 +71,9 @@ class LoadResult:
                 if len(t.registrations) > 1
             },
             cast={
-                tensors[i].name: f"{kind} -> {short(tensors[i].dtype)}"
+                tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
                 for i, stored in match.stored.items()
-                if (kind := match.listing.kind_of(stored)) != short(tensors[i].dtype)
+                if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
             },
             renewed=self.renewed,
             own_code=self.own_code.ran,
@@ -196,11 +197,11 @@ class _Executor:
             progress=count,
         )
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[Fill]:
         match = self.match
         filled = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
         filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
-        return [Wanted(i, match.tensors[i], stored, local) for i, stored, local in filled]
+        return [Fill(match.tensors[i], s, local, match.listing, i) for i, s, local in filled]
 
     # -- put in place -------------------------------------------------------------------------
 
@@ -220,9 +221,8 @@ class _Executor:
 
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        own_code, _ = self.ranks.own_and_all(
-            "running the modules' own code",
-            lambda: (self.match.own_code.run(self.share.filled()), None),
+        own_code = self.ranks.own(
+            "running the modules' own code", lambda: self.match.own_code.run(self.share.filled())
         )
         self._recompute_magnitudes()
         self._make_adapters_alike()
@@ -251,7 +251,7 @@ class _Executor:
         if differ:
             first = self.ranks.ranks[0]
             values = self.ranks.from_one(
-                "sending adapters", first, lambda: {n: adapters[n].local().cpu() for n in differ}
+                "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
             )
             for name, value in values.items():
                 adapters[name].local().copy_(value)

@@ -17,6 +17,7 @@ from anyrank.loading.report import LoadReport
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter, collector_paused
 from anyrank.model.options import Options
+from anyrank.model.tensors import in_state_dict
 from anyrank.model.verify import (
     check_files,
     compare_duplicates,
@@ -110,13 +111,15 @@ def load(
         options.agree(ranks, "load", model, source)
         sources = look_at_sources(source, ranks)
         if any(info.is_live for info in sources):
-            return load_live(model, source, options, ranks, meter)
+            report = load_live(model, source, options, ranks, meter)
+            _log(report, ranks)
+            return report
         plan = plan_load(model, source, ranks, options, sources=sources)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
         result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}
         if verify:
-            loaded = [t for t in plan.match.tensors if t.kind != "derived"]
+            loaded = in_state_dict(plan.match.tensors)
             compare_replicas(loaded, ranks)
             nonfinite = count_nonfinite(loaded, ranks)
         report = result.report(plan, ", ".join(verified), nonfinite)
@@ -161,7 +164,7 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
     ):
         if items:
             log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
-    if report.duplicates and not report.verified:
+    if report.duplicates and not report.verified and report.strategy != "sync":
         log.warning(
             "the source holds tied tensors more than once; %s was loaded, and not compared with "
             "the others: verify=True does",

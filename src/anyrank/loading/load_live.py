@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,6 @@ from anyrank.syncing.execute import execute_sync
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.load")
-
 
 def load_live(
     model: nn.Module, source: object, options: Options, ranks: Ranks, meter: Meter
@@ -38,7 +35,7 @@ def load_live(
     done = execute_sync(model, tensors, options, ranks, meter)
     own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
     skipped = [f"{key}: not a tensor" for key in given if key not in tensors]
-    report = LoadReport(
+    return LoadReport(
         missing=done.missing,
         unexpected=done.unexpected,
         initialised=done.initialised,
@@ -65,9 +62,3 @@ def load_live(
         peak_device_bytes=done.peak_device_bytes,
         seconds=done.seconds,
     )
-    if ranks.index == 0:
-        log.info("%s", report)
-        differing = report.kept + list(report.initialised) + list(report.own_code_not_run)
-        if differing:
-            log.warning("%d names differ from the source: %s", len(differing), differing[:10])
-    return report

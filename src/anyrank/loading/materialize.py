@@ -75,15 +75,11 @@ def materialize(
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
         ranks.same_arguments("materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
-        tensors, _ = ranks.own_and_all("looking at the model", lambda: (find_tensors(model), None))
+        tensors = ranks.own("looking at the model", lambda: find_tensors(model))
         default = default_device(tensors) if device is None else _device_of(device)
         meter.watch({default, *(tensor.tensor.device for tensor in tensors)})
         initialiser = Initialiser(model, seed, None if init == "auto" else init)
-
-        def fill() -> tuple[_Filled, None]:
-            return _fill(tensors, initialiser, default, meter), None
-
-        filled, _ = ranks.own_and_all("initialising", fill)
+        filled = ranks.own("initialising", lambda: _fill(tensors, initialiser, default, meter))
         rebuilt, replacements = rebuilt_values(tensors, ranks, initialiser, default)
         replacements += [Replacement(tensor, local) for tensor, local in filled.locals_]
         renewed = ranks.together("putting the values in place", lambda: replace(replacements))

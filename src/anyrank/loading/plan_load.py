@@ -121,11 +121,11 @@ def plan_load(
     sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
     listing = known or ranks.from_one(
-        "reading the headers", first, lambda: list_source(_given(source)).without_memory()
+        "reading the headers", lambda: list_source(_given(source)).without_memory(), first
     )
 
     if options.layout is not None:
-        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(model), None))
+        tensors = ranks.own("looking at it", lambda: find_tensors(model))
         apply_layouts(tensors, options.layout, ranks, strict=True)
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
-import sys
-from array import array
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anyrank.memory.uncompiled import uncompiled
-
-State = Any  # what `read` of a stream returns and its `write` takes
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The state of one random number generator, and how to read and set it."""
-
-    read: Callable[[], State]
-    write: Callable[[State], object]
-    state: State
+from anyrank.random_state.streams import Stream, TorchStream, ambient, is_in_use
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,7 @@ class Autocast:
 class AmbientState:
     """Recorded where a function runs, and restored where it runs again, maybe in another thread."""
 
-    random: tuple[RandomState, ...]
+    random: tuple[tuple[Stream, Any], ...]  # with the state of each
     autocast: tuple[Autocast, ...]
     device: torch.device
 
@@ -53,8 +39,10 @@ class AmbientState:
         """The state of this thread, for the CPU, the current accelerator and the given devices."""
         known = set(devices) | current_accelerator()
         types = {device.type for device in known} | {"cpu"}
+        streams = ambient(sorted(filter(is_in_use, known), key=str))
+        given = {id(each): TorchStream("given", each) for each in generators}
         return cls(
-            random=tuple(random_states(known, generators)),
+            random=tuple((stream, stream.get()) for stream in (*streams, *given.values())),
             autocast=tuple(
                 Autocast(
                     each,
@@ -71,16 +59,16 @@ class AmbientState:
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
         """Apply the recorded state inside, and restore the state from before afterwards."""
-        before = [stream.read() for stream in self.random]
+        before = [stream.get() for stream, _ in self.random]
         try:
-            for stream in self.random:
-                stream.write(stream.state)
+            for stream, state in self.random:
+                stream.put(state)
             with contextlib.ExitStack() as stack:
                 self.enter(stack)
                 yield
         finally:
-            for stream, state in zip(self.random, before, strict=True):
-                stream.write(state)
+            for (stream, _), state in zip(self.random, before, strict=True):
+                stream.put(state)
 
     def enter(self, stack: contextlib.ExitStack) -> None:
         """Enter autocast and the default device where they differ from the current ones."""
@@ -103,46 +91,6 @@ def current_accelerator() -> set[torch.device]:
     if not torch.accelerator.is_available():
         return set()
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not is_initialized(kind.type):
+    if kind is None or not is_in_use(kind):
         return set()
     return {torch.device(kind.type, torch.accelerator.current_device_index())}
-
-
-def is_initialized(device_type: str) -> bool:
-    module: Any = torch.get_device_module(device_type)
-    check: Any = getattr(module, "is_initialized", None)
-    return check is None or bool(check())
-
-
-def python_state() -> tuple[int, array[int], float | None]:
-    """The state of `random` in 2.5 KB: the tuple of integers that it returns takes 20."""
-    version, state, gauss = random.getstate()
-    return version, array("I", state), gauss
-
-
-def set_python_state(state: tuple[int, array[int], float | None]) -> None:
-    version, words, gauss = state
-    random.setstate((version, tuple(words), gauss))
-
-
-def random_states(
-    devices: Iterable[torch.device], generators: Sequence[torch.Generator]
-) -> Generator[RandomState]:
-    yield RandomState(torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())
-    yield RandomState(python_state, set_python_state, python_state())
-    if "numpy" in sys.modules:
-        numpy: Any = sys.modules["numpy"].random
-        read = functools.partial(numpy.get_state, legacy=False)
-        yield RandomState(read, numpy.set_state, read())
-    for device in sorted(devices, key=str):
-        if device.type in ("cpu", "meta"):
-            continue
-        module: Any = torch.get_device_module(device)
-        if hasattr(module, "get_rng_state"):
-            yield RandomState(
-                lambda m=module, d=device: m.get_rng_state(d),
-                lambda state, m=module, d=device: m.set_rng_state(state, d),
-                module.get_rng_state(device),
-            )
-    for generator in {id(each): each for each in generators}.values():
-        yield RandomState(generator.get_state, generator.set_state, generator.get_state())

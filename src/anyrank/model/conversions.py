@@ -17,7 +17,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.model.tensors import ModelTensor, plain_class
+from anyrank.model.tensors import ModelTensor, in_state_dict, plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
@@ -37,9 +37,7 @@ def converted(
     inner = pretrained(model)
     if inner is None:
         return listing, rename
-    live = {
-        name for t in targets if t.kind != "derived" for p in t.registrations for name in p.names
-    }
+    live = {name for target in in_state_dict(targets) for name in target.flat_names()}
     if _fits_as_it_is(targets, listing, rename):
         return listing, rename
     tensors: dict[str, StoredTensor] = {}
@@ -65,23 +63,14 @@ def _fits_as_it_is(
     The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
     would not change are therefore no proof.
     """
-    shapes = {
-        name: t.shape
-        for t in targets
-        if t.kind != "derived"
-        for p in t.registrations
-        for name in p.names
-    }
+    loadable = in_state_dict(targets)
+    shapes = {name: target.shape for target in loadable for name in target.flat_names()}
     for key, stored in listing.tensors.items():
         shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
         if shape is None or shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
             return False
     filled = {name for key in listing.tensors for name in candidates(rename(key))}
-    return all(
-        any(name in filled for p in t.registrations for name in p.names)
-        for t in targets
-        if t.kind != "derived"
-    )
+    return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
 
 
 def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
@@ -117,7 +106,8 @@ class _Converter:
 
         self.model = model
         self.live = dict.fromkeys(live, True)
-        mapping: list[Any] = get_model_conversion_mapping(unsharded(model))
+        # It looks the classes of the modules up by their names.
+        mapping: list[Any] = get_model_conversion_mapping(plain_copy(model))
         self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
@@ -186,15 +176,3 @@ class _Converter:
             symbolic = value[0] if isinstance(value, list) else value
             fused[head + pattern + tail] = symbolic.stored
         return fused
-
-
-def unsharded(module: nn.Module) -> Any:
-    """The same module tree with the user's classes, which the mapping looks up by name."""
-    kind = plain_class(module)
-    copy: Any = kind.__new__(kind)
-    copy.__dict__ = dict(module.__dict__)
-    copy.__dict__["_modules"] = {
-        name: None if child is None else unsharded(child)
-        for name, child in module.__dict__["_modules"].items()
-    }
-    return copy

@@ -7,7 +7,6 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.model.adapter_rules import BASE_FIRST, adapter_rule, is_adapter_layer
-from anyrank.model.tensors import ModelTensor, Registration, plain_class
+from anyrank.model.tensors import ModelTensor, Registration, plain_class, plain_copy
 from anyrank.tensors.box import Box
+from anyrank.tensors.hashing import derive
 
 Init = Callable[[nn.Module], object]
 Rule = tuple[str, Callable[[], object]]
@@ -83,7 +83,7 @@ class Initialiser:
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
         with torch.no_grad(), torch.random.fork_rng(accelerators, device_type=kind):
-            torch.manual_seed(_derived_seed(self.seed, target.name))
+            torch.manual_seed(derive(self.seed, target.name))
             for last, call in self._rules(target):
                 try:
                     call()
@@ -138,7 +138,7 @@ class Initialiser:
     def _stand_in(self, module: nn.Module) -> nn.Module:
         """The stand-in of one of the model's modules; the tree is made when it is first needed."""
         if not self.stand_ins:
-            _copy_on_meta(self.model, self.stand_ins)
+            self.stand_ins = _stand_ins_of(self.model)
         return self.stand_ins[id(module)]
 
     def _swap(self, place: Registration, tensor: Any) -> Any:
@@ -172,12 +172,6 @@ def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
     return lambda: model._init_weights(stand_in)
 
 
-def _derived_seed(seed: int, name: str) -> int:
-    """A different seed for each name."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _blank(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
@@ -192,32 +186,22 @@ def _is_blank(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == SENTINEL).any())
 
 
-def _copy_on_meta(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """A copy of a module tree with parameters on meta; buffers that are real are copied.
-
-    The copies have the classes that the user wrote, share every plain attribute, and take no hooks
-    along that wrappers have registered.
-    """
-    if id(module) in made:
-        return made[id(module)]
-    kind = plain_class(module)
-    copy: Any = kind.__new__(kind)
-    made[id(module)] = copy
-    copy.__dict__ = dict(module.__dict__)
-    copy.__dict__["_parameters"] = {
-        name: None if tensor is None else _on_meta(tensor)
-        for name, tensor in module.__dict__["_parameters"].items()
-    }
-    copy.__dict__["_buffers"] = {
-        name: None if tensor is None else tensor.detach().clone()
-        for name, tensor in module.__dict__["_buffers"].items()
-    }
-    copy.__dict__["_modules"] = {
-        name: None if child is None else _copy_on_meta(child, made)
-        for name, child in module.__dict__["_modules"].items()
-    }
-    copy.__dict__.pop("_is_hf_initialized", None)
-    return copy
+def _stand_ins_of(model: nn.Module) -> dict[int, nn.Module]:
+    """Copies of a model's modules by the modules' ids: parameters on meta, buffers of their own."""
+    made: dict[int, nn.Module] = {}
+    plain_copy(model, made)
+    for copy in made.values():
+        own = copy.__dict__
+        own["_parameters"] = {
+            name: None if tensor is None else _on_meta(tensor)
+            for name, tensor in own["_parameters"].items()
+        }
+        own["_buffers"] = {
+            name: None if tensor is None else tensor.detach().clone()
+            for name, tensor in own["_buffers"].items()
+        }
+        own.pop("_is_hf_initialized", None)
+    return made
 
 
 def _on_meta(tensor: torch.Tensor) -> nn.Parameter:

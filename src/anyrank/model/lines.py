@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-
 MIB = 1 << 20
 SHOWN = 5
 
@@ -21,9 +17,3 @@ def group_line(title: str, items: list[str]) -> str:
     """One line of a report: how many, and the first few."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"
-
-
-@cache
-def short(dtype: torch.dtype) -> str:
-    """A dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from anyrank.frozen.freeze import frozen_parts
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.options import Options
 from anyrank.model.own_code import OwnCode
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
@@ -26,7 +26,7 @@ from anyrank.tensors.names import (
     wrong_prefix,
 )
 from anyrank.tensors.quantised import is_small, is_wide, scaled
-from anyrank.tensors.sharded_tensor import is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -184,7 +184,7 @@ def _frozen_sources(
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
         if source is None or not indices:
             continue
-        inner = [target for target in find_tensors(part) if target.kind != "derived"]
+        inner = in_state_dict(find_tensors(part))
         own = dequantised(list_source(source), _held(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
@@ -222,9 +222,7 @@ def _declared_ties(
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     if not (declared and missing):
         return {}
-    names = {
-        name: i for i, t in enumerate(targets) for place in t.registrations for name in place.names
-    }
+    names = {name: i for i, target in enumerate(targets) for name in target.flat_names()}
     ties: dict[int, int] = {}
     for index in missing:
         partner = next(
@@ -242,7 +240,7 @@ def _ignorable(
     keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
 ) -> list[str]:
     """Keys of non-persistent buffers, and keys that the model declares ignorable."""
-    derived = {n for t in targets if t.kind == "derived" for p in t.registrations for n in p.names}
+    derived = {n for target in targets if target.kind == "derived" for n in target.flat_names()}
     prefix = getattr(model, "base_model_prefix", "")
     declared = declared_ignorable(model)
     return [
@@ -293,8 +291,7 @@ def _names(targets: list[ModelTensor]) -> list[str]:
 
 def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
     """What the model holds, under all of its names."""
-    loadable = [target for target in tensors if target.kind != "derived"]
-    return {name: t.dtype for t in loadable for place in t.registrations for name in place.names}
+    return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 
 def _quantised(
@@ -326,8 +323,8 @@ def unwritable(target: ModelTensor) -> str | None:
             f"{target.name}: is an inference tensor, which cannot be written to: build the model "
             "outside torch.inference_mode()"
         )
-    if is_lazy_view(target):
-        return lazy_view(target.name)
+    if problem := lazy_view(target):
+        return problem
     strides = tensor.stride()
     pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
     if any(size > 1 and stride == 0 for size, stride in pairs):

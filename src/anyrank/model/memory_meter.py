@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Generator, Iterable
 
 import torch
 
 SAMPLE_SEC = 0.02
+PEAK_SAMPLE_SEC = 0.002
 
 
 @contextlib.contextmanager
@@ -79,6 +81,44 @@ class Meter:
     def seconds(self) -> float:
         """Since the meter was made."""
         return time.perf_counter() - self.start
+
+
+class PeakMemory:
+    """The peak of RssAnon in a block, above its value at the start, sampled every 2 ms by a thread.
+
+    A peak shorter than a sample, or inside a native call that holds the GIL, is missed. Pages that
+    malloc kept from an earlier use do not count again: run the subject in a fresh rank.
+
+    Attributes:
+        peak_bytes: the highest rise so far; final after exit.
+        seconds: of the block, after exit.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.start_bytes = 0
+        self.seconds = self.started = 0.0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="peak-memory", daemon=True)
+
+    def watch(self) -> None:
+        """Sample until the block ends."""
+        while not self.ended.wait(PEAK_SAMPLE_SEC):
+            self.sample()
+
+    def sample(self) -> None:
+        """Update the peak with the current memory."""
+        self.peak_bytes = max(self.peak_bytes, rss_anon() - self.start_bytes)
+
+    def __enter__(self) -> PeakMemory:
+        self.start_bytes, self.started = rss_anon(), time.perf_counter()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sample()
+        self.seconds = time.perf_counter() - self.started
+        self.ended.set()
+        self.thread.join()
 
 
 def _device_bytes(devices: Iterable[torch.device]) -> int:

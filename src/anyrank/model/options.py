@@ -102,8 +102,8 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: give one of {', '.join(choices)}")
 
 
-def check_count(name: str, value: object, most: int | None = None) -> None:
-    """Refuse what is not a positive whole number.
+def check_count(name: str, value: object, most: int | None = None) -> int:
+    """The value; refuses what is not a positive whole number.
 
     Raises:
         TypeError: not an int.
@@ -115,6 +115,7 @@ def check_count(name: str, value: object, most: int | None = None) -> None:
         raise ValueError(f"{name}={value} is not a positive number")
     if most is not None and value > most:
         raise ValueError(f"{name}={value} is too large: give at most {most}")
+    return value
 
 
 def check_model(model: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -58,8 +59,12 @@ class ModelTensor(ShardedTensor):
     frozen: nn.Module | None = None
 
     def all_names(self) -> TensorNames:
-        """All names that a source may have for it."""
+        """All names that a source may have for it, by place."""
         return tuple([place.names for place in self.registrations])
+
+    def flat_names(self) -> list[str]:
+        """All names that a source may have for it."""
+        return [name for place in self.registrations for name in place.names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,11 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """
     walk = walk_tensors(model)
     return put_together(walk, describe(walk))
+
+
+def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
+    """Those that a checkpoint holds or checks: all but derived buffers."""
+    return [target for target in targets if target.kind != "derived"]
 
 
 def walk_tensors(model: nn.Module) -> Walk:
@@ -296,6 +306,26 @@ def _is_adapter(name: str, path: Path) -> bool:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
     return _plain_of(type(module))
+
+
+def plain_copy(module: nn.Module, made: dict[int, nn.Module] | None = None) -> Any:
+    """The same module tree in the classes that the user wrote; the copies share all else.
+
+    Args:
+        module: stays as it is.
+        made: gets the copy of each module, by the module's id.
+    """
+    made = {} if made is None else made
+    if id(module) not in made:
+        kind = plain_class(module)
+        copy: Any = kind.__new__(kind)
+        made[id(module)] = copy
+        copy.__dict__ = dict(module.__dict__)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else plain_copy(child, made)
+            for name, child in module.__dict__["_modules"].items()
+        }
+    return made[id(module)]
 
 
 def _plain_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -42,9 +42,7 @@ def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
     """
     with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
         for key, loaded in duplicates.items():
-            hashes = {
-                content_hash(reader.read_whole(listing.tensors[name])) for name in (key, loaded)
-            }
+            hashes = {content_hash(reader.read(listing.tensors[name])) for name in (key, loaded)}
             if len(hashes) > 1:
                 raise LoadError(
                     f"{key} and {loaded} are one tensor in the model, and hold different values in "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from array import array
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -59,10 +60,12 @@ class PythonStream:
     name, algorithm = "python", "mt19937"
 
     def get(self) -> Any:
-        return random.getstate()
+        version, words, gauss = random.getstate()
+        return version, array("I", words), gauss  # 2.5 KB, where a tuple of integers takes 20
 
     def put(self, state: Any) -> None:
-        random.setstate(state)
+        version, words, gauss = state
+        random.setstate((version, tuple(words), gauss))
 
     def seed(self, number: int) -> None:
         random.seed(number)
@@ -87,7 +90,7 @@ class NumpyStream:
         self.random: Any = sys.modules["numpy"].random
 
     def get(self) -> Any:
-        return self.random.get_state()
+        return self.random.get_state(legacy=False)
 
     def put(self, state: Any) -> None:
         self.random.set_state(state)
@@ -96,8 +99,9 @@ class NumpyStream:
         self.random.seed([number & 0xFFFFFFFF, number >> 32])
 
     def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        _, words, place, has_gauss, gauss = state
-        return [int(place), int(has_gauss), float(gauss)], words.astype("<u4").tobytes()
+        twister = state["state"]
+        values = [int(twister["pos"]), int(state["has_gauss"]), float(state["gauss"])]
+        return values, twister["key"].astype("<u4").tobytes()
 
     def decode(self, values: Any, data: bytes) -> Any:
         place, has_gauss, gauss = values
@@ -221,10 +225,13 @@ def fingerprint() -> list[Any]:
 
 def comparable(state: Any) -> Any:
     """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
-    if isinstance(state, tuple):  # of arrays and numbers, or of a tuple of many numbers
-        parts = cast("tuple[Any, ...]", state)
-        return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in parts)
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+    if isinstance(state, dict):
+        state = tuple(cast("dict[str, Any]", state).values())
+    if isinstance(state, tuple):
+        return tuple(map(comparable, cast("tuple[Any, ...]", state)))
+    if isinstance(state, torch.Tensor):
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def algorithm_on(device: torch.device) -> str:

@@ -7,7 +7,7 @@ describe them, and go the way of `resume`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,49 +26,31 @@ from anyrank.model.options import Options
 from anyrank.model.verify import compare_duplicates
 from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
+from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import Resuming
 from anyrank.resume.select_step import Candidate, Selected
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.opaque import unwrapped
 from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
-from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to come over.
-
-    Attributes:
-        path: of the other tool's checkpoint.
-        skip: parts of the state that stay as they are.
-        fresh: patterns of names of parameters that the checkpoint need not have.
-        rename: from the checkpoint's names of tensors to the model's.
-    """
-
-    path: str
-    skip: Sequence[str]
-    fresh: Sequence[str]
-    rename: Rename
-
-
-def adopt(state: TrainState, request: Request, ranks: Ranks) -> Resuming:
-    """Fill a state from another tool's checkpoint. All ranks.
+def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> Resuming:
+    """Fill a state from another tool's checkpoint at a path. All ranks.
 
     Raises:
         CheckpointError: it does not fit the state, which is unchanged then; or reading failed in
             the middle.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    first = ranks.ranks[0]
-    source = ranks.from_one("reading the checkpoint", first, lambda: read_foreign(request.path))
-    adopting = Adopting(state, source, request, ranks)
+    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path))
+    adopting = Adopting(state, source, path, arguments, ranks)
     adopting.match()
     adopting.fill()
     return adopting
@@ -78,11 +60,16 @@ class Adopting(Resuming):
     """Matches a state with another tool's checkpoint, and fills it."""
 
     def __init__(
-        self, state: TrainState, source: ForeignCheckpoint, request: Request, ranks: Ranks
+        self,
+        state: TrainState,
+        source: ForeignCheckpoint,
+        path: str,
+        arguments: ResumeArguments,
+        ranks: Ranks,
     ) -> None:
-        super().__init__(state, _selected(source, request.path), ranks, request.skip, request.fresh)
-        self.source, self.request = source, request
-        self.rename = renamer(request.rename)
+        super().__init__(state, _selected(source, path), ranks, arguments)
+        self.source, self.path, self.arguments = source, path, arguments
+        self.rename = renamer(arguments.rename)
         self.plans: dict[str, AgreedPlan] = {}
         self.used: set[str] = set()
 
@@ -128,26 +115,21 @@ class Adopting(Resuming):
             self.matched[part] = self._absent(part)
             if part == "model":
                 raise CheckpointError(
-                    f"{self.request.path} holds no model's weights; it has "
+                    f"{self.path} holds no model's weights; it has "
                     f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
                 )
             return
         self.used.add(part)
-        options = Options(rename=self.request.rename)
+        options = Options(rename=self.arguments.rename)
         listing, tensors = self.source.model(part), None
         if self.inner.given.is_used:
-            tensors = self.ranks.own_and_all(
-                "looking at the model", lambda: (self.inner.tensors()[part], None)
-            )[0]
-        path = self.request.path
+            tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
         try:
-            plan = plan_load(module, path, self.ranks, options, known=listing, tensors=tensors)
+            plan = plan_load(module, self.path, self.ranks, options, known=listing, tensors=tensors)
             ends = plan.match.duplicates  # a tied tensor keeps the values of one of them alone
             if ends:
                 self.ranks.from_one(
-                    "comparing tied tensors",
-                    self.ranks.ranks[0],
-                    lambda: compare_duplicates(plan.match.listing, ends),
+                    "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
                 )
         except LoadError as error:
             text = self._mismatch([f"{part}: {error}"])
@@ -175,7 +157,7 @@ class Adopting(Resuming):
 
         def commit_counted() -> None:
             commit()
-            foreign_optimizer.count_in_tensors(unwrapped(optimizer))
+            foreign_optimizer.count_in_tensors(optimizer)
 
         matched.commit = commit_counted
         return matched
@@ -251,7 +233,7 @@ class Adopting(Resuming):
     def report(self, folder: RunFolder, verify: str) -> ResumeReport:
         """What was done. All ranks."""
         made = super().report(folder, verify)
-        return replace(made, path=self.request.path, verified="headers and sizes")
+        return replace(made, path=self.path, verified="headers and sizes")
 
 
 def _selected(source: ForeignCheckpoint, path: str) -> Selected:

@@ -26,9 +26,8 @@ from anyrank.resume.loop import (
     stop_condition,
 )
 from anyrank.resume.one_thread import one_thread
-from anyrank.resume.options import RunOptions
+from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.replay import writer_of
-from anyrank.resume.resume import Arguments
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.peers import open_memory
 from anyrank.saving.run_store import RunFolder
@@ -173,7 +172,7 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = self._writer.arguments(Arguments(which, skip, fresh, rename))
+        arguments = self._writer.arguments(ResumeArguments(which, skip, fresh, rename))
         arguments.agree(ranks)
         self.wait()
         return self._writer.resume(arguments, ranks)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
 from anyrank.state.json_codec import to_json
-from anyrank.state.opaque import is_opaque, unwrapped
+from anyrank.state.opaque import is_opaque
 from anyrank.state.optimizer import IMPLEMENTATION, UNKNOWN, Names
 from anyrank.state.part_types import listed
 from anyrank.tensors.names import match_keys
@@ -43,7 +43,6 @@ def record_of(
         names: of the parameters of the state's modules.
         rename: from the source's names of parameters to the model's.
     """
-    optimizer = unwrapped(optimizer)
     problems = _problems_of_class(part, optimizer, source)
     if problems:
         return {}, {}, problems

@@ -1,12 +1,70 @@
-"""The options of `Checkpoints`, checked; every rank gives the same."""
+"""The arguments of `Checkpoints` and of its resume, checked; every rank gives the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from anyrank.errors import CheckpointError
 from anyrank.resume.cadence import Cadence, cadence
 from anyrank.resume.select_step import VERIFY
+from anyrank.tensors.names import Rename, renamer
+from anyrank.world.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class ResumeArguments:
+    """The arguments of `resume`; see there."""
+
+    which: str | int | os.PathLike[str]
+    skip: Sequence[str]
+    fresh: Sequence[str]
+    rename: Rename
+
+    @property
+    def path(self) -> str | None:
+        """The path, where one is given."""
+        given = self.which
+        is_path = isinstance(given, os.PathLike) or (
+            isinstance(given, str) and given not in ("auto", "must")
+        )
+        return os.fspath(given) if is_path else None  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Refuse what is wrong in itself.
+
+        Raises:
+            ValueError, TypeError: names the argument.
+        """
+        which: Any = self.which  # whatever was given
+        if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
+            raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+        if which == "" or (isinstance(which, int) and which < 0):
+            raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+        for name in ("skip", "fresh"):
+            given: object = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise TypeError(f"{name}={given!r}: give a list of names")
+        if self.rename is not None and self.path is None:
+            raise ValueError("rename= is for another tool's checkpoint: give its path")
+        renamer(self.rename)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Check them, and compare them over the ranks. All ranks.
+
+        Raises:
+            ValueError, TypeError: as `check`; on all ranks.
+            CheckpointError: they differ.
+        """
+        given = {
+            "which": self.path or self.which,
+            "skip": sorted(self.skip) if isinstance(self.skip, (list, tuple)) else self.skip,
+            "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
+            "rename": self.rename,
+        }
+        ranks.same_arguments("resume", given, CheckpointError, self.check)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import receipt_of_step
-from anyrank.resume.options import RunOptions
-from anyrank.resume.resume import Arguments
+from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.run_writer import RunWriter
 from anyrank.saving.run_store import RunFolder
-from anyrank.saving.save import SaveRecord, collect, tensor_digests
+from anyrank.saving.save import SaveRecord, tensor_digests
 from anyrank.settings import REPLAY
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
@@ -124,12 +122,12 @@ class ReplayWriter(RunWriter):
         self._left = dict(order.digests)
         self._is_resumed = False
 
-    def arguments(self, given: Arguments) -> Arguments:
+    def arguments(self, given: ResumeArguments) -> ResumeArguments:
         """All of the order's step, whatever the script asks for."""
         self._is_resumed = True
         return replace(given, which=self._order.start, skip=(), rename=None)
 
-    def resume(self, arguments: Arguments, ranks: Ranks) -> ResumeReport | None:
+    def resume(self, arguments: ResumeArguments, ranks: Ranks) -> ResumeReport | None:
         """Restore the order's step. All ranks: each machine has written an order of its own."""
         ranks.same_arguments("replay", asdict(self._order), CheckpointError)
         return super().resume(arguments, ranks)
@@ -156,9 +154,7 @@ class ReplayWriter(RunWriter):
                 f"{self._order.run}: the script came to step {state.step} without a resume, so it "
                 f"has not trained from step {self._order.start} on: call resume() in it"
             )
-        if isinstance(state.data, Position):
-            check_receipt(state.data, ranks)
-        snapshot = collect(state, ranks)
+        snapshot = self._collect(ranks)
         snapshot.replicas.compare(ranks)
         parts = ranks.together("digesting the step", lambda: tensor_digests(snapshot, ranks))
         if snapshot.receipt is None:

@@ -13,9 +13,9 @@ from torch import nn
 from anyrank import faults
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Fill, Listing
 from anyrank.files.reader import Reader
-from anyrank.loading.exchange import Wanted, read_own
+from anyrank.loading.exchange import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
@@ -29,11 +29,12 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
+from anyrank.resume.options import ResumeArguments
+from anyrank.resume.records import check_counts
 from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
-from anyrank.saving.records import check_counts
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.part_types import Fill, Matched, Stored
+from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport, SavedOn
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.world.device import read_threads
@@ -46,15 +47,14 @@ def resume_newest(
     state: TrainState,
     search: StepSearch,
     ranks: Ranks,
-    skip: Sequence[str],
-    fresh: Sequence[str] = (),
+    arguments: ResumeArguments,
     *,
     began: bool = False,
 ) -> Resuming | None:
     """Restore the newest step that is whole; None where the run has none. All ranks.
 
     Args:
-        state, search, ranks, skip, fresh: of the resume.
+        state, search, ranks, arguments: of the resume.
         began: whether `skip` was for the beginning of the run: nothing is skipped now, but its
             names have to be right all the same.
 
@@ -62,7 +62,7 @@ def resume_newest(
         CheckpointError: the step does not match the state, or reading it failed.
     """
     while (selected := search.next()) is not None:
-        resuming = Resuming(state, selected, ranks, skip, fresh, began=began)
+        resuming = Resuming(state, selected, ranks, arguments, began=began)
         try:
             resuming.match()
             resuming.fill()
@@ -81,14 +81,13 @@ class Resuming:
         state: TrainState,
         found: Selected,
         ranks: Ranks,
-        skip: Sequence[str],
-        fresh: Sequence[str],
+        arguments: ResumeArguments,
         *,
         began: bool = False,
     ) -> None:
         self.state, self.inner = state, run_parts(state)
         self.found, self.ranks = found, ranks
-        self.named, self.fresh = tuple(skip), tuple(fresh)
+        self.named, self.fresh = tuple(arguments.skip), tuple(arguments.fresh)
         self.skip = () if began else self.named
         self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False
@@ -184,12 +183,11 @@ class Resuming:
 
     def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
         """Fill this rank's memory from one listing: each rank reads what it holds."""
-        wanted = [Wanted(n, fill.held, fill.stored, fill.local) for n, fill in enumerate(fills)]
 
         def read() -> None:
             faults.point("resume.read")
             with _unreadable():
-                read_own(wanted, reader, self.ranks)
+                read_own(fills, reader, self.ranks)
 
         self.ranks.together("opening the checkpoint", lambda: reader.open(files))
         self.ranks.together("reading the checkpoint", read)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import steps_of
-from anyrank.resume.adopt import Request, adopt
+from anyrank.resume.adopt import adopt
+from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
 from anyrank.resume.select_step import StepSearch
 from anyrank.saving.peers import PeerMemory
 from anyrank.saving.run_store import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
-from anyrank.tensors.names import Rename, renamer
 from anyrank.world.ranks import Ranks
-
-Which = str | int | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -41,63 +37,10 @@ class Resumed:
     snapshot: str | None = None
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `resume`; see there."""
-
-    which: Which
-    skip: Sequence[str]
-    fresh: Sequence[str]
-    rename: Rename
-
-    @property
-    def path(self) -> str | None:
-        """The path, where one is given."""
-        given = self.which
-        is_path = isinstance(given, os.PathLike) or (
-            isinstance(given, str) and given not in ("auto", "must")
-        )
-        return os.fspath(given) if is_path else None  # type: ignore[arg-type]
-
-    def check(self) -> None:
-        """Refuse what is wrong in itself.
-
-        Raises:
-            ValueError, TypeError: names the argument.
-        """
-        which: Any = self.which  # whatever was given
-        if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
-            raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
-        if which == "" or (isinstance(which, int) and which < 0):
-            raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
-        for name in ("skip", "fresh"):
-            given: object = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Sequence):
-                raise TypeError(f"{name}={given!r}: give a list of names")
-        if self.rename is not None and self.path is None:
-            raise ValueError("rename= is for another tool's checkpoint: give its path")
-        renamer(self.rename)
-
-    def agree(self, ranks: Ranks) -> None:
-        """Check them, and compare them over the ranks. All ranks.
-
-        Raises:
-            ValueError, TypeError: as `check`; on all ranks.
-            CheckpointError: they differ.
-        """
-        given = {
-            "which": self.path or self.which,
-            "skip": sorted(self.skip) if isinstance(self.skip, (list, tuple)) else self.skip,
-            "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
-            "rename": self.rename,
-        }
-        ranks.same_arguments("resume", given, CheckpointError, self.check)
-
-
 def resume_run(
     state: TrainState,
     folder: RunFolder,
-    arguments: Arguments,
+    arguments: ResumeArguments,
     verify: str,
     ranks: Ranks,
     memory: PeerMemory | None = None,
@@ -111,7 +54,7 @@ def resume_run(
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
     search = StepSearch(folder, own, verify, ranks, memory)
     began = path is not None  # this run is past it, and so past its skip= as well
-    resuming = resume_newest(state, search, ranks, arguments.skip, arguments.fresh, began=began)
+    resuming = resume_newest(state, search, ranks, arguments, began=began)
     if resuming is not None:
         held, there = resuming.found.candidate.held, resuming.found.memory
         report = resuming.report(folder if there is None else there.folder, verify)
@@ -136,22 +79,20 @@ def _from_elsewhere(
     state: TrainState,
     folder: RunFolder,
     path: str,
-    arguments: Arguments,
+    arguments: ResumeArguments,
     verify: str,
     ranks: Ranks,
 ) -> Resumed:
     """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
-    first = ranks.ranks[0]
-    found = ranks.from_one("looking at the checkpoint", first, lambda: _step_of_a_run(path))
+    found = ranks.from_one("looking at the checkpoint", lambda: _step_of_a_run(path))
     if found is None:
-        request = Request(path, arguments.skip, arguments.fresh, arguments.rename)
-        resuming = adopt(state, request, ranks)
+        resuming = adopt(state, path, arguments, ranks)
         return _resumed(resuming, resuming.report(folder, verify), ranks)
     if arguments.rename is not None:
         raise ValueError(f"rename= is for another tool's checkpoint, and {path} is a run's")
     other = RunFolder(store_for(found[0]), found[0])
     search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
-    resuming = resume_newest(state, search, ranks, arguments.skip, arguments.fresh)
+    resuming = resume_newest(state, search, ranks, arguments)
     assert resuming is not None
     state.run = None  # a run of its own, which begins here
     return _resumed(resuming, resuming.report(other, verify), ranks)

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
-from anyrank.resume.options import RunOptions
-from anyrank.resume.resume import Arguments, resume_run
+from anyrank.resume.options import ResumeArguments, RunOptions
+from anyrank.resume.resume import resume_run
 from anyrank.saving.background import Background
 from anyrank.saving.lock import RunLock
 from anyrank.saving.peers import PeerMemory
@@ -79,11 +79,11 @@ class RunWriter:
         data = self._state.data
         return isinstance(data, Position) and data.in_step
 
-    def arguments(self, given: Arguments) -> Arguments:
+    def arguments(self, given: ResumeArguments) -> ResumeArguments:
         """What a resume restores, of what the script asks for."""
         return given
 
-    def resume(self, arguments: Arguments, ranks: Ranks) -> ResumeReport | None:
+    def resume(self, arguments: ResumeArguments, ranks: Ranks) -> ResumeReport | None:
         """Restore the state; None where there is nothing to resume. All ranks."""
         verify, memory = self._options.verify, self.memory
         resumed = resume_run(self._state, self._folder, arguments, verify, ranks, memory)
@@ -123,7 +123,7 @@ class RunWriter:
             return
         if self.branch is not None:
             branch, self.branch = self.branch, None
-            ranks.from_one("leaving newer steps", ranks.ranks[0], lambda: folder.abandon(branch))
+            ranks.from_one("leaving newer steps", lambda: folder.abandon(branch))
         snapshot = self._collect(ranks)
         if self._background is None:
             record = self._write(snapshot, ranks)

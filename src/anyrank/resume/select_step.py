@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
+from anyrank.resume.records import check_records
 from anyrank.saving.peers import Held, PeerMemory
-from anyrank.saving.records import check_records, check_tensors
 from anyrank.saving.run_store import RunFolder
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-T = TypeVar("T")
 VERIFY = ("size", "full", "off")
 
 
@@ -123,25 +121,25 @@ class StepSearch:
             self._reject(candidate)
         if self.reasons:
             raise self._error()
-        bad = self._from_first("looking for a checkpoint", lambda: _bad(self.folder))
+        bad = self.ranks.from_one("looking for a checkpoint", lambda: _bad(self.folder))
         if bad:
             raise CheckpointError(
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
                 f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
             )
-        self._from_first("looking for a checkpoint", self.folder.check_no_other)
+        self.ranks.from_one("looking for a checkpoint", self.folder.check_no_other)
         return None
 
     def _candidate(self) -> Candidate | None:
         """The newest step that was not rejected, in memory or in files. All ranks."""
         if self.memory is not None and self.snapshots:
             memory, held = self.memory, self.snapshots[0]
-            if self._from_first("comparing memory and files", lambda: self._is_newest(held)):
+            if self.ranks.from_one("comparing memory and files", lambda: self._is_newest(held)):
                 del self.snapshots[0]
                 return self.ranks.from_one(
-                    "looking at a snapshot", held.holder, lambda: _look_in_memory(memory, held)
+                    "looking at a snapshot", lambda: _look_in_memory(memory, held), held.holder
                 )
-        return self._from_first("looking for a checkpoint", self._look)
+        return self.ranks.from_one("looking for a checkpoint", self._look)
 
     def _is_newest(self, held: Held) -> bool:
         """Whether no file is newer than a snapshot, which is of the files' run. One rank."""
@@ -167,9 +165,6 @@ class StepSearch:
             self._reject(replace(selected.candidate, unread=str(error)))
         else:  # the network: the next try may get through
             raise CheckpointError(str(error), causes=error.causes) from error
-
-    def _from_first(self, what: str, work: Callable[[], T]) -> T:
-        return self.ranks.from_one(what, self.ranks.ranks[0], work)
 
     def _look(self) -> Candidate | None:
         return _look(self.folder, self.which, self.left, self.verify != "off")
@@ -211,7 +206,9 @@ class StepSearch:
             self.unread += 1
             self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
             return
-        aside, refusal = self._from_first("setting aside", lambda: self._set_aside(candidate.name))
+        aside, refusal = self.ranks.from_one(
+            "setting aside", lambda: self._set_aside(candidate.name)
+        )
         if aside is None:
             why = f"is damaged and cannot be renamed: {refusal}"
             self._leave(candidate, candidate.damaged, why)
@@ -268,9 +265,8 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
     step, name = steps[0]
     try:
         manifest, small = folder.examine(name, sizes)
-        check_records(manifest, folder.join(name))
         listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
-        check_tensors(manifest, listing.tensors, folder.join(name))
+        check_records(manifest, listing.tensors, folder.join(name))
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
         manifest = None  # it may be sound itself, and show how much is lost
@@ -286,7 +282,9 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
 def _look_in_memory(memory: PeerMemory, held: Held) -> Candidate:
     """A snapshot, with what is wrong with it. On its holder."""
     try:
-        return Candidate(held.step, held.name, *memory.examine(held), held=held)
+        manifest, listing = memory.examine(held)
+        check_records(manifest, listing.tensors, memory.folder.join(held.name))
+        return Candidate(held.step, held.name, manifest, listing, held=held)
     except CheckpointError as error:
         return Candidate(held.step, held.name, damaged=str(error), held=held)
 

@@ -79,19 +79,16 @@ class Background:
         """
         mutable = [item for item in snapshot.items if not item.steady]
         steady = [item for item in snapshot.items if item.steady]
-        copied: list[Item] = []
-        before: list[Callable[[], list[int]]] = []
 
-        def copy() -> None:
-            copied.extend(self.now.take(mutable, ranks))
-            named = [(item.name, item.source) for item in steady]
-            before.append(start_digests(named, ranks.check))
+        def copy() -> tuple[list[Item], Callable[[], list[int]]]:
+            copied = self.now.take(mutable, ranks)
+            return copied, start_digests([(i.name, i.source) for i in steady], ranks.check)
 
-        ranks.together("copying the state", copy)
+        copied, before = ranks.own("copying the state", copy)
         self.failure = self.record = self.spoiled = None
         self.stall = 0.0
         self.staged.clear()
-        args = (snapshot, copied, steady, before[0], written_by_now(steady), writers)
+        args = (snapshot, copied, steady, before, written_by_now(steady), writers)
         self.thread = threading.Thread(target=self._run, args=args, name="anyrank-save")
         self.thread.start()
 
@@ -104,9 +101,8 @@ class Background:
         written: dict[torch.device, torch.Event],
         ranks: Ranks,
     ) -> None:
-        copies: list[Item] = []
 
-        def stage() -> None:
+        def stage() -> list[Item]:
             faults.point("save.stage")
             for device, event in written.items():
                 if device not in self.streams:
@@ -115,13 +111,13 @@ class Background:
                 self.streams[device].wait_event(event)
             streams = {device: self.streams[device] for device in written}
             try:
-                copies.extend(self.later.begin(steady, ranks))
+                copies = self.later.begin(steady, ranks)
                 # Of the same values as the copies: a device takes them before the optimizer steps.
-                copied = [
+                same = [
                     (item.name, copy.source if item.source.is_cpu else item.source)
                     for item, copy in zip(steady, copies, strict=True)
                 ]
-                after = start_digests(copied, ranks.check)
+                after = start_digests(same, ranks.check)
                 compare_later = snapshot.replicas.start(ranks)
                 self.unchecked = [item for item in steady if item.source.device in streams]
                 self.copied = {device: stream.record_event() for device, stream in streams.items()}
@@ -135,10 +131,11 @@ class Background:
                 raise self.spoiled
             refuse_written(steady, before(), after())
             compare_later()
+            return copies
 
         try:
             try:
-                ranks.together("staging the checkpoint", stage)
+                copies = ranks.own("staging the checkpoint", stage)
             finally:
                 self.staged.set()
             self.record = self.write(replace(snapshot, items=[*copied, *copies]), ranks)

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import closing
 from typing import Any
 
 from anyrank.errors import CheckpointError
@@ -177,11 +178,8 @@ class RunLock:
         """A lock's bytes, in one request as it may be replaced meanwhile; None for none."""
         data = bytearray(MAX_BYTES)
         try:
-            file = self.store.open(path)
-            try:
+            with closing(self.store.open(path)) as file:
                 return bytes(data[: file.readv([memoryview(data)], 0)])
-            finally:
-                file.close()
         except FileNotFoundError:
             return None
 

@@ -145,7 +145,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         if not saved.by_rank or "by_rank" in records[part] or ranks.index == 0
     ]
     manifest = Manifest(
-        run=state.run or ranks.from_one("naming the run", ranks.ranks[0], lambda: uuid.uuid4().hex),
+        run=state.run or ranks.from_one("naming the run", lambda: uuid.uuid4().hex),
         step=state.step,
         epoch=state.epoch,
         samples=samples_of(state),
@@ -241,11 +241,10 @@ def write(
         CheckpointError: replicas differ, or a rank could not write; nothing was committed.
     """
     start = time.perf_counter()
-    first, step = ranks.ranks[0], snapshot.manifest.step
+    step = snapshot.manifest.step
     differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
-    temporary = ranks.from_one(
-        "making the folder", first, lambda: folder.begin(step, snapshot.manifest.run)
-    )
+    run = snapshot.manifest.run
+    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run))
     name = f"__{ranks.index}_0.distcp"
 
     def share() -> tuple[list[SavedBox], dict[str, FileRecord], dict[str, int]]:
@@ -284,7 +283,7 @@ def write(
         seconds = time.perf_counter() - start
         return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
 
-    return ranks.from_one("committing the checkpoint", first, commit)
+    return ranks.from_one("committing the checkpoint", commit)
 
 
 def tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:

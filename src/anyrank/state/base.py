@@ -12,19 +12,11 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from anyrank.errors import CheckpointError
+from anyrank.files.receipt import digest_of_box
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.box import Box, row_major
-from anyrank.tensors.hashing import mix64, signed
-from anyrank.tensors.layout import Piece
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.ranks import Ranks
-
-PART_ELEMENTS = 1 << 20  # of a tensor at a time; each takes some 32 bytes meanwhile
-SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Base:
@@ -134,25 +126,9 @@ def _digests(mine: Sequence[ModelTensor]) -> list[list[Any]]:
         local = target.local()
         for piece in target.pieces:
             where = [list(piece.box.offsets), list(piece.box.sizes)]
-            rows.append([number, *where, _digest(local, piece, target.shape)])
+            digest = digest_of_box(local[piece.local_slices()], piece.box, target.shape, number)
+            rows.append([number, *where, digest])
     return rows
-
-
-def _digest(local: torch.Tensor, piece: Piece, shape: Sequence[int]) -> int:
-    """A sum over elements of their mixed value and position in the global tensor."""
-    strides, total = row_major(shape), 0
-    for box in piece.box.cut(PART_ELEMENTS):
-        data = local[Box(piece.part(box).local, box.sizes).slices()].contiguous().reshape(-1)
-        # A complex128 is two words of 8 bytes.
-        kind = WORDS.get(data.itemsize, torch.int64)
-        words = data.view(kind).to(torch.int64).reshape(data.numel(), -1)
-        places = torch.zeros(box.sizes, dtype=torch.int64, device=data.device)
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            line = torch.arange(start, start + size, device=data.device) * strides[dim]
-            places += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        mixed = mix64(words ^ mix64(places.reshape(-1, 1) * SPREAD))
-        total += int(mixed.sum())
-    return total % (1 << 64)
 
 
 def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:

@@ -9,10 +9,9 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.reader import memory_of
 from anyrank.tensors.box import Box
-from anyrank.tensors.hashing import mix64, signed
+from anyrank.tensors.hashing import SPREAD, mix64
 
 PART_BYTES = 8 << 20  # of a tensor at a time: on a device, a few times as much is taken
-SPREAD = signed(0x9E3779B97F4A7C15)  # odd, so that each position counts otherwise
 
 
 def start_digests(

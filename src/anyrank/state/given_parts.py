@@ -47,12 +47,11 @@ class GivenParts:
         if not self.is_used:
             return
 
-        def look() -> tuple[list[ModelTensor], None]:
-            named = [in_part(part, name) for part, several in find().items() for name in several]
-            return named, None
+        def look() -> list[ModelTensor]:
+            return [in_part(part, tensor) for part, held in find().items() for tensor in held]
 
         try:
-            tensors, _ = ranks.own_and_all("looking at the state", look)
+            tensors = ranks.own("looking at the state", look)
             meshes = apply_layouts(tensors, self.layout or {}, ranks, strict=True)
         except LoadError as error:
             raise CheckpointError(str(error), causes=error.causes) from error

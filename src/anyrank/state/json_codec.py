@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 
 Put = Callable[[str, Any], Any]  # of a tensor, or of where the bytes of one are stored
 Take = Callable[[Any], Any]
@@ -66,7 +66,7 @@ def to_json(value: Any, where: str, put: Put) -> Any:
     if type(value) in SEQUENCES:
         return _sequence(cast("list[Any]", value), where, put)
     if isinstance(value, torch.dtype):
-        return {"~dtype": str(value).removeprefix("torch.")}
+        return {"~dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"~device": str(value)}
     if isinstance(value, (bytes, bytearray)):

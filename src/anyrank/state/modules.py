@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError
+from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.replace import put_in_place
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.part_types import (
-    Fill,
     Matched,
     Saved,
     Stored,
@@ -31,7 +31,7 @@ from anyrank.state.part_types import (
 )
 from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
-from anyrank.tensors.sharded_tensor import as_sharded, is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import as_sharded, lazy_view
 from anyrank.tensors.walk import walk
 
 
@@ -42,16 +42,11 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
         CheckpointError: two that a checkpoint holds or checks have one name.
     """
     targets = find_tensors(module)
-    count = Counter(target.name for target in kept(targets))
+    count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
         raise CheckpointError(listed("several tensors of the model have one name", doubled))
     return targets
-
-
-def kept(targets: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Those that a checkpoint holds or checks."""
-    return [target for target in targets if target.kind != "derived"]
 
 
 def save_module(
@@ -78,7 +73,7 @@ def save_module(
         if info.source is not None and info.digest is not None:
             elsewhere.append(inner)
             frozen[name] = {"source": info.source, "digest": info.digest}
-    mine = [target for target in kept(targets) if target.frozen not in elsewhere]
+    mine = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
     on_meta = [target.name for target in mine if target.is_meta]
     if on_meta:
         raise CheckpointError(
@@ -88,7 +83,7 @@ def save_module(
     named = [in_part(part, target) for target in mine]
     for target in named:
         check_has_bytes(target.name, target.tensor)
-    views = [lazy_view(target.name) for target in named if is_lazy_view(target)]
+    views = [problem for target in named if (problem := lazy_view(target))]
     if views:
         raise CheckpointError("\n".join(views))
     saved = Saved(None, [*named])
@@ -144,7 +139,7 @@ def match_module(
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
         in_part(part, target)
-        for target in kept(targets)
+        for target in in_state_dict(targets)
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]
     outcome = stored.moved(record["layout"], layout_digest(wanted))
@@ -180,7 +175,7 @@ def _fit_tensors(
     fresh: list[str] = []
     used: set[str] = set()
     for target in wanted:
-        names = [f"{part}.{name}" for place in target.registrations for name in place.names]
+        names = [f"{part}.{name}" for name in target.flat_names()]
         key = next((name for name in (target.name, *names) if name in saved), None)
         if key is None:
             name = target.name.removeprefix(f"{part}.")
@@ -259,7 +254,7 @@ def _frozen(
                 problems.append(_digest_differs(part, name, known, info.digest))
             continue
         listing = list_source(info.source or known["source"])
-        targets = kept(find_tensors(inner))
+        targets = in_state_dict(find_tensors(inner))
         found = match_keys(
             [target.all_names() for target in targets], listing.tensors, lambda key: key
         )

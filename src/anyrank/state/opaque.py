@@ -27,15 +27,6 @@ HOOKS = (
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer within Accelerate's wrapper, which has no state of its own."""
-    kind = type(optimizer)
-    if kind.__name__ == "AcceleratedOptimizer" and kind.__module__.startswith("accelerate."):
-        inner: Any = optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        return unwrapped(inner)
-    return optimizer
-
-
 def is_opaque(optimizer: Optimizer) -> bool:
     """Whether `.state` and the groups may not be all that an optimizer has."""
     return (

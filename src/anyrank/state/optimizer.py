@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.listing import Fill
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.json_codec import from_json, to_json
@@ -22,10 +23,8 @@ from anyrank.state.opaque import (
     match_opaque,
     overrides,
     save_opaque,
-    unwrapped,
 )
 from anyrank.state.part_types import (
-    Fill,
     Matched,
     Saved,
     Stored,
@@ -57,7 +56,6 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
     """
-    optimizer = unwrapped(optimizer)
     if is_opaque(optimizer):
         _parameters(part, optimizer, names)
         return save_opaque(part, optimizer, rank)
@@ -140,7 +138,6 @@ def match_optimizer(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
 ) -> Matched:
     """What fills an optimizer. Nothing is changed."""
-    optimizer = unwrapped(optimizer)
     if is_opaque(optimizer) or "opaque" in record:
         if is_opaque(optimizer) and "opaque" in record:
             return match_opaque(part, optimizer, record, stored, rank)

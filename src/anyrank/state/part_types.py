@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, is_lazy_view, lazy_view
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
@@ -45,16 +45,6 @@ class Saved:
     strict: bool = True
     by_rank: bool = False
     first_rank: bool = False
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Memory of this rank and the bytes that fill it."""
-
-    held: ShardedTensor
-    stored: StoredTensor
-    local: torch.Tensor
-    listing: Listing
 
 
 @dataclass
@@ -125,7 +115,7 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
         held = as_sharded(name, plain)
     except LoadError as error:
         raise _cannot_be_saved(name, type(tensor).__name__) from error
-    if is_lazy_view(held):
+    if lazy_view(held):
         raise _cannot_be_saved(name, "DTensor that is a conj or neg view")
     return held
 
@@ -166,8 +156,8 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
 
 def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
-    if is_lazy_view(held):
-        return lazy_view(held.name)
+    if problem := lazy_view(held):
+        return problem
     if stored.shape != held.shape:
         return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
     if stored.dtype != held.dtype:

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, check_layout
-from anyrank.model.tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
-from anyrank.state.modules import kept, match_module, save_module, targets_of
+from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
 from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.replicas import History
@@ -271,7 +271,7 @@ def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTen
     """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
     found: dict[int, ModelTensor] = {}
     for part, several in targets.items():
-        for target in kept(several):
+        for target in in_state_dict(several):
             # Not with a ".", which names have already.
             name = target.name if part == "model" else f"{part}/{target.name}"
             found.setdefault(id(target.tensor), replace(target, name=name))

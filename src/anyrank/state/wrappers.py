@@ -12,9 +12,10 @@ def unwrapped(name: str, part: Any) -> Any:
         ValueError: a scheduler that steps once for each process: its count, and the learning rate,
             would depend on the number of ranks.
     """
-    wrappers = {base.__name__ for base in type(part).__mro__ if is_accelerates(base)}
+    bases = type(part).__mro__
+    wrappers = {b.__name__ for b in bases if b.__module__.partition(".")[0] == "accelerate"}
     if "AcceleratedOptimizer" in wrappers:
-        return part.optimizer
+        return unwrapped(name, part.optimizer)
     if "AcceleratedScheduler" not in wrappers:
         return part
     if part.step_with_optimizer and not part.split_batches:
@@ -25,7 +26,3 @@ def unwrapped(name: str, part: Any) -> Any:
             "Accelerator(step_scheduler_with_optimizer=False)"
         )
     return part.scheduler
-
-
-def is_accelerates(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "accelerate"

@@ -131,7 +131,7 @@ def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = Fals
     """
     module = _as_module(given)
     if layout is not None:
-        tensors, _ = ranks.own_and_all("looking at it", lambda: (find_tensors(module), None))
+        tensors = ranks.own("looking at it", lambda: find_tensors(module))
         meshes = apply_layouts(tensors, layout, ranks, strict=False)
         return End(module, tensors, *_rows(module, tensors, meshes, merge))
     walk = walk_tensors(module)

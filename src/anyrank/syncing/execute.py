@@ -92,7 +92,7 @@ class _Sync:
 
         factors, gathered = self._factors()
 
-        def prepare() -> tuple[tuple[Places, Mover], None]:
+        def prepare() -> tuple[Places, Mover]:
             shared = SharedMemory(match, share.real(), self._sources)
             shared.check_writable()  # a kept plan knows no memory
             apart = shared.filled_apart()
@@ -102,9 +102,9 @@ class _Sync:
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
             places = Places(self._memory, targets, Adapters(factors, plan.added))
-            return (places, self._mover(plan.flows, places)), None
+            return places, self._mover(plan.flows, places)
 
-        (places, mover), _ = self.ranks.own_and_all("allocating memory", prepare)
+        places, mover = self.ranks.own("allocating memory", prepare)
         check_before(plan.flows, places, self.ranks)
         verified = self._move(mover, places, share)
         rebuilt: dict[str, str] = {}
@@ -167,7 +167,7 @@ class _Sync:
         if not plan.factors:
             return {}, (0, 0)
 
-        def allocate() -> tuple[Mover, None]:
+        def allocate() -> Mover:
             sources = self._memory
             factors = {
                 flow.index: torch.empty(
@@ -176,9 +176,9 @@ class _Sync:
                 for flow in plan.factors
                 if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
             }
-            return self._mover(plan.factors, Places(sources, factors)), None
+            return self._mover(plan.factors, Places(sources, factors))
 
-        mover, _ = self.ranks.own_and_all("allocating memory", allocate)
+        mover = self.ranks.own("allocating memory", allocate)
         self.ranks.together("gathering the adapters", mover.run)
         return dict(mover.places.targets), (mover.sent, mover.received)
 
@@ -203,11 +203,10 @@ class _Sync:
         sources: dict[int, Source] = {}
         for number, index in plan.locals.items():
             held = tensors[index]
-            memory = held.local()
-            if memory.is_neg() or memory.is_conj():
-                raise LoadError(lazy_view(held.name))
+            if problem := lazy_view(held):
+                raise LoadError(problem)
             strides = () if number in plan.added else row_major(held.shape)
-            sources[number] = Source(held, memory, strides)
+            sources[number] = Source(held, held.local(), strides)
         return sources
 
 

@@ -147,7 +147,7 @@ class Planner:
 
         groups = [
             (
-                self.ranks.from_one("describing src", group[0], lambda: src.rows),
+                self.ranks.from_one("describing src", lambda: src.rows, group[0]),
                 {rank: self.cards[rank].src_at for rank in group},
             )
             for group in from_ranks
@@ -175,11 +175,9 @@ class Planner:
                     "ranks the same rename="
                 )
         ends = [
-            self.ranks.from_one("describing dst", group[0], lambda: matched) for group in to_ranks
+            self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
-        flows, _ = self.ranks.own_and_all(
-            "planning the sync", lambda: (self.flows(ends, to_ranks, sources), None)
-        )
+        flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
         numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}

@@ -11,13 +11,13 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.model.lines import short
 from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import Options
+from anyrank.model.tensors import in_state_dict
 from anyrank.syncing.ends import End, Row
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import candidates, match_keys, renamer
-from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.sync_plan import Coordinate, Strip, strips_of
 
 
@@ -138,7 +138,7 @@ def _held(row: Row) -> str:
     layout = "whole" if row.layout is None else str(row.layout)
     adapters = _merged([row]) and f", to be merged with {_merged([row])}"
     adapters = ", with its adapter merged into it" if row.is_merged else adapters
-    return f"{short(row.dtype)}{list(row.shape)} {layout}{adapters}"
+    return f"{dtype_name(row.dtype)}{list(row.shape)} {layout}{adapters}"
 
 
 def listing_of(sources: Sequence[SourceTensor]) -> Listing:
@@ -168,7 +168,7 @@ def match_ends(
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    names = [t.all_names() for t in dst.tensors if t.kind != "derived"]
+    names = [target.all_names() for target in in_state_dict(dst.tensors)]
     if options.merge:
         _check_merged(dst, sources)
     adapters = [
@@ -221,7 +221,6 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
     tensors = dst.tensors
     numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
     filled = {**match.stored, **match.compared}
-    names = {i: {n for p in tensors[i].registrations for n in p.names} for i in filled}
     return Facts(
         tensors=count,
         missing=match.missing,
@@ -230,7 +229,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
         renamed={
             tensors[i].name: stored.name
             for i, stored in filled.items()
-            if names[i].isdisjoint(candidates(stored.name))
+            if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
         },
         tied={
             t.name: [place.name for place in t.registrations[1:]]
@@ -243,7 +242,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
             if numbers.get(key) != numbers.get(loaded)
         },
         cast={
-            tensors[i].name: f"{short(stored.dtype)} -> {short(tensors[i].dtype)}"
+            tensors[i].name: f"{dtype_name(stored.dtype)} -> {dtype_name(tensors[i].dtype)}"
             for i, stored in filled.items()
             if stored.dtype != tensors[i].dtype
         },

@@ -25,9 +25,7 @@ def differing(flows: Sequence[Flow], places: Places, ranks: Ranks) -> list[str]:
     rank = ranks.rank
     pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
 
-    def digest_here() -> tuple[
-        tuple[set[str], dict[int, bytes], list[tuple[str, int, bytes]]], None
-    ]:
+    def digest_here() -> tuple[set[str], dict[int, bytes], list[tuple[str, int, bytes]]]:
         wrong: set[str] = set()
         sent: dict[int, bytes] = {}
         expected: list[tuple[str, int, bytes]] = []
@@ -40,9 +38,9 @@ def differing(flows: Sequence[Flow], places: Places, ranks: Ranks) -> list[str]:
                 sent[transfer.receiver] = sent.get(transfer.receiver, b"") + given
             elif taken and not given:
                 expected.append((flow.name, transfer.sender, taken))
-        return (wrong, sent, expected), None
+        return wrong, sent, expected
 
-    (wrong, sent, expected), _ = ranks.own_and_all("digesting both ends", digest_here)
+    wrong, sent, expected = ranks.own("digesting both ends", digest_here)
     counts: dict[int, int] = {}
     for _, sender, _ in expected:
         counts[sender] = counts.get(sender, 0) + DIGEST_BYTES

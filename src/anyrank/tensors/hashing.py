@@ -37,3 +37,6 @@ def shift(values: torch.Tensor, bits: int) -> torch.Tensor:
 def signed(number: int) -> int:
     """The int64 with the bits of a number in [0, 2 ** 64)."""
     return number - (1 << 64) if number >> 63 else number
+
+
+SPREAD = signed(0x9E3779B97F4A7C15)  # odd: the step between two positions before they are mixed

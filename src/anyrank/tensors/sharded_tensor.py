@@ -99,18 +99,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_lazy_view(held: ShardedTensor) -> bool:
-    """Whether the values are the conjugate or the negative of what the bytes say."""
-    if held.tensor.is_conj() or held.tensor.is_neg():
-        return True
-    return held.is_dtensor and (held.local().is_conj() or held.local().is_neg())
-
-
-def lazy_view(name: str) -> str:
-    """The problem of a tensor in a module whose bytes are not its values."""
+def lazy_view(held: ShardedTensor) -> str | None:
+    """The problem of a tensor whose values are the conjugate or the negative of its bytes."""
+    parts = (held.tensor, held.local()) if held.is_dtensor else (held.tensor,)
+    if not any(part.is_conj() or part.is_neg() for part in parts):
+        return None
     return (
-        f"{name}: is a conj or neg view, whose values are not those of its bytes: give the model "
-        "the result of .resolve_conj().resolve_neg()"
+        f"{held.name}: is a conj or neg view, whose values are not those of its bytes: give the "
+        "model the result of .resolve_conj().resolve_neg()"
     )
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from anyrank.tensors.box import Box, row_major
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without its module, as files and reports have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)

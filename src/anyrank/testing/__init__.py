@@ -6,8 +6,9 @@ milliseconds once the ranks have been started. Nothing else in anyrank imports t
 
 from __future__ import annotations
 
+from anyrank.model.memory_meter import PeakMemory, rss_anon
 from anyrank.testing.fault import Fault, InjectedFault
-from anyrank.testing.memory import PeakMemory, pss_anon, rss_anon
+from anyrank.testing.memory import pss_anon
 from anyrank.testing.pool import RankPool, close_pool, run_ranks
 from anyrank.testing.report import Died, FaultNotReached, RanksFailed
 

@@ -126,14 +126,9 @@ class Ranks:
                 heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
         answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
         if any(theirs != what for theirs, _ in answers):
-            raise RankError(
-                different(
-                    "ranks do different things at the same place",
-                    {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)},
-                    self.named,
-                )
-                + ": make the same calls on all ranks, in the same order"
-            )
+            done = {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)}
+            text = different("ranks do different things at the same place", done, self.named)
+            raise RankError(f"{text}: make the same calls on all ranks, in the same order")
         return [value for _, value in answers]
 
     def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
@@ -230,6 +225,10 @@ class Ranks:
         """
         return self.own_and_all(what, lambda: (None, work()))[1]
 
+    def own(self, what: str, work: Callable[[], T]) -> T:
+        """As `together`; each rank keeps its result, the very object, and sends nothing."""
+        return self.own_and_all(what, lambda: (work(), None))[0]
+
     def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
         """As `together`; each rank keeps a result of its own, and sends another. All ranks.
 
@@ -259,12 +258,13 @@ class Ranks:
             raise joined(what, failures, self.size) from cause
         return cast("S", own), [answer.value for answer in answers]
 
-    def from_one(self, what: str, rank: int, work: Callable[[], T]) -> T:
-        """Run `work` on one rank and return its result on every rank. All ranks.
+    def from_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
+        """Run `work` on one rank, the first by default; its result on every rank. All ranks.
 
         Raises:
             AnyrankError: as `together`.
         """
+        rank = self.ranks[0] if rank is None else rank
 
         def here() -> tuple[tuple[T | None, bytes], tuple[int, bytes]]:
             value = work() if self.rank == rank else None

@@ -40,11 +40,12 @@ RECORDS = {
 }
 
 
-def check_records(manifest: Manifest, path: str) -> None:
-    """Compare the record of every part with what its kind must have.
+def check_records(manifest: Manifest, names: Collection[str], path: str) -> None:
+    """Compare the record of every part with what its kind must have, and with the index's tensors.
 
     Raises:
-        CorruptCheckpoint: names the first field that is wrong.
+        CorruptCheckpoint: names the first field that is wrong, or the first tensor that is in only
+            one of them.
     """
     try:
         streams = from_json(manifest.streams)
@@ -66,16 +67,11 @@ def check_records(manifest: Manifest, path: str) -> None:
                 raise ValueError(f"{where}.by_rank: has {len(trees)} trees")
         except ValueError as error:
             raise CorruptCheckpoint(f"{path}: {error}: the manifest is damaged") from error
+    _check_tensors(manifest, names, path)
 
 
-def check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None:
-    """Compare the tensors that the records refer to with those of the index, for every part.
-
-    A module's own tensors are in the index alone: the module says which they must be.
-
-    Raises:
-        CorruptCheckpoint: names the first tensor that is in only one of them.
-    """
+def _check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None:
+    """A module's own tensors are in the index alone: the module says which they must be."""
     whole, own = set[str](), set[str]()
     for mark, name in _references(manifest.parts):
         (own if mark == OWN else whole).add(name)
