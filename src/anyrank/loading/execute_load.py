@@ -65,11 +65,7 @@ class LoadResult:
             initialised=self.rules,
             rebuilt=self.rebuilt,
             kept=[tensors[i].name for i in match.keep],
-            tied={
-                t.name: [place.name for place in t.registrations[1:]]
-                for t in tensors
-                if len(t.registrations) > 1
-            },
+            tied=match.tied,
             cast={
                 tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
                 for i, stored in match.stored.items()

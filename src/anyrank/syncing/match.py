@@ -231,11 +231,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
             for i, stored in filled.items()
             if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
         },
-        tied={
-            t.name: [place.name for place in t.registrations[1:]]
-            for t in tensors
-            if len(t.registrations) > 1
-        },
+        tied=match.tied,
         duplicates={
             key: loaded
             for key, loaded in match.duplicates.items()
