@@ -166,7 +166,6 @@ def plan_source(
     ranks_per_node: int | None = None,
     dtype: torch.dtype | None = None,
     strategy: str = "auto",
-    buffer_bytes: int | None = None,
 ) -> LoadPlan:
     """As `plan` with `world_size`, for a source alone: its tensors stand for the model's.
 
@@ -192,8 +191,7 @@ def plan_source(
         )
         for key, t in listing.tensors.items()
     ]
-    buffer = buffer_bytes or BUFFER_BYTES.get()
-    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing)
+    return _closed_form(tensors, sizes, ranks_per_node, strategy, BUFFER_BYTES.get(), listing)
 
 
 def _mesh_sizes(
