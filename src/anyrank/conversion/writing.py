@@ -170,7 +170,7 @@ def finishing(placed: PlacedFile, path: str) -> Generator[None, None, None]:
 def run_all(
     items: Iterable[T], work: Callable[[torch.Tensor, T], None], threads: int = THREADS
 ) -> None:
-    """Run `work` on each item, with a window's memory for it, on so many threads."""
+    """Run `work` on each item, with a window's memory for it, on `threads` threads."""
     memories = [torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu") for _ in range(threads)]
     spread(items, [partial(work, memory) for memory in memories])
 

@@ -49,7 +49,7 @@ class Span:
         return self.start + self.nbytes
 
     def cut(self, most_bytes: int) -> Iterator[Span]:
-        """Consecutive spans of at most so many bytes (or one element)."""
+        """Consecutive spans of at most `most_bytes` (or one element)."""
         position = self.start
         for box in self.box.cut(most_bytes // self.tensor.dtype.itemsize):
             part = Span(self.tensor, box, position)

@@ -278,7 +278,7 @@ def open_memory(path: str, ranks: Ranks) -> PeerMemory | None:
         without = [rank for rank, is_there in zip(ranks.ranks, there, strict=True) if not is_there]
         log.warning(
             "peers= keeps nothing in memory: %s have none that outlives them: start the script "
-            "with `anyrank run`; the files are saved as ever",
+            "with `anyrank run`; the files are saved as usual",
             ranks.named(without),
         )
     return None

@@ -154,7 +154,7 @@ def write_share(
         Where each item lies, and the manifest's records of both files.
 
     Raises:
-        CheckpointError: the device says no.
+        CheckpointError: the device refuses.
     """
     path = join_path(folder, name)
     places: list[SavedBox] = []
