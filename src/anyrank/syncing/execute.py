@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -123,8 +123,8 @@ class _Sync:
 
         answers = self.ranks.together("putting the weights in place", commit)
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
-        return SyncReport(
-            **vars(plan.facts),
+        return replace(
+            plan.facts,
             initialised={n: rule for _, _, rules, _ in answers for n, rule in rules.items()},
             rebuilt=rebuilt,
             renewed=sorted({name for *_, names in answers for name in names}),
