@@ -1,5 +1,6 @@
-"""Files that are to be written, byte by byte, before the first of them is: what is fixed, and which
-box of which tensor lies where. Each format makes one of these; one writer fills them all.
+"""A plan of files, byte by byte: what is fixed, and which box of which tensor lies where.
+
+Each format makes one of these; one writer fills them all.
 """
 
 from __future__ import annotations

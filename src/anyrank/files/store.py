@@ -1,4 +1,4 @@
-"""Bytes into rest: files written in sequence with checksums, durable before they count.
+"""Files written from start to end, with checksums, and durable before they count.
 
 Every file event passes a point of `anyrank.faults`, so that a test can stop a process at each.
 """

@@ -1,4 +1,4 @@
-"""Items for a few threads of this process, which wait for disks and hash without Python's lock."""
+"""Work for a few threads of this process: disks and hashes do not hold Python's lock."""
 
 from __future__ import annotations
 
