@@ -23,7 +23,8 @@ from machine import describe_machine, load_average
 from anyrank.model.options import Options
 from anyrank.syncing.ends import Row
 from anyrank.syncing.flows import Card, Planner
-from anyrank.syncing.match import Facts, Filling, MatchedEnd, SourceTensor
+from anyrank.syncing.match import Filling, MatchedEnd, SourceTensor
+from anyrank.syncing.report import SyncReport
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Placement, local_pieces
 from anyrank.tensors.sync_plan import Strip, places_of, transfers_of
@@ -88,7 +89,7 @@ def plan_of(rank: int, case: str) -> dict[str, float]:
         dims = tuple(range(len(shape)))
         strip = Strip(Box.whole(shape), number, (0,) * len(shape), dims)
         fillings.append(Filling(number, (strip,), torch.bfloat16, False))
-    end = MatchedEnd(tuple(rows), tuple(fillings), Facts(), [])
+    end = MatchedEnd(tuple(rows), tuple(fillings), SyncReport(), [])
     start, cpu_start = time.perf_counter(), time.process_time()
     flows = Planner(cards, everyone, Options()).flows([end], [list(at[1])], sources)
     return {

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from anyrank.loading.load import load
     from anyrank.loading.materialize import materialize
     from anyrank.loading.meta import meta
-    from anyrank.loading.planning import plan
+    from anyrank.loading.plan import plan
     from anyrank.loading.report import LoadPlan, LoadReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
@@ -113,7 +113,7 @@ HOMES = {
     "load": "anyrank.loading.load",
     "materialize": "anyrank.loading.materialize",
     "meta": "anyrank.loading.meta",
-    "plan": "anyrank.loading.planning",
+    "plan": "anyrank.loading.plan",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",

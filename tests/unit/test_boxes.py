@@ -40,7 +40,7 @@ def test_a_source_in_memory_is_read_from_its_listing() -> None:
     weight = torch.arange(6.0).view(2, 3).t()
     listing = list_memory({"weight": weight})
     with Reader(listing, buffer_bytes=64) as reader:
-        assert torch.equal(reader.read_whole(listing.tensors["weight"]), weight)
+        assert torch.equal(reader.read(listing.tensors["weight"]), weight)
 
 
 def test_the_headers_of_a_source_in_memory_travel_without_its_tensors() -> None:

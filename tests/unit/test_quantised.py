@@ -167,7 +167,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
             return original(part, start, stop)
 
         reader.fetch = fetch  # type: ignore[method-assign]
-        whole = reader.read_whole(stored)
+        whole = reader.read(stored)
     assert max(fetched) <= MOST_NUMEL
     expected = read_by_torch(folder, {"l.weight": (4096, 512)}, 128)["l.weight"]
     assert torch.equal(whole, expected)

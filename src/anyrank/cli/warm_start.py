@@ -1,6 +1,6 @@
 """Warm starts: the ranks of the next attempt, which have imported torch and wait for their turn.
 
-A torchrun of their own starts them as ever, while the attempt before runs: so their environment,
+A torchrun of their own starts them as usual, while the attempt before runs: so their environment,
 streams, signals and exit codes are those of any rank. They wait at a FIFO: to open it takes until
 `anyrank run` has opened it too. What is imported ahead of the script reads the environment as it is
 then, so ranks ask for a warm start only if their script has left alone what torch reads.

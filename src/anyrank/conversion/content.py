@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,18 +37,12 @@ class StoredContent:
     Args:
         listing: what the sources hold.
         tensors: name in the output -> stored tensor.
-        check: called between reads; raises to stop early.
     """
 
-    def __init__(
-        self,
-        listing: Listing,
-        tensors: Mapping[str, StoredTensor],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, listing: Listing, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = tensors
         # The checksums of runs are compared as their bytes are read.
-        self.reader = Reader(listing, buffer_bytes=BUFFER_BYTES, check=check, verify=True)
+        self.reader = Reader(listing, buffer_bytes=BUFFER_BYTES, verify=True)
 
     def open(self) -> None:
         """Open every file, which must be as its header was read.

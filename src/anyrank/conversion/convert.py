@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -219,12 +219,7 @@ def _stem(listing: Listing, selection: Selection) -> str:
     return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
 
 
-def _write(
-    place: Destination,
-    output: Output,
-    content: Content,
-    check: Callable[[], None] = lambda: None,
-) -> None:
+def _write(place: Destination, output: Output, content: Content) -> None:
     """Write, verify and commit; nothing is left where that fails.
 
     Raises:
@@ -233,7 +228,7 @@ def _write(
     """
     try:
         place.prepare(output.nbytes)
-        writer = Writer(place.store, place.folder, content, check)
+        writer = Writer(place.store, place.folder, content)
         for file in output.files:
             writer.write(file)
         for name, data in output.small.items():

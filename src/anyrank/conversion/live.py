@@ -31,11 +31,11 @@ from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import storing, write_file
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
-from anyrank.model.verify import compare_replicas
+from anyrank.model.verify import check_alike, compare_replicas
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, lazy_view
+from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of, lazy_view
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import Write, plan_writes
 from anyrank.world.group import Group
@@ -55,7 +55,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    described: list[tuple[str, tuple[int, ...], str, str]]
+    described: list[Described]
     tied: dict[str, str]
     coordinates: Coordinates
     buffers: dict[str, str]
@@ -225,14 +225,12 @@ def _file_names(model: nn.Module, found: Sequence[ModelTensor]) -> dict[str, str
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
     """Raises LoadError on all ranks: their models differ."""
+    check_alike([summary.described for summary in summaries], ranks)
+    first, ours = ranks.ranks[0], summaries[0].tied
     for rank, summary in zip(ranks.ranks, summaries, strict=True):
-        if (summary.described, summary.tied) != (summaries[0].described, summaries[0].tied):
-            pairs = itertools.zip_longest(summaries[0].described, summary.described)
-            ours, theirs = next(
-                (p for p in pairs if p[0] != p[1]), (summaries[0].tied, summary.tied)
-            )
+        if summary.tied != ours:
             raise LoadError(
-                f"the ranks' models differ: rank {ranks.ranks[0]} has {ours}, rank {rank} {theirs}"
+                f"the ranks' models differ: rank {first} ties {ours}, rank {rank} {summary.tied}"
             )
 
 

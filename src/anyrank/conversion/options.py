@@ -23,7 +23,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 SHARD_BYTES = 5_000_000_000
-MOST_SHARDS = 99_999
 
 
 @dataclass(frozen=True)

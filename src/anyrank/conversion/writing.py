@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -19,9 +20,12 @@ from anyrank.files.placed_file import PlacedFile
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
 from anyrank.files.store import Store, storing
+from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
 THREADS = 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,10 @@ class Writer:
         store: where to.
         folder: a folder that is there.
         content: what fills the spans.
-        check: called between windows; raises to stop early.
     """
 
-    def __init__(
-        self, store: Store, folder: str, content: Content, check: Callable[[], None] = lambda: None
-    ) -> None:
-        self.store, self.folder, self.content, self.check = store, folder, content, check
+    def __init__(self, store: Store, folder: str, content: Content) -> None:
+        self.store, self.folder, self.content = store, folder, content
 
     def write(self, file: OutputFile) -> None:
         """Write one file, durably, and compare it with what was to be written.
@@ -116,13 +117,13 @@ class Writer:
             placed.abandon()
             raise
         with finishing(placed, path):
-            compare(self.store, path, sealed, self.check)
+            compare(self.store, path, sealed)
 
     def _fill(self, placed: PlacedFile, path: str, file: OutputFile) -> list[Sealed]:
         sealed: list[Sealed] = []
         lock = threading.Lock()
 
-        def work(window: Window, memory: torch.Tensor) -> None:
+        def work(memory: torch.Tensor, window: Window) -> None:
             data = self._bytes(window, memory)  # of `memory`, which outlives it
             seal = Sealed(window.start, len(data), _digest(data))
             with storing(path):
@@ -130,7 +131,7 @@ class Writer:
             with lock:
                 sealed.append(seal)
 
-        run_all(windows_of(file), work, 1 if placed.in_order else THREADS, self.check)
+        run_all(windows_of(file), work, 1 if placed.in_order else THREADS)
         return sealed
 
     def _bytes(self, window: Window, memory: torch.Tensor) -> memoryview:
@@ -167,47 +168,14 @@ def finishing(placed: PlacedFile, path: str) -> Generator[None, None, None]:
 
 
 def run_all(
-    windows: Iterator[Window],
-    work: Callable[[Window, torch.Tensor], None],
-    threads: int,
-    check: Callable[[], None],
+    items: Iterable[T], work: Callable[[torch.Tensor, T], None], threads: int = THREADS
 ) -> None:
-    """Run `work` on each window, with memory for it, on so many threads.
-
-    Raises:
-        Exception: the first that `work` or `check` raises; no further window is begun.
-    """
-    waiting: queue.Queue[Window | None] = queue.Queue(2 * threads)
-    errors: list[BaseException] = []
-
-    def loop() -> None:
-        memory = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu")
-        while (window := waiting.get()) is not None:
-            try:
-                if not errors:
-                    work(window, memory)
-            except BaseException as error:  # handed to the caller's thread below
-                errors.append(error)
-
-    workers = [threading.Thread(target=loop, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    try:
-        for window in windows:
-            check()
-            if errors:
-                break
-            waiting.put(window)
-    finally:
-        for _ in workers:
-            waiting.put(None)
-        for worker in workers:
-            worker.join()
-    if errors:
-        raise errors[0]
+    """Run `work` on each item, with a window's memory for it, on `threads` threads."""
+    memories = [torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu") for _ in range(threads)]
+    spread(items, [partial(work, memory) for memory in memories])
 
 
-def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[], None]) -> None:
+def compare(store: Store, path: str, sealed: Sequence[Sealed]) -> None:
     """Read a file again, and compare it with what was to be written.
 
     Raises:
@@ -216,8 +184,7 @@ def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[
     """
     with closing(store.open(path)) as file:
 
-        def work(window: Window, memory: torch.Tensor) -> None:
-            seal = seals[window.start]
+        def work(memory: torch.Tensor, seal: Sealed) -> None:
             data = memory_of(memory)[: seal.nbytes]
             read_exactly(file, path, [data], seal.start)
             if _digest(data) != seal.digest:
@@ -226,8 +193,7 @@ def compare(store: Store, path: str, sealed: Sequence[Sealed], check: Callable[[
                     "were written: the disk or the memory of this machine is damaged"
                 )
 
-        seals = {seal.start: seal for seal in sealed}
-        run_all((Window(start) for start in sorted(seals)), work, THREADS, check)
+        run_all(sorted(sealed, key=lambda seal: seal.start), work)
 
 
 def _digest(data: memoryview) -> bytes:

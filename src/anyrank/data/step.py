@@ -1,4 +1,7 @@
-"""One optimizer step: this rank's microbatches, and a backward that weights their losses."""
+"""One optimizer step: this rank's microbatches, and a backward that weights their losses.
+
+A microbatch's random numbers depend on (seed, step, k) alone, not on the rank that runs it.
+"""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Listing:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
-        """About how many bytes of files hold so many elements of one of its tensors."""
+        """About how many bytes of the files hold `numel` elements of one of its tensors."""
         computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
         if computed is None:
             return numel * stored.dtype.itemsize

@@ -1,5 +1,6 @@
-"""Files that are to be written, byte by byte, before the first of them is: what is fixed, and which
-box of which tensor lies where. Each format makes one of these; one writer fills them all.
+"""A plan of files, byte by byte: what is fixed, and which box of which tensor lies where.
+
+Each format makes one of these; one writer fills them all.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Span:
         return self.start + self.nbytes
 
     def cut(self, most_bytes: int) -> Iterator[Span]:
-        """Consecutive spans of at most so many bytes (or one element)."""
+        """Consecutive spans of at most `most_bytes` (or one element)."""
         position = self.start
         for box in self.box.cut(most_bytes // self.tensor.dtype.itemsize):
             part = Span(self.tensor, box, position)

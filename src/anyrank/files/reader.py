@@ -4,7 +4,6 @@ dtype and layout allow, else through a small fixed buffer in which the cast happ
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from anyrank.files.segments import (
     segments_of,
 )
 from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
+from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
@@ -155,7 +155,12 @@ class Reader:
             )
         )
         if by_file:
-            _spread([_Worker(self, slot, slots, streams) for _ in range(threads)], batches)
+            workers = [_Worker(self, slot, slots, streams) for _ in range(threads)]
+            if threads == 1 and not streams:  # a worker sets the streams of its own thread
+                for batch in batches:
+                    workers[0].take(batch)
+            else:
+                spread(batches, [worker.take for worker in workers])
         for stream in streams.values():  # every copy is in one of them, those from memory too
             stream.synchronize()
 
@@ -226,8 +231,9 @@ class _Worker:
         self.buffers: Iterator[_Slot] | None = None
         self.ends = memoryview(b"")  # what a verified read has beyond its segments, at both ends
 
-    def take(self, number: int, batch: list[Segment]) -> None:
-        """Read one batch and put its staged blocks where they belong."""
+    def take(self, item: tuple[int, list[Segment]]) -> None:
+        """Read one batch of a file, and put its staged blocks where they belong."""
+        number, batch = item
         self.reader.check()
         faults.point("load.read")
         path = self.reader.listing.files[number].path
@@ -295,39 +301,6 @@ class _Worker:
 
 
 _NOTHING = _Slot(torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(bytearray()), [])
-
-
-def _spread(workers: list[_Worker], batches: Iterator[tuple[int, list[Segment]]]) -> None:
-    if len(workers) == 1 and not workers[0].streams:
-        for number, batch in batches:
-            workers[0].take(number, batch)
-        return
-    work: queue.Queue[tuple[int, list[Segment]] | None] = queue.Queue(2 * len(workers))
-    errors: list[BaseException] = []
-
-    def loop(worker: _Worker) -> None:
-        while (item := work.get()) is not None:
-            try:
-                if not errors:
-                    worker.take(*item)
-            except BaseException as error:  # handed to the caller's thread below
-                errors.append(error)
-
-    threads = [threading.Thread(target=loop, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        for item in batches:
-            if errors:
-                break
-            work.put(item)
-    finally:
-        for _ in threads:
-            work.put(None)
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _unstage(segment: Segment, scratch: torch.Tensor) -> None:

@@ -267,7 +267,7 @@ def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: i
 def split(
     parts: Iterable[bytes | memoryview], lengths: Iterable[int]
 ) -> Iterator[list[memoryview]]:
-    """Consecutive parts, so many bytes of them together as each length says; long ones are cut."""
+    """Groups of consecutive parts, of as many bytes as each length says; long parts are cut."""
     left, sizes = deque(memoryview(part) for part in parts if len(part)), iter(lengths)
     while left:
         group, room = list[memoryview](), next(sizes)

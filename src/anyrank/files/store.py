@@ -1,4 +1,4 @@
-"""Bytes into rest: files written in sequence with checksums, durable before they count.
+"""Files written from start to end, with checksums, and durable before they count.
 
 Every file event passes a point of `anyrank.faults`, so that a test can stop a process at each.
 """
@@ -270,16 +270,16 @@ def write_file(store: Store, path: str, data: bytes) -> Written:
 
 def storing(path: str) -> contextlib.AbstractContextManager[None]:
     """Turn a device's refusal into an error that names the path and the way out."""
-    return _telling(path, "written", "free space or permissions there, then save again")
+    return _naming(path, "written", "free space or permissions there, then save again")
 
 
 def reading(path: str) -> contextlib.AbstractContextManager[None]:
     """Turn a storage that does not answer into an error: it must not pass for an empty folder."""
-    return _telling(path, "read", "check the path, permissions and the network there")
+    return _naming(path, "read", "check the path, permissions and the network there")
 
 
 @contextlib.contextmanager
-def _telling(path: str, done: str, way_out: str) -> Generator[None]:
+def _naming(path: str, done: str, way_out: str) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -24,7 +24,6 @@ SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.bin$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
-PER_RANK = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_(?:\d+_)?rank\d+\.bin$")
 
 
 def recognises(names: list[str]) -> bool:

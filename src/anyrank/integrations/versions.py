@@ -22,7 +22,7 @@ def warn_if_untested(package: str, oldest: str, newest: str) -> None:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return  # on the path without being installed: its version cannot be told
+        return  # on the path without being installed: its version is unknown
     if not _release(oldest)[:2] <= _release(installed)[:2] <= _release(newest)[:2]:
         log.warning(
             "%s %s is installed, and its integration was tested with %s to %s: it goes on, and "

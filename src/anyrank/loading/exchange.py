@@ -104,7 +104,7 @@ def joint_reads_of(
         held: the tensor, as any rank holds it.
         stored: where its bytes are.
         coordinates: of every rank, by global rank.
-        listing: what the source holds. In memory nobody reads what he does not want.
+        listing: what the source holds. In memory, no rank reads what it does not want.
     """
     in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
     groups = replicas(index, held, coordinates)

@@ -22,7 +22,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
-from anyrank.model.shared_memory import SharedMemory, Source
+from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.spec import dtype_name
 from anyrank.world.device import read_threads
@@ -65,11 +65,7 @@ class LoadResult:
             initialised=self.rules,
             rebuilt=self.rebuilt,
             kept=[tensors[i].name for i in match.keep],
-            tied={
-                t.name: [place.name for place in t.registrations[1:]]
-                for t in tensors
-                if len(t.registrations) > 1
-            },
+            tied=match.tied,
             cast={
                 tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
                 for i, stored in match.stored.items()
@@ -158,11 +154,11 @@ class _Executor:
 
     def _fill(self, reader: Reader) -> None:
         self._open(reader)
-        sources: dict[int, Source] = {}
+        sources: dict[int, SourceMemory] = {}
         for number, info in enumerate(self.match.listing.files):
             if info.tensor is not None:
                 held = as_sharded(info.path, info.tensor)
-                sources[number] = Source(held, held.local(), info.tensor.stride())
+                sources[number] = SourceMemory(held, held.local(), info.tensor.stride())
         apart = set[int]()
         if sources:
             apart = SharedMemory(self.match, self.share.real(), sources).filled_apart()
@@ -232,7 +228,7 @@ class _Executor:
         return LoadResult(self.share.rules, rebuilt, renewed, own_code, measured)
 
     def _recompute_magnitudes(self) -> None:
-        """Those of new adapters of DoRA; all ranks have the same ones."""
+        """Compute the magnitudes of DoRA's new adapters, of which all ranks have the same."""
         targets = self.match.tensors
         for indices, trained_too in ((self.match.initialise, True), (self.match.keep, False)):
             mine = [targets[index] for index in indices if is_magnitude(targets[index])]

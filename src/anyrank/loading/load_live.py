@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import Options
 from anyrank.model.own_code import OwnCode
+from anyrank.model.report import FillReport
 from anyrank.syncing.execute import execute_sync
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
@@ -35,16 +36,9 @@ def load_live(
     done = execute_sync(model, tensors, options, ranks, meter)
     own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
     skipped = [f"{key}: not a tensor" for key in given if key not in tensors]
+    shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}
     return LoadReport(
-        missing=done.missing,
-        unexpected=done.unexpected,
-        initialised=done.initialised,
-        rebuilt=done.rebuilt,
-        kept=done.kept,
-        tied=done.tied,
-        duplicates=done.duplicates,
-        cast=done.cast,
-        renewed=done.renewed,
+        **shared,
         own_code_not_run={
             name or "the model": "is given sharded tensors, and its own load_state_dict code was "
             "not run"
@@ -53,12 +47,6 @@ def load_live(
         format="sharded tensors in memory",
         strategy="sync",
         reason="no rank has all bytes of the source",
-        verified=done.verified,
         skipped=sorted(set().union(*ranks.gather(skipped, "naming what was skipped"))),
-        tensors=done.tensors,
         bytes_read=done.bytes_copied,
-        bytes_sent=done.bytes_sent,
-        peak_host_bytes=done.peak_host_bytes,
-        peak_device_bytes=done.peak_device_bytes,
-        seconds=done.seconds,
     )

@@ -24,6 +24,7 @@ from anyrank.model.initialise import check_adapters
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import Options
 from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.verify import check_alike
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 
@@ -263,25 +264,8 @@ def _digest(match: ModelMatch) -> str:
 
 def _explain_difference(match: ModelMatch, ranks: Ranks) -> None:
     """Raise the first difference between the ranks' models. All ranks."""
-    models = ranks.gather([tensor.describe() for tensor in match.tensors])
-    for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
-        for ours, theirs in zip(models[0], model, strict=False):
-            if ours != theirs:
-                raise LoadError(
-                    f"the ranks' models differ: rank {ranks.ranks[0]} has {_in_words(ours)}, "
-                    f"rank {rank} has {_in_words(theirs)}"
-                )
-        if len(model) != len(models[0]):
-            raise LoadError(
-                f"the ranks' models differ: rank {ranks.ranks[0]} has {len(models[0])} tensors, "
-                f"rank {rank} has {len(model)}"
-            )
+    check_alike(ranks.gather([tensor.describe() for tensor in match.tensors]), ranks)
     raise LoadError(
         "the ranks' renaming functions give different names, or their dicts of tensors have "
         "different keys or dtypes"
     )
-
-
-def _in_words(described: tuple[str, tuple[int, ...], str, str]) -> str:
-    name, shape, dtype, layout = described
-    return f"{name} {list(shape)} {dtype}" + ("" if layout == "None" else f" {layout}")

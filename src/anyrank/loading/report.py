@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from anyrank.model.lines import MIB, group_line, mib_by_rank
+from anyrank.model.report import MIB, FillReport, mib_by_rank
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(FillReport):
     """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
 
     Example::
@@ -49,15 +49,6 @@ class LoadReport:
         seconds: of the slowest rank.
     """
 
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-    initialised: dict[str, str] = field(default_factory=dict[str, str])
-    rebuilt: dict[str, str] = field(default_factory=dict[str, str])
-    kept: list[str] = field(default_factory=list[str])
-    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    duplicates: dict[str, str] = field(default_factory=dict[str, str])
-    cast: dict[str, str] = field(default_factory=dict[str, str])
-    renewed: list[str] = field(default_factory=list[str])
     own_code: list[str] = field(default_factory=list[str])
     own_code_not_run: dict[str, str] = field(default_factory=dict[str, str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
@@ -65,23 +56,13 @@ class LoadReport:
     strategy: str = ""
     reason: str = ""
     nonfinite: dict[str, int] = field(default_factory=dict[str, int])
-    verified: str = ""
     skipped: list[str] = field(default_factory=list[str])
-    tensors: int = 0
     bytes_read: list[int] = field(default_factory=list[int])
-    bytes_sent: list[int] = field(default_factory=list[int])
-    peak_host_bytes: list[int] = field(default_factory=list[int])
-    peak_device_bytes: list[int] = field(default_factory=list[int])
-    seconds: float = 0.0
 
     def __iter__(self) -> Iterator[list[str]]:
         """`missing, unexpected = report`, as with `load_state_dict`."""
         yield self.missing
         yield self.unexpected
-
-    def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         lines = [
@@ -94,24 +75,13 @@ class LoadReport:
         lines.append(f"  host peak    {mib_by_rank(self.peak_host_bytes)}")
         if any(self.peak_device_bytes):
             lines.append(f"  device peak  {mib_by_rank(self.peak_device_bytes)}")
-        tied = [f"{name} = {', '.join(others)}" for name, others in self.tied.items()]
-        groups = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
-            "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
-            "kept": self.kept,
-            "tied": tied,
-            "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
-            "new objects": self.renewed,
+        others = {
             "own code": self.own_code,
             "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
         }
-        lines += [group_line(title, items) for title, items in groups.items() if items]
-        if self.verified:
-            lines.append(f"  verified     {self.verified}")
+        lines += self._lines(others)
         return "\n".join(lines)
 
 

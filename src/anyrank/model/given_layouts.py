@@ -204,9 +204,7 @@ def _chosen(
     used: set[str] = set()
     for index, tensor in enumerate(tensors):
         # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
-        every = (
-            n for place in tensor.registrations for raw in place.names for n in candidates(raw)
-        )
+        every = (name for raw in tensor.flat_names() for name in candidates(raw))
         names = list(dict.fromkeys(every))
         value: Any = None
         if callable(given):

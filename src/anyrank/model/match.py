@@ -72,6 +72,12 @@ class ModelMatch:
         return replace(self, tensors=tensors)
 
     @property
+    def tied(self) -> dict[str, list[str]]:
+        """Tensors that the model has in several places -> their other names."""
+        several = (t for t in self.tensors if len(t.registrations) > 1)
+        return {t.name: [place.name for place in t.registrations[1:]] for t in several}
+
+    @property
     def keeps_adapters(self) -> bool:
         """Whether adapters of the model are real and not in the source; equal on all ranks."""
         return any(self.tensors[index].adapter for index in self.keep)

@@ -1,6 +1,4 @@
-"""What a load costs this rank, measured: host memory that cannot be reclaimed, and device
-memory.
-"""
+"""The memory that a load or a block takes: host memory that cannot be reclaimed, device memory."""
 
 from __future__ import annotations
 

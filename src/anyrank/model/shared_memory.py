@@ -15,7 +15,7 @@ from anyrank.tensors.spec import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceMemory:
     """A tensor that others are filled from.
 
     Attributes:
@@ -39,7 +39,10 @@ class SharedMemory:
     """
 
     def __init__(
-        self, match: ModelMatch, filled: Mapping[int, torch.Tensor], sources: Mapping[int, Source]
+        self,
+        match: ModelMatch,
+        filled: Mapping[int, torch.Tensor],
+        sources: Mapping[int, SourceMemory],
     ) -> None:
         self.match = match
         self.targets = list(filled.items())
@@ -89,7 +92,11 @@ class SharedMemory:
 
 
 def _is_itself(
-    target: ShardedTensor, memory: torch.Tensor, stored: StoredTensor, number: int, source: Source
+    target: ShardedTensor,
+    memory: torch.Tensor,
+    stored: StoredTensor,
+    number: int,
+    source: SourceMemory,
 ) -> bool:
     """Whether a tensor is filled by all of one source in order, and both are one memory."""
     first, *others = stored.chunks

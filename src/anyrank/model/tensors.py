@@ -166,8 +166,8 @@ def walk_tensors(model: nn.Module) -> Walk:
 def facts_of(walk: Walk) -> Any:
     """All that `describe` asks of a walk and of its tensors, as a key of plain values.
 
-    None where that is more than can be told: PEFT's layers change in ways of their own, and a
-    tensor without a shape is an error.
+    None where the key would not show all: PEFT's layers change in ways of their own, and a tensor
+    without a shape is an error.
     """
     if any(map(_is_peft_class, {kind for kind, *_ in walk.steps})):
         return None

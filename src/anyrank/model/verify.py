@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 from anyrank.errors import LoadError
 from anyrank.files.checksums import compared, mismatches
@@ -11,6 +12,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import Piece
+from anyrank.tensors.sharded_tensor import Described
 from anyrank.world.ranks import Ranks
 
 
@@ -75,6 +77,29 @@ def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
             f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
         )
     return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
+
+
+def check_alike(models: Sequence[Sequence[Described]], ranks: Ranks) -> None:
+    """Compare the ranks' models, as `ShardedTensor.describe` describes their tensors.
+
+    Raises:
+        LoadError: the first difference.
+    """
+    first = ranks.ranks[0]
+    for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
+        for ours, theirs in zip_longest(models[0], model):
+            if ours != theirs:
+                raise LoadError(
+                    f"the ranks' models differ: rank {first} has {_in_words(ours)}, rank {rank} "
+                    f"has {_in_words(theirs)}"
+                )
+
+
+def _in_words(described: Described | None) -> str:
+    if described is None:
+        return "no further tensor"
+    name, shape, dtype, layout = described
+    return f"{name} {list(shape)} {dtype}" + ("" if layout == "None" else f" {layout}")
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 as wishes: noted when they come, acted on at the next step boundary."""
+"""SIGTERM and SIGUSR1: noted when they come, acted on at the next step boundary."""
 
 from __future__ import annotations
 

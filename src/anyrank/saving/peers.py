@@ -21,12 +21,12 @@ from datetime import UTC, datetime
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
-from anyrank.files.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record
 from anyrank.files.storage import LocalStorage, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
-from anyrank.formats.run_folder import INDEX, SavedBox, index_of, list_step, step_name
+from anyrank.formats.run_folder import INDEX, index_of, list_step, step_name
 from anyrank.saving.peer_files import Transfer, make_folder, pass_on
-from anyrank.saving.rank_file import write_share
+from anyrank.saving.rank_file import WrittenShare, write_share
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import Snapshot
 from anyrank.settings import PEERS_FOLDER, WARM_WISH
@@ -123,7 +123,7 @@ class PeerMemory:
         temporary = folder.join(f"{name}.tmp-{self._tag}-{self._count}")
         file = f"__{ranks.index}_0.distcp"
 
-        def share() -> tuple[list[SavedBox], dict[str, FileRecord]]:
+        def share() -> WrittenShare:
             faults.point("peers.write")
             with storing(temporary):
                 make_folder(temporary)
@@ -152,17 +152,16 @@ class PeerMemory:
         """Whether this rank is the first on its machine."""
         return self._on[self.ranks.node][0] == self.ranks.rank
 
-    def _copies(
-        self, shares: Sequence[tuple[list[SavedBox], dict[str, FileRecord]]]
-    ) -> list[Transfer]:
+    def _copies(self, shares: Sequence[WrittenShare]) -> list[Transfer]:
         """What each rank sends to the next machine."""
         if len(self._on) == 1:
             return []
         found: list[Transfer] = []
-        for rank, node, (_, files) in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
+        for rank, node, share in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
             there = self._on[(node + 1) % len(self._on)]
             receiver = there[self._on[node].index(rank) % len(there)]
-            found += [Transfer(name, file.size, rank, receiver) for name, file in files.items()]
+            for name, file in share.files.items():
+                found.append(Transfer(name, file.size, rank, receiver))
         return found
 
     def remove_but(self, *kept: str) -> None:
@@ -248,16 +247,13 @@ def _moved(path: str, folder: str) -> str:
     return join_path(folder, os.path.basename(path))
 
 
-def _small_files(
-    snapshot: Snapshot,
-    shares: Sequence[tuple[list[SavedBox], dict[str, FileRecord]]],
-) -> dict[str, bytes]:
+def _small_files(snapshot: Snapshot, shares: Sequence[WrittenShare]) -> dict[str, bytes]:
     """The index and the manifest, which each machine has; the manifest is the last to be written.
 
     Without DCP's metadata and a receipt: only a resume reads a snapshot.
     """
-    index = index_of((place for share in shares for place in share[0]), snapshot.aliases)
-    files = {file: entry for share in shares for file, entry in share[1].items()}
+    index = index_of((box for share in shares for box in share.boxes), snapshot.aliases)
+    files = {file: entry for share in shares for file, entry in share.files.items()}
     files[INDEX] = record(digest_of(index))
     now = datetime.now(UTC).isoformat()
     manifest = replace(snapshot.manifest, files=files, written=now)
@@ -278,7 +274,7 @@ def open_memory(path: str, ranks: Ranks) -> PeerMemory | None:
         without = [rank for rank, is_there in zip(ranks.ranks, there, strict=True) if not is_there]
         log.warning(
             "peers= keeps nothing in memory: %s have none that outlives them: start the script "
-            "with `anyrank run`; the files are saved as ever",
+            "with `anyrank run`; the files are saved as usual",
             ranks.named(without),
         )
     return None

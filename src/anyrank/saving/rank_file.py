@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -145,19 +146,23 @@ def written_while_copied(item: Item) -> CheckpointError:
     )
 
 
+class WrittenShare(NamedTuple):
+    """What a rank wrote: where its boxes lie, and the manifest's records of its files."""
+
+    boxes: list[SavedBox]
+    files: dict[str, FileRecord]
+
+
 def write_share(
     store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
-) -> tuple[list[SavedBox], dict[str, FileRecord]]:
+) -> WrittenShare:
     """Write the items into one data file, durably, and its checksums into another.
 
-    Returns:
-        Where each item lies, and the manifest's records of both files.
-
     Raises:
-        CheckpointError: the device says no.
+        CheckpointError: the device refuses.
     """
     path = join_path(folder, name)
-    places: list[SavedBox] = []
+    boxes: list[SavedBox] = []
     with storing(path):
         output = _Output(store.create(path))
         try:
@@ -166,7 +171,7 @@ def write_share(
                 start = output.size
                 length, offset = output.put(item)
                 what = (item.name, item.shape, item.dtype, item.box)
-                places.append(SavedBox(*what, name, start + offset, start, length))
+                boxes.append(SavedBox(*what, name, start + offset, start, length))
             output.flush()
         except BaseException:
             output.sink.abandon()
@@ -174,7 +179,8 @@ def write_share(
         output.sink.finish()
     sums = f"{name.removesuffix('.distcp')}{SUFFIX}"
     written = write_file(store, join_path(folder, sums), output.digester.to_bytes())
-    return places, {name: FileRecord(output.size, blocks=sums), sums: record(written)}
+    files = {name: FileRecord(output.size, blocks=sums), sums: record(written)}
+    return WrittenShare(boxes, files)
 
 
 class _Output:

@@ -64,7 +64,7 @@ class RunFolder:
             return [step for step in steps_of(self.names()) if self._has_manifest(step[1])]
 
     def claimed(self) -> list[tuple[int, str]]:
-        """As `committed`, with what lost its manifest since: damage, and no empty place.
+        """As `committed`, and steps that lost their manifest since, which is damage.
 
         Where nothing is renamed, a step without a manifest is one whose save died.
 

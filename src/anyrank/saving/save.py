@@ -17,13 +17,13 @@ from anyrank import faults
 from anyrank.data.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
-from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.manifest import Manifest, record
 from anyrank.files.receipt import Digests, receipt_of_step
 from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_metadata import metadata_of
-from anyrank.formats.run_folder import INDEX, SavedBox, index_of
+from anyrank.formats.run_folder import INDEX, index_of
 from anyrank.random_state.saved_streams import (
     RankCoords,
     SavedStreams,
@@ -31,7 +31,7 @@ from anyrank.random_state.saved_streams import (
     capture,
     digests_of,
 )
-from anyrank.saving.rank_file import Item, items_of, write_share
+from anyrank.saving.rank_file import Item, WrittenShare, items_of, write_share
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.summary import (
     RankSummary,
@@ -247,12 +247,12 @@ def write(
     temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run))
     name = f"__{ranks.index}_0.distcp"
 
-    def share() -> tuple[list[SavedBox], dict[str, FileRecord], dict[str, int]]:
+    def share() -> tuple[WrittenShare, dict[str, int]]:
         faults.point("save.write")
         digests = tensor_digests(snapshot, ranks)
         try:
             written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
-            return *written, digests
+            return written, digests
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise _not_shared(temporary, ranks) from error
@@ -262,18 +262,18 @@ def write(
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
-        places = [place for share in shares for place in share[0]]
-        files = {file: entry for share in shares for file, entry in share[1].items()}
+        boxes = [box for written, _ in shares for box in written.boxes]
+        files = {name: entry for written, _ in shares for name, entry in written.files.items()}
         small = {
-            INDEX: index_of(places, snapshot.aliases),
-            METADATA: metadata_of(places, snapshot.aliases),
+            INDEX: index_of(boxes, snapshot.aliases),
+            METADATA: metadata_of(boxes, snapshot.aliases),
         }
         for file, data in small.items():
             files[file] = record(write_file(folder.store, join_path(temporary, file), data))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         receipt: dict[str, Any] = {}
         if snapshot.receipt is not None:
-            receipt = receipt_of_step([share[2] for share in shares], snapshot.receipt.data)
+            receipt = receipt_of_step([digests for _, digests in shares], snapshot.receipt.data)
         manifest = replace(
             snapshot.manifest, files=files, differed=differed, written=now, receipt=receipt
         )

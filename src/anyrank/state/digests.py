@@ -70,7 +70,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in row-major order, contiguous, so many at a time."""
+    """The elements in row-major order, contiguous, PART_BYTES at a time."""
     if tensor.numel():
         for box in Box.whole(tensor.shape).cut(PART_BYTES // tensor.itemsize):
             yield tensor[box.slices()].contiguous()

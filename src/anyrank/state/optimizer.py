@@ -334,7 +334,7 @@ class _Taker:
         return mine if casts and mine.is_floating_point else saved.dtype
 
     def _how(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> How | None:
-        """How a tensor lies in terms of its parameter; None when it cannot be told."""
+        """How a tensor lies in terms of its parameter; None where that is unknown."""
         parameter = self.parameter
         if parameter is None or parameter.layout is None or kind == "~own":
             return "plain"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import Options
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
-from anyrank.model.shared_memory import SharedMemory, Source
+from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
 from anyrank.syncing.ends import look
@@ -123,8 +123,8 @@ class _Sync:
 
         answers = self.ranks.together("putting the weights in place", commit)
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
-        return SyncReport(
-            **vars(plan.facts),
+        return replace(
+            plan.facts,
             initialised={n: rule for _, _, rules, _ in answers for n, rule in rules.items()},
             rebuilt=rebuilt,
             renewed=sorted({name for *_, names in answers for name in names}),
@@ -191,7 +191,7 @@ class _Sync:
         return {number: source.memory for number, source in self._sources.items()}
 
     @cached_property
-    def _sources(self) -> dict[int, Source]:
+    def _sources(self) -> dict[int, SourceMemory]:
         """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
 
         One that is merged on the way is in no tensor as it is, and so has no strides.
@@ -200,13 +200,13 @@ class _Sync:
             LoadError: one whose bytes are not its values.
         """
         tensors, plan = self.agreed.src.tensors, self.agreed.plan
-        sources: dict[int, Source] = {}
+        sources: dict[int, SourceMemory] = {}
         for number, index in plan.locals.items():
             held = tensors[index]
             if problem := lazy_view(held):
                 raise LoadError(problem)
             strides = () if number in plan.added else row_major(held.shape)
-            sources[number] = Source(held, held.local(), strides)
+            sources[number] = SourceMemory(held, held.local(), strides)
         return sources
 
 

@@ -13,7 +13,6 @@ from anyrank.model.match import ModelMatch
 from anyrank.model.options import Options
 from anyrank.syncing.ends import Added, End, Row
 from anyrank.syncing.match import (
-    Facts,
     Filling,
     MatchedEnd,
     SourceTensor,
@@ -22,6 +21,7 @@ from anyrank.syncing.match import (
     match_ends,
     sources_of,
 )
+from anyrank.syncing.report import SyncReport
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
@@ -75,7 +75,7 @@ class SyncPlan:
             are added to; `index` is the number of the source tensor.
         added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
         locals: source tensor -> its position among this rank's tensors of `src`.
-        facts: of all `dst` together, for the report.
+        facts: of all `dst` together: the report, as far as the plan knows it.
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
         renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
@@ -86,7 +86,7 @@ class SyncPlan:
     factors: tuple[Flow, ...]
     added: dict[int, tuple[tuple[Added, int, int], ...]]
     locals: dict[int, int]
-    facts: Facts
+    facts: SyncReport
     rebuild: bool
     receivers: int
     renamed: dict[str, str]

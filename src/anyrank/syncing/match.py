@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import Options
 from anyrank.model.tensors import in_state_dict
 from anyrank.syncing.ends import End, Row
+from anyrank.syncing.report import SyncReport
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import candidates, match_keys, renamer
 from anyrank.tensors.spec import StoredTensor, dtype_name
@@ -62,35 +63,19 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the report says of one `dst`; see `SyncReport`."""
-
-    tensors: int = 0
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-    kept: list[str] = field(default_factory=list[str])
-    renamed: dict[str, str] = field(default_factory=dict[str, str])
-    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    duplicates: dict[str, str] = field(default_factory=dict[str, str])
-    cast: dict[str, str] = field(default_factory=dict[str, str])
-    frozen: list[str] = field(default_factory=list[str])
-    merged: dict[str, str] = field(default_factory=dict[str, str])
-
-
-@dataclass(frozen=True)
 class MatchedEnd:
     """One `dst` as all ranks know it: the rows of its tensors, and how each is filled.
 
     Attributes:
         rows: of its tensors.
         fillings: of those that `src` holds.
-        facts: for the report.
+        facts: the report, as far as the match knows it.
         adapters: names in `src` of tensors of adapters that this `dst` has no place for.
     """
 
     rows: tuple[Row, ...]
     fillings: tuple[Filling, ...]
-    facts: Facts
+    facts: SyncReport
     adapters: list[str]
 
     @property
@@ -217,11 +202,11 @@ def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
         )
 
 
-def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> Facts:
+def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> SyncReport:
     tensors = dst.tensors
     numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
     filled = {**match.stored, **match.compared}
-    return Facts(
+    return SyncReport(
         tensors=count,
         missing=match.missing,
         unexpected=match.unexpected,
@@ -231,11 +216,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
             for i, stored in filled.items()
             if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
         },
-        tied={
-            t.name: [place.name for place in t.registrations[1:]]
-            for t in tensors
-            if len(t.registrations) > 1
-        },
+        tied=match.tied,
         duplicates={
             key: loaded
             for key, loaded in match.duplicates.items()
@@ -261,7 +242,7 @@ def _merged(rows: Iterable[Row]) -> str:
     return ", ".join(dict.fromkeys(each))
 
 
-def joined(ends: Sequence[MatchedEnd], unexpected: str) -> Facts:
+def joined(ends: Sequence[MatchedEnd], unexpected: str) -> SyncReport:
     """The facts of all `dst` together: a tensor of `src` is used if one of them uses it.
 
     Raises:

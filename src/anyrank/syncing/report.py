@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anyrank.model.lines import group_line, mib_by_rank
+from anyrank.model.report import FillReport, mib_by_rank
 
 HELD = "anyrank_synced"  # attribute of a model: the report of what it holds
 
 
 @dataclass(frozen=True)
-class SyncReport:
+class SyncReport(FillReport):
     """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
 
     Example::
@@ -51,28 +50,13 @@ class SyncReport:
         seconds: of the slowest rank.
     """
 
-    tensors: int = 0
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-    kept: list[str] = field(default_factory=list[str])
-    initialised: dict[str, str] = field(default_factory=dict[str, str])
-    rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     renamed: dict[str, str] = field(default_factory=dict[str, str])
-    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    duplicates: dict[str, str] = field(default_factory=dict[str, str])
-    cast: dict[str, str] = field(default_factory=dict[str, str])
     merged: dict[str, str] = field(default_factory=dict[str, str])
     frozen: list[str] = field(default_factory=list[str])
-    renewed: list[str] = field(default_factory=list[str])
-    bytes_sent: list[int] = field(default_factory=list[int])
     bytes_received: list[int] = field(default_factory=list[int])
     bytes_copied: list[int] = field(default_factory=list[int])
-    peak_host_bytes: list[int] = field(default_factory=list[int])
-    peak_device_bytes: list[int] = field(default_factory=list[int])
     is_planned: bool = True
-    verified: str = ""
     version: int = 0
-    seconds: float = 0.0
 
     @staticmethod
     def last(model: nn.Module) -> SyncReport | None:
@@ -81,10 +65,6 @@ class SyncReport:
         None if there was none, or the last one failed in the middle.
         """
         return model.__dict__.get(HELD)
-
-    def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
@@ -101,22 +81,12 @@ class SyncReport:
         ):
             if any(values):
                 lines.append(f"  {title:<12} {mib_by_rank(values)}")
-        groups = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "kept": self.kept,
-            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
-            "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
+        others = {
             "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
-            "tied": [f"{name} = {', '.join(others)}" for name, others in self.tied.items()],
-            "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
             "merged": [f"{name} + {words}" for name, words in self.merged.items()],
             "frozen": self.frozen,
-            "new objects": self.renewed,
         }
-        lines += [group_line(title, items) for title, items in groups.items() if items]
-        if self.verified:
-            lines.append(f"  verified     {self.verified}")
+        lines += self._lines(others)
         return "\n".join(lines)
 
 

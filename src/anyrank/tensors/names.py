@@ -231,8 +231,8 @@ def _tail(name: str) -> tuple[str, ...]:
 
 
 def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:
-    """The prefix of most keys that fill nothing, the one that the names without a key have in its
-    place, and how many keys that would place; None where no prefix explains at least half of them.
+    """A change of prefix that places most of the unused keys: the keys' prefix, the names' in its
+    place, and how many keys it places; None where no change places at least half of them.
     """
     at: dict[str, str | None] = {}  # the end of a name -> what stands before it, if only one has it
     for name in names:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from anyrank.errors import LoadError
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
+
+Described: TypeAlias = "tuple[str, tuple[int, ...], str, str]"  # name, shape, dtype, layout
 
 
 @dataclass
@@ -76,7 +78,7 @@ class ShardedTensor:
         """Whether the tensor knows its layout itself; else it is the local part."""
         return self.layout is not None and hasattr(self.tensor, "placements")
 
-    def describe(self) -> tuple[str, tuple[int, ...], str, str]:
+    def describe(self) -> Described:
         """What must be equal on all ranks: name, global shape, dtype and layout."""
         return self.name, self.shape, str(self.dtype), str(self.layout)
 

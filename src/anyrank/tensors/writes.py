@@ -32,7 +32,6 @@ class Write:
 def plan_writes(
     tensors: Sequence[ShardedTensor],
     coordinates: Mapping[int, Coordinates],
-    most_bytes: int = PIECE_BYTES,
     by_first: Container[str] = (),
 ) -> list[Write]:
     """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
@@ -43,7 +42,6 @@ def plan_writes(
     Args:
         tensors: as this rank holds them, in the same order on all ranks.
         coordinates: of every rank, by global rank.
-        most_bytes: of one piece.
         by_first: names of tensors that the first holder writes, whole: those that may differ.
     """
     load = dict.fromkeys(coordinates, 0)
@@ -54,7 +52,7 @@ def plan_writes(
         groups = replicas(index, held, coordinates)
         for pieces, members in (groups or _empty(held, coordinates)).items():
             for whole in pieces:
-                for box in whole.box.cut(most_bytes // itemsize):
+                for box in whole.box.cut(PIECE_BYTES // itemsize):
                     piece = whole.part(box)
                     nbytes = piece.box.numel * itemsize
                     first, *others = members

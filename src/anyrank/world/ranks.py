@@ -2,7 +2,8 @@
 
 All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
 mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
-another's failure while it is busy reading.
+another's failure while it is busy reading. A function whose docstring says "All ranks" meets the
+others here: each rank has to call it, in the same order.
 """
 
 from __future__ import annotations

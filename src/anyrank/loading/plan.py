@@ -47,6 +47,17 @@ class _Tensor:
     held: torch.dtype
 
 
+@dataclass(frozen=True)
+class _Bytes:
+    """What a load moves: by rank, and of the whole model and source."""
+
+    share: list[int]
+    read: list[int]
+    sent: list[int]
+    model: int
+    source: int
+
+
 def plan(
     model: nn.Module,
     source: Source | None,
@@ -155,7 +166,6 @@ def plan_source(
     ranks_per_node: int | None = None,
     dtype: torch.dtype | None = None,
     strategy: str = "auto",
-    buffer_bytes: int | None = None,
 ) -> LoadPlan:
     """As `plan` with `world_size`, for a source alone: its tensors stand for the model's.
 
@@ -181,8 +191,7 @@ def plan_source(
         )
         for key, t in listing.tensors.items()
     ]
-    buffer = buffer_bytes or BUFFER_BYTES.get()
-    return _closed_form(tensors, sizes, ranks_per_node, strategy, buffer, listing)
+    return _closed_form(tensors, sizes, ranks_per_node, strategy, BUFFER_BYTES.get(), listing)
 
 
 def _mesh_sizes(
@@ -250,18 +259,8 @@ def _closed_form(
         "stripe": [wanted[s] // copies * (copies - 1) for s in by_rank],
         "scatter": [sum(wanted) * copies - wanted[0], *[0] * (world - 1)],
     }[decision.name]
-    return _made(
-        decision,
-        nodes,
-        caches,
-        share_bytes,
-        read,
-        sent,
-        buffer,
-        listing.format,
-        sum(share),
-        sum(wanted),
-    )
+    moved = _Bytes(share_bytes, read, sent, sum(share), sum(wanted))
+    return _forecast(moved, decision, nodes, buffer, listing)
 
 
 def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
@@ -294,43 +293,39 @@ def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> Lo
                 for part, members in joint.parts:
                     others = len(members) - (taker in members)
                     sent[taker] += part.nbytes * others // len(takers)
-    return _made(
-        plan.decision,
-        nodes,
-        caches_of(ranks, nodes, listing),
-        list(share.values()),
-        list(read.values()),
-        list(sent.values()),
-        plan.buffer_bytes,
-        listing.format,
-        model_bytes,
-        source_bytes,
-    )
+    by_rank = [*share.values()], [*read.values()], [*sent.values()]
+    moved = _Bytes(*by_rank, model_bytes, source_bytes)
+    return _forecast(moved, plan.decision, nodes, plan.buffer_bytes, listing)
 
 
-def _made(
-    decision: Decision,
-    nodes: Sequence[int],
-    caches: Sequence[int],
-    share: list[int],
-    read: list[int],
-    sent: list[int],
-    buffer: int,
-    format_name: str,
-    model_bytes: int,
-    source_bytes: int,
+def _forecast(
+    moved: _Bytes, decision: Decision, nodes: Sequence[int], buffer: int, listing: Listing
 ) -> LoadPlan:
-    staged = [min(buffer, max(pair)) for pair in zip(read, sent, strict=True)]
-    peak = [sum(pair) for pair in zip(share, staged, strict=True)]
+    """The plan: memory and time, from the bytes."""
+    staged = [min(buffer, max(pair)) for pair in zip(moved.read, moved.sent, strict=True)]
+    peak = [sum(pair) for pair in zip(moved.share, staged, strict=True)]
     node_read, node_peak = [0] * (max(nodes) + 1), [0] * (max(nodes) + 1)
-    behind: dict[tuple[int, int], int] = {}
-    for node, cache, nbytes, peak_bytes in zip(nodes, caches, read, peak, strict=True):
-        behind[node, cache] = behind.get((node, cache), 0) + nbytes
+    caches = caches_of(range(len(nodes)), nodes, listing)
+    by_cache: dict[tuple[int, int], int] = {}
+    for node, cache, nbytes, peak_bytes in zip(nodes, caches, moved.read, peak, strict=True):
+        by_cache[node, cache] = by_cache.get((node, cache), 0) + nbytes
         node_peak[node] += peak_bytes
-    for (node, _), nbytes in behind.items():
-        node_read[node] += min(nbytes, source_bytes)  # the rest is in the cache
-    seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC + max(sent) / SEND_BYTES_PER_SEC
+    for (node, _), nbytes in by_cache.items():
+        node_read[node] += min(nbytes, moved.source)  # the rest is in the cache
+    seconds = START_SEC + max(node_read) / READ_BYTES_PER_SEC
     return LoadPlan(
-        decision.name, decision.reason, len(nodes), len(node_read), model_bytes, source_bytes,
-        share, read, sent, peak, node_read, node_peak, seconds, format_name,
-    )  # fmt: skip
+        strategy=decision.name,
+        reason=decision.reason,
+        world_size=len(nodes),
+        nodes=len(node_read),
+        model_bytes=moved.model,
+        source_bytes=moved.source,
+        share_bytes=moved.share,
+        read_bytes=moved.read,
+        sent_bytes=moved.sent,
+        peak_bytes=peak,
+        node_read_bytes=node_read,
+        node_peak_bytes=node_peak,
+        seconds=seconds + max(moved.sent) / SEND_BYTES_PER_SEC,
+        format=listing.format,
+    )
