@@ -10,7 +10,8 @@ import torch
 from anyrank.tensors.box import Box, row_major
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed, but not frozen: objects that each tensor needs would take four times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Chunk:
     """A strided view of stored bytes that holds one box of a tensor.
 
@@ -35,7 +36,7 @@ class Chunk:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # as `Chunk`
 class StoredTensor:
     """A stored tensor: disjoint chunks that together cover its shape.
 
