@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyrank.files.listing import FileInfo, Listing
@@ -31,6 +31,7 @@ def shards(
     return {some: who for some, who in pieces.items() if some}
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_each_rank_gets_its_elements_once_and_near_bytes_are_read_once(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

@@ -60,6 +60,9 @@ def segments_of(jobs: Sequence[Job], slot: int, most: int, sums: BlockSums | Non
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block):
                 memory = memory_of(destination)
+                if sums is None and len(memory) <= most:  # as most tensors of a model
+                    segments.append(Segment(block.start, block.stop, memory))
+                    continue
                 for low, high in _ranges(block, most, 1, sums):
                     part = memory[low - block.start : high - block.start]
                     segments.append(Segment(low, high, part))

@@ -63,7 +63,8 @@ def list_file(storage: Storage, path: str) -> Listing:
     if not isinstance(metadata, dict):
         raise UnsafeFile(f"{path}: __metadata__ is not a table of texts")
     tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
-    _check_cover(tensors, 8 + length, info.size, path)
+    spans = [(*entry["data_offsets"], key) for key, entry in header.items()]
+    _check_cover(spans, 8 + length, info.size, path)
     texts = {str(key): str(value) for key, value in metadata.items()}
     return Listing("safetensors", (info,), tensors, texts)
 
@@ -87,7 +88,7 @@ def _parse(text: bytes, path: str) -> dict[str, Any]:
 def _tensor(key: str, entry: Any, base: int, path: str) -> StoredTensor:
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        whole = {int}.issuperset(map(type, (*shape, start, stop))) and min(*shape, start, stop) >= 0
     except (TypeError, KeyError, ValueError):
         whole, code, shape, start, stop = False, None, (), 0, 0
     if not whole:
@@ -110,19 +111,18 @@ def _tensor(key: str, entry: Any, base: int, path: str) -> StoredTensor:
     return StoredTensor.contiguous(key, shape, dtype, 0, base + start)
 
 
-def _check_cover(tensors: dict[str, StoredTensor], base: int, size: int, path: str) -> None:
-    position = base
-    for stored in sorted(tensors.values(), key=lambda t: (t.chunks[0].offset, t.nbytes)):
-        start = stored.chunks[0].offset
+def _check_cover(spans: list[tuple[int, int, str]], base: int, size: int, path: str) -> None:
+    position = 0
+    for start, stop, key in sorted(spans):
         if start != position:
             word = "overlap" if start < position else "leave a hole"
             raise UnsafeFile(
-                f"{path}: {stored.name}: offsets {word}: starts at byte {start}, "
-                f"the tensor before it ends at {position}"
+                f"{path}: {key}: offsets {word}: starts at byte {base + start}, "
+                f"the tensor before it ends at {base + position}"
             )
-        position = start + stored.nbytes
-    if position != size:
+        position = stop
+    if base + position != size:
         raise UnsafeFile(
-            f"{path}: has {size} bytes where its header describes {position}: "
+            f"{path}: has {size} bytes where its header describes {base + position}: "
             "the file is truncated or something was appended; copy it again"
         )

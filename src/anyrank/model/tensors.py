@@ -216,7 +216,9 @@ def describe(walk: Walk) -> Description:
     found = Description([], [], [])
     for number, attribute, _, index in walk.places:
         raw, clean = prefixes[number]
-        names = tuple(dict.fromkeys((raw + attribute, clean + attribute)))
+        names = (raw + attribute,)
+        if raw != clean:
+            names += (clean + attribute,)
         if in_peft[number]:
             names = _names_in_peft(names, walk.paths[number])
         found.names.append(names)

@@ -17,7 +17,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed, but not frozen: objects that each tensor needs would take four times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Chunk:
     """A strided view of stored bytes that holds one box of a tensor.
 
@@ -42,7 +43,7 @@ class Chunk:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # as `Chunk`
 class StoredTensor:
     """A stored tensor: disjoint chunks that together cover its shape.
 

@@ -285,6 +285,8 @@ class Ranks:
             options = dist.BroadcastOptions()
             options.rootRank = self.ranks.index(rank)
             self.waits.add(self.group.broadcast([payload], options), payload).wait()
+        if self.rank == rank:
+            return cast("T", value)
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
 
