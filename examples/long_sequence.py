@@ -97,8 +97,8 @@ def limit_memory(mib: int) -> None:
     """Let this process take so much more memory than it has, and no more."""
     with open("/proc/self/status", encoding="ascii") as file:
         used_kib = next(int(line.split()[1]) for line in file if line.startswith("VmData"))
-    most = used_kib * 1024 + mib * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used_kib * 1024 + mib * MIB, highest))
 
 
 def main() -> None:
