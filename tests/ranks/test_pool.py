@@ -198,6 +198,7 @@ def measure_memory() -> tuple[int, int, int]:
         held = torch.ones(16 << 20)
         time.sleep(0.1)  # on a busy machine the sampling thread is not there at once
         del held
+    assert peak.seconds >= 0.1
     return rss, pss, peak.peak_bytes
 
 

@@ -16,7 +16,7 @@ from anyrank.conversion.destination import Destination, destination
 from anyrank.conversion.file_names import as_files, configuration
 from anyrank.conversion.live import convert_live, into
 from anyrank.conversion.merge import LowRank, MergedContent, merged
-from anyrank.conversion.options import Options, options_of
+from anyrank.conversion.options import ConvertOptions, options_of
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
@@ -107,7 +107,7 @@ def convert(
             already, or the source itself.
     """
 
-    def checked() -> Options:
+    def checked() -> ConvertOptions:
         options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
         given: Any = model  # whatever was given
         if not isinstance(given, nn.Module | None):
@@ -132,7 +132,7 @@ def convert(
 
 
 def _convert(
-    src: Source, dst: str | os.PathLike[str], options: Options, model: nn.Module | None
+    src: Source, dst: str | os.PathLike[str], options: ConvertOptions, model: nn.Module | None
 ) -> ConvertReport:
     """Of a source that is at rest."""
     start = time.perf_counter()

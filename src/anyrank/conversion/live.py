@@ -17,7 +17,7 @@ from torch import nn
 from anyrank.conversion.content import cast_into
 from anyrank.conversion.destination import Destination, destination
 from anyrank.conversion.file_names import configuration, file_named
-from anyrank.conversion.options import Options
+from anyrank.conversion.options import ConvertOptions
 from anyrank.conversion.planning import check_headers, plan_output
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.writing import finishing
@@ -64,7 +64,7 @@ class _Summary:
 def convert_live(
     src: object,
     dst: str | os.PathLike[str],
-    checked: Callable[[], Options],
+    checked: Callable[[], ConvertOptions],
     process_group: Group,
 ) -> ConvertReport:
     """As `convert`, of a model. All ranks.
@@ -130,15 +130,15 @@ def into(dst: object) -> str:
 
 
 def _agreed(
-    dst: str | os.PathLike[str], checked: Callable[[], Options], ranks: Ranks
-) -> tuple[Options, Destination, bool]:
+    dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
+) -> tuple[ConvertOptions, Destination, bool]:
     """The options, where to write, and whether that is a file: alike on all ranks. All ranks.
 
     Raises:
         ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
             differ.
     """
-    found: list[tuple[Options, Destination, bool]] = []
+    found: list[tuple[ConvertOptions, Destination, bool]] = []
     given: dict[str, object] = {}  # filled by `check`, which runs before they are compared
 
     def check() -> None:
@@ -156,7 +156,7 @@ def _agreed(
     return found[0]
 
 
-def _tensors(model: nn.Module, options: Options, ranks: Ranks) -> list[ModelTensor]:
+def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
     found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
@@ -234,7 +234,7 @@ def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
             )
 
 
-def _cast(dtype: torch.dtype, options: Options) -> torch.dtype:
+def _cast(dtype: torch.dtype, options: ConvertOptions) -> torch.dtype:
     return options.dtype if options.dtype is not None and dtype.is_floating_point else dtype
 
 

@@ -26,7 +26,7 @@ SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """What the caller of `convert` asked for; see there for each."""
 
     to: str = "safetensors"
@@ -51,7 +51,7 @@ def options_of(
     merge: object,
     overwrite: object,
     layout: GivenLayout,
-) -> Options:
+) -> ConvertOptions:
     """The options, checked.
 
     Raises:
@@ -68,7 +68,7 @@ def options_of(
         raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
     renamer(rename)
     check_layout(layout)
-    return Options(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)
+    return ConvertOptions(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)
 
 
 def _dtype(given: object) -> torch.dtype | None:

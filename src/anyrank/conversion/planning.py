@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anyrank.conversion.destination import Destination
-from anyrank.conversion.options import Options
+from anyrank.conversion.options import ConvertOptions
 from anyrank.errors import CheckpointError
 from anyrank.files.output import Output, OutputTensor
 from anyrank.files.storage import join_path
@@ -20,7 +20,7 @@ def plan_output(
     place: Destination,
     tensors: Sequence[OutputTensor],
     tied: Mapping[str, str],
-    options: Options,
+    options: ConvertOptions,
     *,
     metadata: Mapping[str, str],
     stem: str = "model",

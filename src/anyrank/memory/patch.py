@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anyrank.memory.offload import Offload
-from anyrank.memory.recompute import Options, record_region, resident_in
+from anyrank.memory.recompute import RegionOptions, record_region, resident_in
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.tensors.names import WRAPPERS, candidates, near
@@ -137,7 +137,7 @@ def recompute_(
         handle.remove()
     """
     modules = find_modules(model, pattern)
-    settings = Options(offload, context_fn, tuple(generators), resident_in(model))
+    settings = RegionOptions(offload, context_fn, tuple(generators), resident_in(model))
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return record_region(forward, args, kwargs, name, settings)

@@ -66,12 +66,12 @@ def recompute(
         y = anyrank.recompute(block, x)
         y.sum().backward()
     """
-    settings = Options(offload, context_fn, tuple(generators), resident_in(fn))
+    settings = RegionOptions(offload, context_fn, tuple(generators), resident_in(fn))
     return record_region(fn, args, kwargs, name_of(fn), settings)
 
 
 @dataclass(frozen=True)
-class Options:
+class RegionOptions:
     """The options of `recompute`, and the ids of storages that an offload must not move."""
 
     offload: Offload | None
@@ -96,7 +96,7 @@ def record_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     label: str,
-    settings: Options,
+    settings: RegionOptions,
 ) -> Any:
     """`recompute`, with a label for messages."""
     if not torch.compiler.is_compiling():
@@ -115,7 +115,7 @@ def record_region_eagerly(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     label: str,
-    settings: Options,
+    settings: RegionOptions,
 ) -> Any:
     """Record one region, outside of torch.compile."""
     if not torch.is_grad_enabled():
