@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from rich.console import Console
 from tests.runs import save
@@ -64,10 +65,30 @@ def worker_results(
 # -- the real thing -------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder like that of the real weights, whose model trains a step in a tenth of the time."""
+    from transformers import AutoConfig, AutoTokenizer, BertModel
+
+    weights, folder = demo.find_weights(), str(tmp_path_factory.mktemp("bert"))
+    config = AutoConfig.from_pretrained(weights)
+    config.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2})
+    config.num_attention_heads = 2
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(weights).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_real_weights_load_as_transformers_loads_them_and_train(
-    anyrank: Callable[[str], Result],
+def test_real_weights_load_as_transformers_loads_them_and_a_killed_run_ends_as_one_rank(
+    anyrank: Callable[[str], Result], small: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def train_small(weights: str, *options: Any) -> dict[str, Any]:
+        assert os.path.samefile(weights, demo.find_weights())  # what `make demo` trains
+        return demo_kills.run_with_kills(small, *options)
+
+    monkeypatch.setattr(demo, "run_with_kills", train_small)
     result = anyrank("demo --ranks 2 --steps 12 --out results --json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
@@ -158,10 +179,13 @@ def losses_in(text: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_example_has_the_same_losses_on_one_rank_and_on_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # FSDP2 on one rank and on two is in the demo's own run above.
-    flags = ["--steps=2", "--rows=24", "--wrap=ddp"]
+    flags = ["--steps=2", "--rows=24", "--wrap=ddp", f"--weights={small}"]
     two = [*flags, f"--folder={tmp_path}/two"]
     found = losses_in(run_script(2, str(EXAMPLE), *two, env=demo.RANK_SETTINGS)[0])
     assert len(found) == 2

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
+import torch.distributed as dist
+from click.testing import CliRunner, Result
 from tests.scripts import TORCHRUN, job_script
 
-from anyrank.cli import run
+from anyrank.cli import main, run
 from anyrank.testing import RanksFailed, run_ranks
 
-# The same program trains the run here, in this process, and is replayed under torchrun.
+# The same program trains the run here, in this process, and is replayed on ranks of the pool. What
+# starts torchrun, with variables and with the flags of several machines, is tested in test_run*.py.
 SCRIPT = """
 import os, sys, pathlib, time
 import torch, torch.distributed as dist
@@ -101,7 +103,7 @@ def content(folder: str) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_steps_trained_again_on_two_ranks_have_the_same_bits(
     train: Callable[..., None], snapshot: Callable[[str, str], Result]
 ) -> None:
@@ -130,28 +132,42 @@ def test_a_step_that_differs_is_named_and_replayed_once_more(
     assert content("runs/a") == before
 
 
-@pytest.mark.slow
+def job_machine(line: list[str], ports: list[str]) -> tuple[int, str]:
+    """The command on one of several machines, whose only rank is this process."""
+
+    def run_here(_: int, script: str, arguments: Any, machines: Any, variables: Any) -> Any:
+        given = (machines["nnodes"], machines["node_rank"])
+        assert given == (os.environ["WORLD_SIZE"], os.environ["RANK"])
+        os.environ.update({**TORCHRUN, **variables, "MASTER_PORT": ports.pop()})
+        code, _ = job_script(script, arguments)
+        dist.destroy_process_group()
+        return run.Attempt(1, code, 0.0), False
+
+    node = f"--node-rank={os.environ['RANK']}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "run_once", run_here)
+        result = CliRunner().invoke(main, ["run", *line, node, "train.py", "6", "runs/a"])
+    return result.exit_code, result.stdout
+
+
+def free_ports(number: int) -> list[str]:
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
 def test_every_machine_of_a_replay_finds_the_same(
     train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(6)
     before = content("runs/a")
     monkeypatch.setenv("FAULT", "always")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    code = "import sys; from anyrank.cli import main; main(sys.argv[1:])"
-    flags = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    line = ["run", "--replay=runs/a", "--from=3", "--json", *flags]
-    machines = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *line, f"--node-rank={n}", "train.py", "6", "runs/a"],
-            stdout=subprocess.PIPE,
-        )
-        for n in range(2)
-    ]
-    reports = [json.loads(one.communicate(timeout=240)[0]) for one in machines]
-    assert [one.returncode for one in machines] == [1, 1]
+    line = ["--replay=runs/a", "--from=3", "--json", "--ranks=1", "--nnodes=2"]
+    machines = run_ranks(2, job_machine, line, free_ports(2), init=False)
+    assert [code for code, _ in machines] == [1, 1]
+    reports = [json.loads(said) for _, said in machines]
     assert reports[0] == reports[1]
     found = {name: reports[0][name] for name in ("ranks", "equal", "step", "again")}
     assert found == {"ranks": 2, "equal": [4], "step": 5, "again": "first"}
