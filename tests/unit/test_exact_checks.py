@@ -85,7 +85,7 @@ def test_sync_batch_norm_is_refused() -> None:
 
 
 def test_a_buffer_that_the_forward_changes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"changes the buffers \['calls'\]"):
+    with pytest.raises(ValueError, match=r"changes \['calls'\], and each"):
         train(Counts(True), loader_of())
     train(Counts(False), loader_of())  # a cache, or the same value again
 
@@ -93,7 +93,7 @@ def test_a_buffer_that_the_forward_changes_is_refused() -> None:
 def test_spectral_norm_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="changes the buffers"):
+    with pytest.raises(ValueError, match=r"microbatches\(\) changes .*_u"):
         train(model, loader_of())
 
 

@@ -115,6 +115,9 @@ class Step:
                 for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
                     seed = self._schedule.order.seed
                     reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
+                    # Under an autocast around the loop, the gradient of a cast that was kept would
+                    # come after FSDP2's reduction.
+                    torch.clear_autocast_cache()
                     with sync.on(slot, number + 1 == len(slots)):
                         self._slot = slot
                         yield batch
@@ -349,6 +352,7 @@ class Step:
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
+            self._pass.exact.delivered.know(sync.named.values())
             self._pass.exact.delivered.record(model)
 
     @property
