@@ -146,6 +146,31 @@ def test_another_number_of_threads_is_refused() -> None:
     assert again.notes == []
 
 
+@pytest.mark.usefixtures("threads")
+def test_another_number_of_threads_in_mid_run_is_refused() -> None:
+    model, steps = nn.Linear(4, 1), iter(loader_of())
+    before = torch.get_num_threads()
+    step = next(steps)
+    for batch in step.microbatches(model):
+        step.backward(model(batch).square().mean())
+    torch.set_num_threads(before + 1)
+    batches = iter(next(steps).microbatches(model))
+    with pytest.raises(ValueError, match=rf"set_num_threads\({before}\)"):
+        next(batches)
+
+
+def test_gradients_have_the_dtype_that_their_parameter_asks_for() -> None:
+    model = nn.Linear(4, 1, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    for step in loader_of():
+        for batch in step.microbatches(model):
+            step.backward(model(batch.bfloat16()).square().mean())
+        assert model.weight.grad is not None
+        assert model.bias.grad is not None
+        assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, torch.bfloat16)
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("name", ["device", "cpu", "torch"])
 def test_what_differs_from_the_run_is_noted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.exact_checks import check_threads
 from anyrank.data.exact_rounds import Rounds
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
@@ -326,6 +327,8 @@ class Step:
         is_first = id(model) not in self._pass.checked
         if is_first:
             self._pass.notes += exact.begin(model, self._ranks)
+        else:
+            check_threads(exact.record, ValueError)  # a library may have changed it since
         exact.deal(model, self._schedule.num_microbatches, self._ranks)
         rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
         return ExactSync(model, self._ranks, self._pass.group, rounds, is_first, exact.repeating)
