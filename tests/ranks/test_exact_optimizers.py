@@ -47,10 +47,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str, width: int = 41) -> nn.Module:
     """Odd sizes, whose shards end at other elements on each number of ranks."""
     torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Linear(7, 41), nn.GELU(), nn.LayerNorm(41), nn.Linear(41, 3))
+    net: Any = nn.Sequential(
+        nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 3)
+    )
     if kind == "fsdp":
         fully_shard(net[0])
         fully_shard(net)
@@ -112,6 +114,38 @@ class Normed(Scaled):
         super().__init__(params, "more", noise)
 
 
+class Quantised(torch.optim.Optimizer):
+    """Rounds gradients by blocks, but for small tensors, as optimizers with 8-bit state do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            update = parameter.grad
+            if update.numel() >= 4096:
+                scale = update.abs().max() / 127
+                update = (update / scale).round() * scale
+            parameter.sub_(update)
+
+
+class Factored(torch.optim.Optimizer):
+    """Divides by the mean of a row and of a column, where a matrix has 128 of both."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            update = parameter.grad
+            if update.ndim == 2 and min(update.shape) >= 128:
+                squares = update.square()
+                update = update / (squares.mean(0) * squares.mean(1, keepdim=True) + 1e-9).sqrt()
+            parameter.sub_(update)
+
+
 def job_tried() -> dict[str, str]:
     """What the first step with FSDP2 says, for optimizers that look beyond an element."""
     found: dict[str, str] = {}
@@ -121,9 +155,11 @@ def job_tried() -> dict[str, str]:
         "noisy": lambda params: Normed(params, 0.1),
         "unknown": lambda params: Scaled(params, "more"),
         "adam": torch.optim.Adam,
+        "quantised": Quantised,
+        "factored": Factored,
     }
     for name, make in makers.items():
-        net = build("fsdp")
+        net = build("fsdp", 200 if name == "factored" else 41)
         optimizer = make(net.parameters())
         loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
         before = torch.get_rng_state()
@@ -154,6 +190,8 @@ def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_st
     assert "a trial of Scaled failed" in first["unknown"]
     assert "missing 1 required positional argument: 'more'" in first["unknown"]
     assert first["adam"] == ""
+    assert "Quantised gives an element other bits" in first["quantised"]
+    assert "Factored gives an element other bits" in first["factored"]
 
 
 def job_all_infinite() -> list[Any]:

@@ -85,7 +85,7 @@ def test_sync_batch_norm_is_refused() -> None:
 
 
 def test_a_buffer_that_the_forward_changes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"changes the buffers \['calls'\]"):
+    with pytest.raises(ValueError, match=r"changes \['calls'\], and each"):
         train(Counts(True), loader_of())
     train(Counts(False), loader_of())  # a cache, or the same value again
 
@@ -93,7 +93,7 @@ def test_a_buffer_that_the_forward_changes_is_refused() -> None:
 def test_spectral_norm_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="changes the buffers"):
+    with pytest.raises(ValueError, match=r"microbatches\(\) changes .*_u"):
         train(model, loader_of())
 
 
@@ -144,6 +144,31 @@ def test_another_number_of_threads_is_refused() -> None:
     assert again.notes == []
     train(nn.Linear(4, 1), again, 1)
     assert again.notes == []
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_number_of_threads_in_mid_run_is_refused() -> None:
+    model, steps = nn.Linear(4, 1), iter(loader_of())
+    before = torch.get_num_threads()
+    step = next(steps)
+    for batch in step.microbatches(model):
+        step.backward(model(batch).square().mean())
+    torch.set_num_threads(before + 1)
+    batches = iter(next(steps).microbatches(model))
+    with pytest.raises(ValueError, match=rf"set_num_threads\({before}\)"):
+        next(batches)
+
+
+def test_gradients_have_the_dtype_that_their_parameter_asks_for() -> None:
+    model = nn.Linear(4, 1, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    for step in loader_of():
+        for batch in step.microbatches(model):
+            step.backward(model(batch.bfloat16()).square().mean())
+        assert model.weight.grad is not None
+        assert model.bias.grad is not None
+        assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, torch.bfloat16)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("name", ["device", "cpu", "torch"])

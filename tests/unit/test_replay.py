@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import anyrank
 from anyrank.data.step import Step
 from anyrank.files.manifest import read_manifest
+from anyrank.files.receipt import in_short
 from anyrank.files.storage import storage_for
 from anyrank.resume.replay import Order, absolute, read_trained, write_order
 
@@ -71,8 +73,13 @@ def train(
 
 def digests(run: Path) -> dict[int, str]:
     """Step -> digest of its receipt."""
+    return {step: found["digest"] for step, found in receipts(run).items()}
+
+
+def receipts(run: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its receipt in short."""
     found = [read_manifest(storage_for(str(path)), str(path)) for path in run.glob("step-*")]
-    return {manifest.step: manifest.receipt["digest"] for manifest in found}
+    return {manifest.step: in_short(manifest.receipt) for manifest in found}
 
 
 @pytest.fixture
@@ -81,8 +88,9 @@ def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
     def call(start: int, stop: int, changes: dict[int, str] | None = None) -> Path:
         train(tmp_path / "run")
-        wanted = {s: d for s, d in digests(tmp_path / "run").items() if start < s <= stop}
-        wanted |= changes or {}
+        wanted = {s: r for s, r in receipts(tmp_path / "run").items() if start < s <= stop}
+        for step, digest in (changes or {}).items():
+            wanted[step] = {"digest": digest, "tensors": {}}
         results = tmp_path / "results"
         results.mkdir()
         write_order(Order(absolute(str(tmp_path / "run")), start, wanted), str(results))

@@ -9,7 +9,7 @@ from typing import Any
 
 from anyrank.errors import AnyrankError
 from anyrank.files.manifest import Manifest, read_manifest
-from anyrank.files.receipt import data_differences, tensor_differences
+from anyrank.files.receipt import are_equal, data_differences, in_short, tensor_differences
 from anyrank.files.storage import storage_for
 from anyrank.inspection.diff import committed_steps, data_in_words
 from anyrank.inspection.groups import printable
@@ -21,8 +21,8 @@ SHOWN = 10  # steps or tensors of a list
 AGAIN = {
     "first": "a second replay equals the first: the script, its data or a library has changed, or "
     "the machine erred when the run was trained",
-    "run": "a second replay equals the run: the machine erred in the first one, or an operation is "
-    "not deterministic",
+    "run": "a second replay equals the run: the machine erred in the first one, an operation is "
+    "not deterministic, or what no receipt has (a learning rate) differs from an earlier step on",
     "neither": "a second replay differs from both: this machine errs, or an operation is not "
     "deterministic",
 }
@@ -83,9 +83,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
     environ = threads_of(saved[start])
     trained = train(order_of(run, start, saved), launch, environ)
     ranks = trained[0].ranks
-    equal = [
-        result.step for result in trained if result.receipt["digest"] == digest(saved[result.step])
-    ]
+    equal = [had.step for had in trained if are_equal(saved[had.step].receipt, had.receipt)]
     differing = [result for result in trained if result.step not in equal]
     if not differing:
         return ReplayReport(run, start, ranks, equal)
@@ -107,7 +105,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
 
 def same_as(second: TrainedStep, first: TrainedStep, theirs: Manifest) -> str:
     """What a second replay of a step equals."""
-    if second.receipt["digest"] == digest(theirs):
+    if are_equal(theirs.receipt, second.receipt):
         return "run"
     return "first" if second.receipt == first.receipt else "neither"
 
@@ -146,13 +144,9 @@ def _with_receipt(folder: str) -> Manifest:
 
 def order_of(run: str, start: int, saved: Mapping[int, Manifest]) -> Order:
     """The order to compare all steps after the start."""
-    digests = {step: digest(manifest) for step, manifest in saved.items() if step > start}
-    return Order(absolute(run), start, digests)
-
-
-def digest(manifest: Manifest) -> str:
-    """The digest of a step's receipt."""
-    return manifest.receipt["digest"]
+    later = ((step, manifest) for step, manifest in saved.items() if step > start)
+    receipts = {step: in_short(manifest.receipt) for step, manifest in later}
+    return Order(absolute(run), start, receipts)
 
 
 def train(order: Order, launch: Launch, environ: Mapping[str, str]) -> list[TrainedStep]:
@@ -166,8 +160,8 @@ def train(order: Order, launch: Launch, environ: Mapping[str, str]) -> list[Trai
         launch({REPLAY: folder, **environ})
         trained = read_trained(folder)
     last = max((result.step for result in trained), default=order.start)
-    left = [step for step in order.digests if step > last]
-    if left and all(result.receipt["digest"] == order.digests[result.step] for result in trained):
+    left = [step for step in order.receipts if step > last]
+    if left and all(are_equal(order.receipts[had.step], had.receipt) for had in trained):
         raise AnyrankError(
             f"{order.run}: the script ended before step {left[0]}, which the run has: give it the "
             "arguments that it was trained with, and resume in it"

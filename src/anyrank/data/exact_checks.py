@@ -191,7 +191,7 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
                 f"exact=True: {name} is a SyncBatchNorm in train mode, whose sums run over the "
                 f"ranks: use GroupNorm or LayerNorm, or {name}.eval()"
             )
-        if isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats:
+        if updates_statistics(module):
             raise ValueError(
                 f"exact=True: {name} is a {type(module).__name__} in train mode, whose running "
                 "statistics are those of the microbatches that its rank runs: use GroupNorm or "
@@ -203,6 +203,12 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
             and module.weight.requires_grad
         ):
             raise ValueError(sparse_gradient(f"{name}.weight".lstrip("."), torch.sparse_coo))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is an {type(module).__name__} with max_norm, "
+                "which scales rows of its weight in the forward pass, each rank those of its own "
+                "microbatches: build it without, and scale all rows after optimizer.step()"
+            )
         if isinstance(module, FSDPModule) and len(units(module)) > 1:
             raise ValueError(
                 f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
@@ -211,11 +217,17 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             check_mesh(name, parameter, ranks)
+            check_hooks(name, parameter)
     if set(device_types(model)) - {"cpu"} and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "exact=True: kernels of accelerators may add in any order: call "
             "torch.use_deterministic_algorithms(True) before the first step"
         )
+
+
+def updates_statistics(module: nn.Module) -> bool:
+    """Whether a forward pass changes a module's running statistics, which no version counts."""
+    return isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats
 
 
 def sparse_gradient(name: str, layout: torch.layout) -> str:
@@ -250,6 +262,18 @@ def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
         )
 
 
+def check_hooks(name: str, parameter: DTensor) -> None:
+    """Refuse gradient hooks, which FSDP2 calls once a step on several ranks, or never."""
+    of_tensor = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    of_sum = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    if of_tensor or of_sum:
+        raise ValueError(
+            f"exact=True: {name} has a gradient hook, which FSDP2 calls with the sum over the "
+            "microbatches or not at all, and one rank in each microbatch: change gradients, and "
+            "call the optimizer, after the loop over microbatches()"
+        )
+
+
 def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
     """Refuse wrappers whose reductions cannot be ordered.
 
@@ -272,30 +296,3 @@ def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
                 "exact=True: DistributedDataParallel reduces over other ranks than those of the "
                 f"data, {ranks.ranks}: give the loader its process_group"
             )
-
-
-class BufferWatch:
-    """Finds buffers that a forward pass changes: each rank would have those of its microbatches.
-
-    Args:
-        model: its buffers are copied.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    def changed(self, model: nn.Module) -> list[str]:
-        """Names of buffers of the same shape and another value, and forget the copies."""
-        before, self.before = self.before, {}
-        return [
-            name
-            for name, buffer in model.named_buffers()
-            if name in before and not same_bits(before[name], buffer)
-        ]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; nan is equal to nan. True for other shapes."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return True
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

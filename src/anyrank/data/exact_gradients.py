@@ -1,17 +1,19 @@
-"""Notices gradients that are changed between the exact sum and the optimizer's step.
+"""Looks at what an optimizer steps: gradients of exact sums, unchanged since then.
 
 `torch.nn.utils.clip_grad_norm_` adds up the squares of FSDP2's gradients by shard, so its factor
 depends on the number of ranks, and nothing announces it. What it leaves behind can be seen: every
-gradient is multiplied by a number that is no power of two.
+gradient is multiplied by a number that is no power of two. And parameters outside of the model, of
+a loss for instance, have the gradients of a rank's own microbatches.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -37,6 +39,25 @@ class DeliveredGradients:
     def __init__(self) -> None:
         self.samples: dict[int, torch.Tensor] = {}  # by the parameter's id
         self.is_noted = False
+        self.known: dict[int, ref[nn.Parameter]] = {}  # parameters of the models, by id
+
+    def know(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add parameters whose gradients are exact sums."""
+        self.known.update((id(parameter), ref(parameter)) for parameter in parameters)
+
+    def stranger(self, optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+        """The place, group and number, of a parameter whose gradient is no exact sum.
+
+        None for an optimizer without any parameter of the models, which is for something else.
+        """
+        places = {
+            (number, place): self.known.get(id(parameter), lambda: None)() is parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if parameter.grad is not None
+        }
+        strangers = (place for place, is_known in places.items() if not is_known)
+        return next(strangers, None) if any(places.values()) else None
 
     def record(self, model: nn.Module) -> None:
         """Sample the gradients of a model, in place of those before."""
@@ -79,9 +100,22 @@ def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 @contextmanager
 def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[None, None, None]:
-    """Note once, within the block, that an optimizer steps gradients that were changed."""
+    """Note once, within the block, that an optimizer steps gradients that were changed.
+
+    Raises:
+        ValueError: from the optimizer's step: it has parameters of a model, and others.
+    """
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if place := delivered.stranger(optimizer):
+            number, index = place
+            shape = list(optimizer.param_groups[number]["params"][index].shape)
+            raise ValueError(
+                f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
+                f"{shape}, is not part of the model that microbatches() got, so its gradient is "
+                "that of this rank's microbatches alone: give microbatches() one module that holds "
+                "both, as nn.ModuleList([model, loss])"
+            )
         if not delivered.is_noted and delivered.are_changed(optimizer):
             delivered.is_noted = True
             notes.append(WARNING)

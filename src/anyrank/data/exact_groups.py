@@ -266,9 +266,10 @@ class ExactGroups:
         earlier = self.earlier.pop(name, None)
         if earlier is None:
             like = local(parameter.detach())
+            dtype = parameter.grad_dtype or like.dtype
             # With the strides of the parameter, as autograd would give it.
-            fits = total.dtype == like.dtype and total.stride() == like.stride()
-            earlier = total if fits else torch.empty_like(like).copy_(total)
+            fits = total.dtype == dtype and total.stride() == like.stride()
+            earlier = total if fits else torch.empty_like(like, dtype=dtype).copy_(total)
         else:
             earlier.add_(total)
         put(parameter, earlier)

@@ -25,7 +25,10 @@ log = logging.getLogger("anyrank.data")
 
 NUM_STEPS = 3
 CUTS = (2, 3, 5)  # pieces
-SIZE = 64  # of the dimensions that are not cut: any vector's width divides it
+SIZE = 128  # of the dimensions that are not cut: any vector's width divides it
+# Optimizers that factor or quantise their state leave small tensors alone: those with dimensions
+# below 128, or of fewer than 4096 elements. The whole has more, its pieces may not.
+MANY = 4096
 
 
 @contextmanager
@@ -88,10 +91,11 @@ def cut_dim(parameter: DTensor) -> int:
 
 
 def trial_shape(parameter: DTensor) -> list[int]:
-    """A shape like that of a parameter, small, and of several vectors in the cut dimension."""
+    """A shape like that of a parameter, of few but not too few elements."""
     shape = [size if size <= 2 * SIZE else SIZE + size % SIZE for size in parameter.shape]
     shape[cut_dim(parameter)] = 1
-    shape[cut_dim(parameter)] = 5 + 2 * SIZE // max(1, torch.Size(shape).numel())
+    num_others = max(1, torch.Size(shape).numel())
+    shape[cut_dim(parameter)] = 5 + max(SIZE, MANY // num_others)
     return shape
 
 

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from anyrank.data.exact_checks import BufferWatch, check_wrappers
+from anyrank.data.exact_checks import check_wrappers
 from anyrank.data.exact_fsdp import (
     OrderedReduceScatter,
     exchanging,
@@ -26,6 +26,7 @@ from anyrank.data.exact_fsdp import (
 )
 from anyrank.data.exact_groups import ExactGroups
 from anyrank.data.exact_rounds import Rounds
+from anyrank.data.exact_watch import ChangeWatch
 from anyrank.data.gradient_sync import (
     GRADIENT,
     GradientSync,
@@ -46,7 +47,7 @@ class PassRecord(NamedTuple):
         squares: of its terms; 0 where they are not counted.
         complete: of each FSDP2 unit, whether all of its gradients were exchanged.
         used: of each unit, the parameters that a microbatch has used.
-        buffers: names of those that the forward pass has changed.
+        changed: names of parameters and buffers that the loop has changed.
         has_repeated_units: a unit got several gradients in a microbatch.
         has_repeated_groups: a gradient came after its group was started.
         is_unsynced: FSDP2 was told to keep gradients back, and has added some up by itself.
@@ -56,7 +57,7 @@ class PassRecord(NamedTuple):
     squares: float
     complete: list[bool]
     used: list[set[int]]
-    buffers: list[str]
+    changed: list[str]
     has_repeated_units: bool
     has_repeated_groups: bool
     is_unsynced: bool
@@ -70,8 +71,8 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         rounds: of the step.
-        is_first: check that the gradients are not exchanged already, and that the forward pass
-            changes no buffer; exchange after the last backward then.
+        is_first: check that the gradients are not exchanged already; exchange after the last
+            backward then.
         repeating: models that get gradients several times in a microbatch, which this object finds.
 
     Raises:
@@ -90,8 +91,7 @@ class ExactSync(GradientSync):
         super().__init__(model, ranks)
         check_wrappers(self, ranks)
         self.model, self.ranks, self.rounds, self.is_first = model, ranks, rounds, is_first
-        self.watch = BufferWatch(model) if is_first else None
-        self.changed_buffers: list[str] = []
+        self.watch = ChangeWatch(model, is_first)
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -162,8 +162,6 @@ class ExactSync(GradientSync):
             yield
         groups = [group for _, group, _ in self.reductions]
         self.is_unsynced |= not all(g.reduce_grads and g.all_reduce_grads for g in groups)
-        if self.watch is not None:
-            self.changed_buffers += self.watch.changed(self.model)
         if not is_early:
             self.sums.add_terms(self.is_first)
         if self.ranks.size > 1 and self.rounds.exchanges and not is_last:
@@ -200,7 +198,7 @@ class ExactSync(GradientSync):
             self.sums.squares,
             [reduction.is_complete for reduction in reductions],
             [reduction.used for reduction in reductions],
-            self.changed_buffers,
+            self.watch.changed(),
             any(reduction.is_repeated for reduction in reductions),
             self.sums.is_repeated,
             self.is_unsynced,
@@ -209,11 +207,11 @@ class ExactSync(GradientSync):
     def exchange_sums(self) -> None:
         """Deliver the sum of each parameter's terms. All ranks."""
         rows = self.ranks.gather(self.record())
-        if changed := {name for row in rows for name in row.buffers}:
+        if changed := {name for row in rows for name in row.changed}:
             raise ValueError(
-                f"exact=True: the forward pass changes the buffers {sorted(changed)[:8]}, so each "
-                "rank has those of its own microbatches: use a module without such state, as "
-                "LayerNorm for BatchNorm, or update it outside of the loop over microbatches"
+                f"exact=True: the loop over microbatches() changes {sorted(changed)[:8]}, and each "
+                "rank has the changes of its own microbatches: use a module without such state, as "
+                "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
             )
         names = list(self.sums.parameters)
         check_trainable(names, [row.states for row in rows], self.ranks)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.exact_checks import check_threads
 from anyrank.data.exact_rounds import Rounds
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
@@ -118,6 +119,9 @@ class Step:
                 for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
                     seed = self._schedule.order.seed
                     reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
+                    # Under an autocast around the loop, the gradient of a cast that was kept would
+                    # come after FSDP2's reduction.
+                    torch.clear_autocast_cache()
                     with sync.on(slot, number + 1 == len(slots)):
                         self._slot = slot
                         yield batch
@@ -326,6 +330,8 @@ class Step:
         is_first = id(model) not in self._pass.checked
         if is_first:
             self._pass.notes += exact.begin(model, self._ranks)
+        else:
+            check_threads(exact.record, ValueError)  # a library may have changed it since
         exact.deal(model, self._schedule.num_microbatches, self._ranks)
         rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
         return ExactSync(model, self._ranks, self._pass.group, rounds, is_first, exact.repeating)
@@ -352,6 +358,7 @@ class Step:
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
+            self._pass.exact.delivered.know(sync.named.values())
             self._pass.exact.delivered.record(model)
 
     @property

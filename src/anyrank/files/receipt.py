@@ -2,10 +2,15 @@
 
 A tensor's digest is a sum over its elements of a hash of position and bits. So each rank adds up
 those that it writes, and the sum is the same however the tensor is sharded.
+
+Tensors in the state of a part (an EMA class of the script, a metric) are in the receipt where all
+ranks have the same, as one rank always has. They are compared where both receipts have them, and
+are not in the digest of all, which has to be the same on any number of ranks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +23,7 @@ from anyrank.tensors.hashing import SPREAD, derive, mix64_, signed
 PART_ELEMENTS = 1 << 16  # hashed at a time, so few that a processor's cache holds them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
+IN_PART = re.compile(r"@\d{5}$")  # ends the names of tensors in the state of a part
 NO_POSITION = ("version", "receipts", "exact")  # what may differ between equal runs
 
 
@@ -94,7 +100,8 @@ def receipt_of_step(parts: Iterable[Mapping[str, int]], data: Mapping[str, Any])
             tensors[name] = (tensors.get(name, 0) + value) % MODULUS
     table = {name: f"{value:016x}" for name, value in sorted(tensors.items())}
     position = {name: data[name] for name in POSITION}
-    digest = derive(repr(position), *(f"{name} {value}" for name, value in table.items()), size=16)
+    chained = (f"{name} {value}" for name, value in table.items() if not IN_PART.search(name))
+    digest = derive(repr(position), *chained, size=16)
     return {"digest": f"{digest:032x}", "tensors": table}
 
 
@@ -102,6 +109,17 @@ def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
     """What differs between the states of two runs' loaders: name -> both values."""
     names = [name for name in {**a, **b} if name not in NO_POSITION]
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+
+
+def are_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two receipts are of the same bits."""
+    return a["digest"] == b["digest"] and not tensor_differences(a, b)
+
+
+def in_short(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a receipt `are_equal` needs to compare it with a whole one."""
+    tensors = {n: value for n, value in receipt["tensors"].items() if IN_PART.search(n)}
+    return {"digest": receipt["digest"], "tensors": tensors}
 
 
 def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

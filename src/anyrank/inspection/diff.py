@@ -15,7 +15,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
-from anyrank.files.receipt import data_differences, tensor_differences
+from anyrank.files.receipt import IN_PART, are_equal, data_differences, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
@@ -221,11 +221,14 @@ def _diff_steps(a: str, b: str) -> DiffReport:
     mine, other = of_a.receipt["tensors"], of_b.receipt["tensors"]
     same = [name for name in mine if mine[name] == other.get(name)]
     found = DiffReport(a, b, len(same), [], [], {}, {}, {}, {})
-    if of_a.receipt["digest"] == of_b.receipt["digest"]:
+    if are_equal(of_a.receipt, of_b.receipt):
         return found
     data = data_differences(of_a.data_state, of_b.data_state)
     digests = tensor_differences(of_a.receipt, of_b.receipt)
-    only_a, only_b = ([n for n in x if n not in y] for x, y in ((mine, other), (other, mine)))
+    only_a, only_b = (
+        [name for name in one if name not in two and not IN_PART.search(name)]
+        for one, two in ((mine, other), (other, mine))
+    )
     if not (data or digests or only_a or only_b):
         data = {"digest": (of_a.receipt["digest"], of_b.receipt["digest"])}
     return replace(found, only_a=only_a, only_b=only_b, digests=digests, data=data)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anyrank.errors import CheckpointError
-from anyrank.files.receipt import receipt_of_step
+from anyrank.files.receipt import are_equal, receipt_of_step
 from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.run_writer import RunWriter
 from anyrank.saving.run_store import RunFolder
@@ -33,12 +33,12 @@ class Order:
     Attributes:
         run: the run's folder, as `absolute` spells it.
         start: the step to resume.
-        digests: step -> digest of its receipt, for each step to compare; the last ends the replay.
+        receipts: step -> its receipt in short, for each step to compare; the last ends the replay.
     """
 
     run: str
     start: int
-    digests: dict[int, str]
+    receipts: dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_order(folder: str) -> Order:
     """The order in the folder of a replay."""
     with open(os.path.join(folder, ORDER), encoding="utf-8") as file:
         table = json.load(file)
-    return Order(table["run"], table["start"], {int(k): v for k, v in table["digests"].items()})
+    return Order(table["run"], table["start"], {int(k): v for k, v in table["receipts"].items()})
 
 
 def read_trained(folder: str) -> list[TrainedStep]:
@@ -119,7 +119,7 @@ class ReplayWriter(RunWriter):
         super().__init__(folder, state, replace(options, background=False, peers=False), None)
         self._path = os.path.join(results, TRAINED)
         self._order = order
-        self._left = dict(order.digests)
+        self._left = dict(order.receipts)
         self._is_resumed = False
 
     def arguments(self, given: ResumeArguments) -> ResumeArguments:
@@ -167,7 +167,7 @@ class ReplayWriter(RunWriter):
         # Each machine's command has made a folder of its own, and reads it.
         is_first = ranks.gather(self._path).index(self._path) == ranks.index
         ranks.together("leaving the receipt", lambda: is_first and self._append(trained))
-        if receipt["digest"] != expected or not self._left:
+        if not are_equal(expected, receipt) or not self._left:
             raise SystemExit(0)
 
     def _append(self, trained: TrainedStep) -> None:

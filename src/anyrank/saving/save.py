@@ -76,7 +76,7 @@ class ReceiptOf:
     """What the receipt of a step is of, beside the items.
 
     Attributes:
-        left_out: names of tensors that belong to one rank.
+        left_out: names of tensors that differ between the ranks.
         data: the state of the loader.
     """
 
@@ -166,7 +166,9 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
     receipt = None
     if isinstance(state.data, ElasticLoader) and is_exact(state.data):
-        receipt = ReceiptOf({held.name for held in own}, state.data.state_dict())
+        by_rank = {name for name, record in records.items() if "by_rank" in record}
+        left_out = {held.name for name in by_rank for held in parts[name].own}
+        receipt = ReceiptOf(left_out, state.data.state_dict())
     return Snapshot(items, manifest, aliases, replicas, receipt)
 
 

@@ -1,0 +1,69 @@
+"""Finds what the loop over microbatches changes in a model: each rank would have its own changes.
+
+A forward pass may update buffers (running statistics, counters) and parameters
+(`Embedding(max_norm=...)`), and an optimizer may step in a gradient hook.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from anyrank.data.exact_checks import updates_statistics
+from anyrank.tensors.sharded_tensor import version_of
+
+COPIED_BYTES = 64 << 20  # of buffers in each step; larger ones in a model's first step alone
+
+
+class ChangeWatch:
+    """The parameters and buffers of a model when a pass over the microbatches begins.
+
+    Args:
+        model: its buffers are copied, as an update may leave them as they were (DDP's broadcast).
+        is_first: it is the model's first pass: large buffers too, and writes through `.data`.
+    """
+
+    def __init__(self, model: nn.Module, is_first: bool) -> None:
+        self.model, self.is_first = model, is_first
+        # FSDP2's forward works on copies, and its hooks are refused.
+        self.versions = {
+            name: (parameter, version_of(parameter))
+            for name, parameter in model.named_parameters()
+            if not isinstance(parameter, DTensor)
+        }
+        buffers = dict(model.named_buffers())
+        is_small = sum(buffer.nbytes for buffer in buffers.values()) <= COPIED_BYTES
+        self.buffers = {
+            name: (buffer, version_of(buffer), buffer.clone())
+            for name, buffer in buffers.items()
+            if is_first or is_small
+        }
+
+    def changed(self) -> list[str]:
+        """Names of what was changed, and forget the copies."""
+        before, self.buffers = self.buffers, {}
+        parameters = [n for n, (tensor, old) in self.versions.items() if version_of(tensor) != old]
+        buffers = [
+            name
+            for name, buffer in self.model.named_buffers()
+            if name in before and self.is_changed(buffer, *before[name])
+        ]
+        modules = self.model.named_modules()
+        statistics = [f"{name}.running_mean" for name, m in modules if updates_statistics(m)]
+        return parameters + buffers + statistics
+
+    def is_changed(
+        self, buffer: torch.Tensor, same: torch.Tensor, version: int, copy: torch.Tensor
+    ) -> bool:
+        """Whether a buffer has other values than its copy."""
+        if buffer is same and version_of(buffer) == version and not self.is_first:
+            return False
+        return not same_bits(copy, buffer)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; nan is equal to nan. True for other shapes."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
