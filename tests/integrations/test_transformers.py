@@ -4,6 +4,7 @@ adapters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -144,6 +145,40 @@ def test_an_adapters_trained_copy_leaves_the_original_module_alone(
     saved = load_file(tmp_path / "base" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(head.original_module.weight, saved)
     assert torch.equal(head.modules_to_save.default.weight, theirs.modules_to_save.default.weight)
+
+
+def two_adapters(model: Any) -> Any:
+    """The second one has a trained copy of what the active one leaves alone."""
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="one")
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.add_adapter("two", config)
+    return model
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_the_copy_of_an_adapter_that_is_not_active_is_filled_from_the_base(
+    tmp_path: Any, on_meta: bool
+) -> None:
+    save("llama", tmp_path)
+    with anyrank.meta() if on_meta else contextlib.nullcontext():
+        model = two_adapters(build("llama"))
+    anyrank.load(model, tmp_path)
+    base = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    head = model.base_model.model.lm_head
+    assert torch.equal(head.original_module.weight, base)
+    assert torch.equal(head.modules_to_save.two.weight, base)
+
+
+def test_a_base_under_merged_adapters_is_refused_by_name(tmp_path: Any) -> None:
+    save("llama", tmp_path)
+    model: Any = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.merge_adapter()
+    with pytest.raises(
+        anyrank.LoadError, match=r"are merged .*\n  model.layers.0.self_attn.q_proj"
+    ):
+        anyrank.load(model, tmp_path)
+    model.unmerge_adapter()
+    anyrank.load(model, tmp_path)
 
 
 DORA = {"r": 2, "target_modules": ["q_proj", "embed_tokens"], "use_dora": True}

@@ -62,6 +62,31 @@ def test_a_lazy_module_is_refused_by_name() -> None:
         anyrank.load(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), {"x": torch.ones(1)})
 
 
+QUANTISED: dict[str, Any] = {
+    "torch.sparse_coo tensor": lambda: torch.eye(2).to_sparse(),
+    "quantised tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.*quantiz")
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
+    model = nn.Module()
+    model.register_buffer("x", QUANTISED[kind]())
+    with pytest.raises(anyrank.LoadError, match=f"x: is a {kind}"):
+        anyrank.load(model, {"x": torch.ones(2, 2)}, cast="any")
+    with pytest.raises(anyrank.LoadError, match=r"x: a Tensor of .* has no bytes"):
+        anyrank.load(nn.Module(), {"x": QUANTISED[kind]()})
+
+
+@pytest.mark.filterwarnings("ignore:torch.*quantiz")
+def test_packed_weights_of_a_quantised_module_are_refused_by_name() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    model = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
+    with pytest.raises(anyrank.LoadError, match=r"0: is a torch\.ao\..*Linear, whose weights are"):
+        anyrank.load(model, plain.state_dict(), unexpected="ignore")
+
+
 # -- what load_state_dict would have run ----------------------------------------------------------
 
 
@@ -75,6 +100,19 @@ class Doubling(nn.Linear):
     @staticmethod
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+
+class Corrected(nn.Linear):
+    """Its weight is changed once it is loaded."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_load_state_dict_post_hook(self.correct)
+
+    @staticmethod
+    def correct(module: nn.Linear, keys: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(3)
 
 
 class Versioned(nn.Linear):
@@ -102,7 +140,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("kind", ["dict", "pt", "safetensors"])
-@pytest.mark.parametrize("leaf", [Doubling, Versioned])
+@pytest.mark.parametrize("leaf", [Doubling, Corrected, Versioned])
 def test_values_are_those_of_load_state_dict(
     tmp_path: Path, leaf: Any, kind: str, on_meta: bool
 ) -> None:
@@ -123,6 +161,28 @@ def test_values_are_those_of_load_state_dict(
     assert report.own_code == ["1.0"]
     for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Halved(nn.Linear):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        halves = {key: value / 2 for key, value in state_dict.items()}
+        return super().load_state_dict(halves, strict, assign)
+
+
+class FromPath(nn.Linear):
+    def load_state_dict(self, path: str) -> Any:  # type: ignore[override]  # of the user's own
+        raise AssertionError(path)
+
+
+def test_a_models_own_load_state_dict_is_run_or_named() -> None:
+    state = nn.Linear(2, 2).state_dict()
+    for model in (Halved(2, 2), torch.compile(Halved(2, 2), backend="eager")):
+        assert anyrank.load(model, state).own_code == ["the model"]  # type: ignore[arg-type]
+        assert torch.equal(model.weight, state["weight"] / 2)  # type: ignore[union-attr]
+    child = nn.Sequential(Halved(2, 2))  # which torch does not call
+    assert anyrank.load(child, {f"0.{key}": t for key, t in state.items()}).own_code == []
+    assert torch.equal(child[0].weight, state["weight"])
+    assert list(anyrank.load(FromPath(2, 2), state).own_code_not_run) == ["the model"]
 
 
 @pytest.mark.parametrize("in_file", [False, True])

@@ -197,6 +197,35 @@ def test_any_module_can_be_the_head() -> None:
     )
 
 
+def of_all_modules(module: nn.Linear) -> Any:
+    register: Any = nn.modules.module.register_module_forward_hook
+    return register(lambda called, args, result: 2 * result)
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "forward": lambda m: m.register_forward_hook(lambda *a: 2 * a[-1]),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+    "backward": lambda m: m.register_full_backward_hook(lambda _, g, __: (2 * g[0],)),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda _, g: (2 * g[0],)),
+    "of all modules": of_all_modules,
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_the_head_are_run(kind: str) -> None:
+    module = head()
+    handle = HOOKS[kind](module)
+    try:
+        hidden, labels = data(9, ignored=0)
+        ours = anyrank.tiled_loss(module, hidden, labels, chunk_size=4)
+        with pytest.raises(ValueError, match="hook"):
+            anyrank.tiled_loss(module, hidden, labels, chunk_size=4, impl="fused")
+        plain = with_grads(full(module, hidden, labels), module, hidden)
+        assert_close(with_grads(ours, module, hidden), plain)
+    finally:
+        handle.remove()
+
+
 def test_any_function_of_a_tile_can_be_the_loss() -> None:
     module = head()
     hidden, labels = data(3, 5)

@@ -183,9 +183,10 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 skipped.append(f"{key}: not a tensor")
             continue
         wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
-        if value.layout != torch.strided or wraps or value.is_meta:
+        if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
             raise LoadError(
-                f"{key}: a {type(value).__name__} of layout {value.layout} on {value.device} has "
+                f"{key}: a {type(value).__name__} of {value.dtype}, {value.layout}, on "
+                f"{value.device} has "
                 "no bytes that anyrank can read here: give plain tensors; a dict of DTensors goes "
                 "into a model by anyrank.load or anyrank.sync"
             )

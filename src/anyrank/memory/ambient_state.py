@@ -86,6 +86,17 @@ class AmbientState:
             stack.enter_context(self.device)
 
 
+def in_transform() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
+
+    They see through no saved tensors, so there is nothing to record: calls are plain calls. Torch
+    has no public name for either.
+    """
+    of_func: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+    level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    return level >= 0 or (of_func is not None and of_func())
+
+
 def current_accelerator() -> set[torch.device]:
     """The accelerator's current device if it is in use: asking must not initialize it."""
     if not torch.accelerator.is_available():

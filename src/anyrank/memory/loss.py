@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from anyrank.errors import RecomputeError
+from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
 from anyrank.memory.module_state import modules_in
 from anyrank.memory.tile import Tiled
@@ -223,16 +224,22 @@ def why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
     if type(fn) is not nn.Linear:
         return f"the head is a {name_of(fn)}, not nn.Linear itself"
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    if any(fn.__dict__.get(name) for name in hooks):
+    if any(fn.__dict__.get(name) for name in (*hooks, "_backward_pre_hooks")):
         return "the head has hooks, or its own forward"
+    if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
+        return "all modules have a hook"
     if isinstance(fn.weight, DTensor):
         return "the head's weight is sharded"
+    if type(fn.weight) not in (nn.Parameter, torch.Tensor):
+        return f"the head's weight is a {type(fn.weight).__name__}"
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
         return "the head computes in a different dtype than its weight and input have"
     if reduction == "none":
         return 'reduction="none" has a gradient for each token'
     if torch.compiler.is_compiling():
         return "torch.compile does not trace it"
+    if in_transform():
+        return "torch.func and forward-mode differentiation do not see through it"
     return None if torch.is_grad_enabled() else "gradients are off"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.ambient_state import AmbientState
+from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, name_of
 from anyrank.memory.module_state import ModuleState, modules_in
 from anyrank.memory.offload import Offload, engine_of
@@ -34,7 +34,8 @@ def recompute(
 
     Each backward pass runs `fn` again, up to the last tensor that backward needs. Each rank by
     itself: nothing is communicated. The call is recorded in the caller's graph, so DDP and FSDP2
-    see each parameter once. Without gradients it is a plain call.
+    see each parameter once. Without gradients, and under torch.func's transforms, it is a plain
+    call.
 
     The second run sees the same random state (of the CPU, the accelerator, the devices of all
     tensors among the arguments, and generators), autocast and default device. Tensors in lists,
@@ -118,7 +119,7 @@ def record_region_eagerly(
     settings: RegionOptions,
 ) -> Any:
     """Record one region, outside of torch.compile."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_transform():
         return fn(*args, **kwargs)
     engine = engine_of(settings.offload) if settings.offload else None
     context_fn = settings.context_fn

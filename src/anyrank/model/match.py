@@ -17,7 +17,7 @@ from anyrank.frozen.freeze import frozen_parts
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.options import Options
 from anyrank.model.own_code import OwnCode
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merged_layers
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
@@ -127,6 +127,10 @@ def match_model(
     filled = [*stored.items(), *compared.items()]
     problems = _problems(tensors, filled, absent, unexpected, options)
     problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
+    merged = merged_layers(tensors[index] for index, _ in filled)
+    if merged:
+        title = "adapters are merged into these layers: call unmerge_adapter() first"
+        problems.append(listed(title, merged))
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"

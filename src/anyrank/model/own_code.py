@@ -8,6 +8,7 @@ counts versions, is not needed; transformers' own loader does not run its module
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ class OwnCode:
     """The modules of a model that have such code, and what a source holds for them."""
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
-        self.modules = list(_outermost(model))
+        path, top = _below_wrappers(model)
+        self.whole = top if _is_own(_definer(type(top), "load_state_dict")) else None
+        self.modules = list(_outermost(model)) if self.whole is None else [(path, top)]
         self.takers = [(n, m) for n, m in model.named_modules() if _takes_extra(type(m))]
         self.extras = {
             name: value for key, value in listing.extras.items() for name in candidates(rename(key))
@@ -71,6 +74,8 @@ class OwnCode:
         for path, module in self.modules:
             mine = inside.get(id(module), [])
             obstacle = _obstacle(mine)
+            if module is self.whole and _takes_others(module):
+                obstacle = "has a load_state_dict of other arguments, which was not run"
             if obstacle:
                 done.not_run[_title(path)] = obstacle
             elif mine:
@@ -88,7 +93,8 @@ class OwnCode:
             if (version := self.versions.get(_plain(f"{path}.{inner}".strip(".")))) is not None
         }
         try:
-            nn.Module.load_state_dict(module, given, strict=False)
+            load = type(module) if module is self.whole else nn.Module
+            load.load_state_dict(module, given, strict=False)
         except Exception as error:
             raise LoadError(
                 f"{_title(path)}: its own load_state_dict code fails: {error}"
@@ -110,17 +116,39 @@ class OwnCode:
         done.ran.append(_title(key))
 
 
+def _below_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module whose `load_state_dict` a user calls, below those of torch's."""
+    path: list[str] = []
+    while type(model).__module__.startswith("torch."):
+        inner = [(n, m) for n, m in model.named_children() if n in (*WRAPPERS, "module")]
+        if not inner:
+            break
+        (name, model), *_ = inner
+        path.append(name)
+    return ".".join(path), model
+
+
+def _takes_others(module: nn.Module) -> bool:
+    """Whether it has a `load_state_dict` that cannot be called as torch's."""
+    try:
+        inspect.signature(type(module).load_state_dict).bind(module, {}, strict=False)
+    except TypeError:
+        return True
+    return False
+
+
 def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    if _has_override(type(model)) or any(map(_is_own, _pre_hooks(model))):
+    override = _is_own(_definer(type(model), "_load_from_state_dict"))
+    if override or any(map(_is_own, _hooks(model))):
         yield path, model
         return
     for name, child in model.named_children():
         yield from _outermost(child, f"{path}.{name}".lstrip("."))
 
 
-def _pre_hooks(module: nn.Module) -> list[Any]:
-    table: dict[int, Any] = module._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    return list(table.values())
+def _hooks(module: nn.Module) -> list[Any]:
+    names = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return [hook for name in names for hook in vars(module)[name].values()]
 
 
 def _is_own(entry: Any) -> bool:
@@ -128,9 +156,9 @@ def _is_own(entry: Any) -> bool:
 
 
 @cache
-def _has_override(kind: type[nn.Module]) -> bool:
-    owner = next(c for c in kind.__mro__ if "_load_from_state_dict" in vars(c))
-    return _is_own(owner)
+def _definer(kind: type[nn.Module], method: str) -> type:
+    """The class that a method of a module is from."""
+    return next(c for c in kind.__mro__ if method in vars(c))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -200,19 +201,25 @@ def describe(walk: Walk) -> Description:
         LoadError: as `find_tensors`.
     """
     prefixes: list[tuple[str, str]] = []  # with torch's wrappers, and without
-    for kind, parent, name in walk.steps:
+    for (kind, parent, name), frozen in zip(walk.steps, walk.frozen, strict=True):
         raw, clean = prefixes[parent] if prefixes else ("", "")
         if prefixes:
             raw += f"{name}."
             clean += "" if _is_wrapping(walk.modules[parent], name) else f"{name}."
         prefixes.append((raw, clean))
+        if frozen is None and _is_packed(kind):
+            raise LoadError(
+                f"{clean[:-1] or 'the model'}: is a {kind.__module__}.{kind.__name__}, whose "
+                "weights are packed and no tensors of the model: load or save before it is "
+                "quantised"
+            )
         if issubclass(kind, FullyShardedDataParallel):
             raise LoadError(
                 f"{raw[:-1] or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose "
                 "flat parameters are not the model's: load before it is wrapped, or use "
                 "fully_shard (FSDP2)"
             )
-    in_peft = [any(map(_is_peft, path)) for path in walk.paths]
+    in_peft = [any(map(is_peft, path)) for path in walk.paths]
     found = Description([], [], [])
     for number, attribute, _, index in walk.places:
         raw, clean = prefixes[number]
@@ -255,7 +262,7 @@ def put_together(walk: Walk, description: Description) -> list[ModelTensor]:
 
 def _names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
     """The names, and those without the adapter's, under which PEFT saves it."""
-    adapter = next((m for m in path if _is_peft(m) and hasattr(m, "active_adapters")), None)
+    adapter = next((m for m in path if is_peft(m) and hasattr(m, "active_adapters")), None)
     names = [*plain]
     if adapter is not None:
         parts = plain[-1].split(".")
@@ -268,7 +275,8 @@ def _names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _is_peft(module: nn.Module) -> bool:
+def is_peft(module: nn.Module) -> bool:
+    """Whether a module's class is of PEFT."""
     return _is_peft_class(type(module))
 
 
@@ -277,13 +285,20 @@ def _is_peft_class(kind: type[nn.Module]) -> bool:
     return _plain_of(kind).__module__.startswith("peft.")
 
 
+@cache
+def _is_packed(kind: type[nn.Module]) -> bool:
+    """Whether a class is of those that torch.ao puts in place of a quantised layer."""
+    path = _plain_of(kind).__module__
+    return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path
+
+
 def _is_wrapping(module: nn.Module, child: str) -> bool:
     """Whether a child's name is a wrapper's doing, and not the model's."""
     if child in WRAPPERS:
         return True
     if child == "module" and isinstance(module, DistributedDataParallel):
         return True
-    if _is_peft(module):
+    if is_peft(module):
         inner = child == "base_model" and hasattr(module, "peft_config")
         return inner or child in PEFT_SEGMENTS or (child == "model" and _is_tuner(module))
     return False
@@ -299,10 +314,24 @@ def _is_adapter(name: str, path: Path) -> bool:
     parts = name.split(".")
     for depth, module in enumerate(path):
         below = parts[depth:]
-        layer = _is_peft(module) and not hasattr(module, "peft_config")
+        layer = is_peft(module) and not hasattr(module, "peft_config")
         if layer and not _is_tuner(module) and hasattr(module, "active_adapters"):
             return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
     return False
+
+
+def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
+    """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
+    base weights, or with other adapters, is not what was put in.
+    """
+    return sorted(
+        {
+            place.name.rpartition(".")[0]
+            for target in (targets if "peft" in sys.modules else ())
+            for place in target.registrations
+            if any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
+        }
+    )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

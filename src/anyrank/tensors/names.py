@@ -16,6 +16,7 @@ from anyrank.errors import LoadError
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PEFT_PREFIX = "base_model.model."
 PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
+_TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None
 
@@ -184,8 +185,12 @@ def _key_of_twin(
     places: dict[str, list[tuple[int, int]]],
     direct: dict[int, str],
 ) -> str | None:
-    """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy)."""
-    twins = {hit[0] for names in want for name in names for hit in places[name]} - {index}
+    """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy, also
+    of an adapter that is not active).
+    """
+    names = {name for names in want for name in names}
+    names |= {_TRAINED_COPY.sub("", name) for name in names}
+    twins = {hit[0] for name in names for hit in places.get(name, ())} - {index}
     return next((direct[other] for other in sorted(twins) if other in direct), None)
 
 

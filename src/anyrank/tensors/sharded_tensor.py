@@ -120,8 +120,8 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     """
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
-        if tensor.is_nested or _hides_bytes(type(tensor)):
-            kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
+        kind = _kind_without_bytes(tensor)
+        if kind:
             raise LoadError(
                 f"{name}: is a {kind}, whose bytes are not the tensor's: load or save before it is "
                 "wrapped or quantised, or use fully_shard (FSDP2)"
@@ -131,6 +131,17 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
     return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
+
+
+def _kind_without_bytes(tensor: torch.Tensor) -> str:
+    """What a plain tensor is whose values are not its bytes, in words; else nothing."""
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} tensor"
+    if tensor.is_quantized:
+        return "quantised tensor"
+    return type(tensor).__name__ if _hides_bytes(type(tensor)) else ""
 
 
 @lru_cache(maxsize=256)
