@@ -14,7 +14,6 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -184,7 +183,7 @@ class Ranks:
             for work in works:
                 work.wait()
 
-    @contextmanager
+    @contextlib.contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:
         """Around sends and receives side by side, until all are waited for; raises as `gather`."""
         with contextlib.nullcontext() if self.lines is None else self._waiting(what):
@@ -204,7 +203,7 @@ class Ranks:
         assert self.lines is not None
         return self.lines.group
 
-    @contextmanager
+    @contextlib.contextmanager
     def _waiting(self, what: str) -> Generator[None, None, None]:
         self.watch.begin(what)
         try:
@@ -363,7 +362,7 @@ def one_process() -> Ranks:
     return Ranks((0,), 0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_ranks(
     process_group: Group = None, call: str = "this call", about: str = ""
 ) -> Generator[Ranks, None, None]:
