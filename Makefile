@@ -17,7 +17,7 @@ endif
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
-PROCESSES := ranks crash device machines
+PROCESSES := ranks crash machines
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-processes test-others lint format bench gpu device docs constraints clean

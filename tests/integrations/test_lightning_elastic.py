@@ -427,7 +427,9 @@ def test_what_lightning_saved_begins_a_run(tmp_path: Path) -> None:
     import lightning
 
     off = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    own = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **off)
+    own = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, **off
+    )
     _, module, *_ = small(folder=tmp_path / "unused")
     own.fit(module, data(), held_out())
     own.save_checkpoint(tmp_path / "own.ckpt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import uuid
@@ -50,21 +51,22 @@ def url(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     bucket = f"b{uuid.uuid4().hex}"
-    files("s3://").mkdir(bucket)
+    files().mkdir(bucket)
     return f"s3://{bucket}/runs/a"
 
 
-def files(url: str) -> Any:
-    """The file system, as another process sees it: nothing remembered."""
+@functools.cache
+def files() -> Any:
+    """The file system, as another process sees it: nothing remembered, and not the library's."""
     from fsspec.core import url_to_fs
 
-    return url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)[0]
+    return url_to_fs("s3://", use_listings_cache=False, skip_instance_cache=True)[0]
 
 
 def objects(url: str, name: str = "") -> list[str]:
     """The objects of a run or of one of its steps, by their names in it."""
     root = f"{url.removeprefix('s3://')}/{name}".rstrip("/")
-    return sorted(one.removeprefix(f"{root}/") for one in files(url).find(root))
+    return sorted(one.removeprefix(f"{root}/") for one in files().find(root))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -136,7 +138,7 @@ def test_retention_leaves_nothing_behind(url: str) -> None:
     data = [f"__{rank}_0.{kind}" for rank in range(2) for kind in ("distcp", "xxh3")]
     kept = [f"step-0000000{step}/{name}" for step in (3, 4) for name in (*ALWAYS, *data)]
     assert objects(url) == sorted([*kept, "latest"])
-    assert files(url).cat(f"{url}/latest") == b"step-00000004\n"
+    assert files().cat(f"{url}/latest") == b"step-00000004\n"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(url: str, fault: Fault)
 
 def test_what_a_dead_save_of_another_step_left_is_cleaned(url: str) -> None:
     run_ranks(1, job_train, url, 2)
-    files(url).pipe(f"{url}/step-00000009/__0_0.distcp", b"part of it")
+    files().pipe(f"{url}/step-00000009/__0_0.distcp", b"part of it")
     run_ranks(1, job_train, url, 3)
     assert objects(url, "step-00000009") == []
 
@@ -170,12 +172,12 @@ def test_damage_is_set_aside_and_the_step_before_is_taken(url: str, harm: str) -
     run_ranks(2, job_train, url, 3)
     name = "anyrank.json" if harm == "manifest" else "__1_0.distcp"
     path = f"{url}/{NEWEST}/{name}"
-    data = bytearray(files(url).cat(path))
+    data = bytearray(files().cat(path))
     if harm == "remove":
-        files(url).rm(path)
+        files().rm(path)
     else:
         data[len(data) // 2] ^= 1
-        files(url).pipe(path, bytes(data[:-100] if harm == "cut" else data))
+        files().pipe(path, bytes(data[:-100] if harm == "cut" else data))
     before = objects(url, NEWEST)
     verify = "full" if harm == "flip" else "size"
     _, report, steps = run_ranks(2, job_train, url, 2, False, verify)[0]
@@ -191,11 +193,11 @@ def test_a_second_run_is_refused(url: str) -> None:
     state = anyrank.TrainState(net, optimizer)
     with anyrank.Checkpoints(url, state) as ckpts:
         ckpts.save()
-        lock = json.loads(files(url).cat(f"{url}/.lock"))
-        files(url).pipe(f"{url}/.lock", json.dumps(lock | {"host": "elsewhere"}).encode())
+        lock = json.loads(files().cat(f"{url}/.lock"))
+        files().pipe(f"{url}/.lock", json.dumps(lock | {"host": "elsewhere"}).encode())
         with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
             anyrank.Checkpoints(url, state).save()
-        files(url).pipe(f"{url}/.lock", json.dumps(lock).encode())
+        files().pipe(f"{url}/.lock", json.dumps(lock).encode())
     assert ".lock" not in objects(url)
 
 
@@ -231,8 +233,8 @@ def test_data_is_sent_in_parts_and_never_held_whole(url: str) -> None:
     total, part = 64 << 20, 8 << 20
     assert run_ranks(1, job_peak, url, total, part)[0] < 4 * part
     data = f"{url}/step-00000000/__0_0.distcp"
-    assert files(url).size(data) > total
-    assert files(url).info(data)["ETag"].strip('"').endswith("-9")  # S3's mark of 9 parts
+    assert files().size(data) > total
+    assert files().info(data)["ETag"].strip('"').endswith("-9")  # S3's mark of 9 parts
 
 
 def job_peak(url: str, total: int, part: int) -> int:

@@ -190,11 +190,10 @@ def check_sizes(
     """
     contents: dict[str, bytes] = {}
     for name in manifest.files:
-        small = not name.endswith(".distcp")
-        if data or small:
-            _found(storage, inside(folder, name), manifest, name)
-        if small:
+        if not name.endswith(".distcp"):
             contents[name] = read_small(storage, folder, name, manifest.files)
+        elif data:
+            _found(storage, inside(folder, name), manifest, name)
     return contents
 
 
