@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import anyrank
 
@@ -60,6 +61,14 @@ def test_a_buffer_that_cannot_take_bytes_is_refused_before_anything_moves(
 def test_a_lazy_module_is_refused_by_name() -> None:
     with pytest.raises(anyrank.LoadError, match=r"1\.weight: is a lazy parameter"):
         anyrank.load(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), {"x": torch.ones(1)})
+
+
+def test_fsdp1_is_refused_by_name() -> None:
+    model = nn.Module()
+    model.inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model.inner)
+    with pytest.raises(anyrank.LoadError, match=r"inner: is wrapped by .*\(FSDP1\).*fully_shard"):
+        anyrank.load(model, {"x": torch.ones(1)})
 
 
 QUANTISED: dict[str, Any] = {

@@ -88,6 +88,17 @@ TRANSFORMS: dict[str, Callable[[Net], Iterable[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trace_is_of_the_plain_model(way: str) -> None:
+    kind, patch = WAYS[way]
+    net = kind()
+    patch(net)
+    traced = torch.jit.trace(net.block, X)
+    longer = torch.cat([X, X], 1)
+    torch.testing.assert_close(traced(longer), net.block.forward(longer), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13, in jvp
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -87,14 +87,15 @@ class AmbientState:
 
 
 def in_transform() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
+    """Whether torch.func (vmap, grad, jvp), forward-mode differentiation or a trace is at work.
 
     They see through no saved tensors, so there is nothing to record: calls are plain calls. Torch
-    has no public name for either.
+    has no public name for the first two.
     """
-    of_func: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+    native: Any = getattr(torch, "_C", None)
+    of_func = getattr(native, "_are_functorch_transforms_active", None)
     level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
-    return level >= 0 or (of_func is not None and of_func())
+    return level >= 0 or torch.jit.is_tracing() or (of_func is not None and of_func())
 
 
 def current_accelerator() -> set[torch.device]:

@@ -45,8 +45,8 @@ def tile(
     graph: each parameter gets one gradient, and each of its hooks fires once, under DDP and FSDP2
     alike. Inside a recomputed block, `fn` still runs twice per tile, not three times.
 
-    Calls of at most `chunk_size` rows are plain calls. Without gradients, and under torch.func's
-    transforms, the tiles are plain calls.
+    Calls of at most `chunk_size` rows, and those under torch.func's transforms, are plain calls.
+    Without gradients the tiles are plain calls.
     Ranks may have different numbers of tiles, unless `fn` runs collectives: then every rank must
     call with the same number. That is checked for modules whose parameters are sharded when they
     are called: `fn` itself before the call, modules that a function calls after its first tile.
@@ -121,19 +121,15 @@ class Tiled:
             check_tile_counts(self.module, len(tiling.starts), self.label)
         else:
             call.fn = TileCountCheck(call.fn, len(tiling.starts), self.label)
-        if len(tiling.starts) == 1:
+        if len(tiling.starts) == 1 or (not torch.compiler.is_compiling() and in_transform()):
             return call()
         joined = JoinedResults(self.out_dims, tiling, self.label)
-        tiles = range(len(tiling.starts))
         if self.check:
             check_independence(call, tiling, self.out_dims, self.label)
             self.check = False
-        if not torch.compiler.is_compiling() and in_transform():
-            # Joined at the end: a transform's results cannot be written into plain memory.
-            return joined.cat([call.run(tiling.tile(k, call.leaves)) for k in tiles])
         if not torch.is_grad_enabled():
             side = SideResults(modules_in(self.arguments.fn, call.leaves))
-            for k in tiles:
+            for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
                 versions = versions_of(leaves)
                 joined.add(k, call.run(leaves))
@@ -147,6 +143,7 @@ class Tiled:
         else:
             # The compiler knows torch's own region, and partitions the graph by it.
             region = functools.partial(checkpoint, call.run, use_reentrant=False)
+            tiles = range(len(tiling.starts))
             return joined.cat([region(tiling.tile(k, call.leaves)) for k in tiles])
         return joined.result()
 

@@ -16,6 +16,7 @@ from anyrank.errors import LoadError
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PEFT_PREFIX = "base_model.model."
 PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
+_ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape(PEFT_PREFIX))))
 _TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None
@@ -73,6 +74,8 @@ def _by_table(key: str, table: dict[str, str]) -> str:
 def candidates(key: str) -> Iterator[str]:
     """Names that a file's key may mean, the literal one first."""
     yield key
+    if not _ADDED.search(key):  # as of most keys: the rest would be the same
+        return
     parts = key.split(".")
     plain = [part for part in parts if part not in WRAPPERS]
     if plain[:1] == ["module"]:
