@@ -253,12 +253,12 @@ class Planner:
         key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
         transfers = self.transfers.get(key)
         if transfers is None:
-            transfers = tuple(
-                transfers_of(
-                    self.ranks.rank, filling.strips, [places for _, places in known], wanted
-                )
-            )
-            self.transfers[key] = transfers
+            places = [each for _, each in known]
+            try:
+                found = transfers_of(self.ranks.rank, filling.strips, places, wanted)
+            except LoadError as error:
+                raise LoadError(f"{row.keys[0]}: {error}") from error
+            transfers = self.transfers[key] = tuple(found)
         wire = min((filling.stored, row.dtype), key=lambda dtype: dtype.itemsize)
         return Flow(
             name=row.keys[0],

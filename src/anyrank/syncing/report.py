@@ -79,7 +79,12 @@ class SyncReport:
         """The report of the last sync into a model, whose weights it has; this rank alone.
 
         None if there was none, or the last one failed in the middle.
+
+        Raises:
+            TypeError: not a model; a dict of tensors is told nothing.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
         return model.__dict__.get(HELD)
 
     def to_json(self) -> str:
