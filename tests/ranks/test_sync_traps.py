@@ -294,6 +294,16 @@ def job_part_of_src_is_missing() -> None:
     )
 
 
+def job_part_of_dst_is_missing() -> None:
+    dst, src = fully_shard(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4, bias=False)
+    before = dst.weight.to_local().clone()
+    words = "weight: dst lies on 2 ranks, and 1 of them passed it"
+    refused(words, lambda: anyrank.sync(on(1, dst), src))
+    assert torch.equal(dst.weight.to_local(), before)
+    anyrank.sync(dst, src, process_group=anyrank.ALONE)  # each rank has its own call
+    assert torch.equal(dst.weight.to_local(), src.weight.chunk(2)[dist.get_rank()])
+
+
 def job_no_group() -> None:
     given: Any
     for given in ([0, 1], 3, "all"):

@@ -98,3 +98,12 @@ def test_a_renaming_function_that_fails_is_named() -> None:
     names: dict[str, str] = {}
     with pytest.raises(anyrank.LoadError, match=r"rename= failed for w: KeyError: 'w'"):
         anyrank.sync({"w": torch.zeros(1)}, {"w": torch.ones(1)}, rename=names.__getitem__)
+
+
+def test_dicts_of_a_compiled_model_fill_one_another() -> None:
+    dst, src = {"_orig_mod.w": torch.zeros(1)}, {"_orig_mod.w": torch.ones(1)}
+    assert anyrank.sync(dst, src).renamed == {}
+    assert dst["_orig_mod.w"] == 1
+    plain = {"w": torch.zeros(1)}
+    anyrank.sync(plain, src)
+    assert plain["w"] == 1

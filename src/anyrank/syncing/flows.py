@@ -17,6 +17,7 @@ from anyrank.syncing.match import (
     Filling,
     MatchedEnd,
     SourceTensor,
+    check_all_shards,
     joined,
     listing_of,
     match_ends,
@@ -177,6 +178,8 @@ class Planner:
         ends = [
             self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
+        at = [{rank: self.cards[rank].dst_at for rank in group} for group in to_ranks]
+        check_all_shards(ends, at, len(self.cards))
         flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))

@@ -83,8 +83,9 @@ class SyncReport:
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
+        given: object = model
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"last() takes a torch.nn.Module, not {type(given).__name__}")
         return model.__dict__.get(HELD)
 
     def to_json(self) -> str:
