@@ -252,6 +252,69 @@ def job_inference() -> None:
     assert dst[0].weight.requires_grad
 
 
+def job_mesh_in_another_order() -> None:
+    """FSDP2 cuts in the order of the process group, torch's placements in that of the mesh."""
+    dst = nn.Linear(4, 4)
+    ordered = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0, 1]))
+    anyrank.sync(dst, ordered)  # of the same shape: what was found of it does not excuse the next
+    turned = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0]))
+    before = turned.weight.full_tensor()
+    words = "weight: this rank is at place 1 of axis 0 of its mesh, and at place 0 of the process"
+    refused(words, lambda: anyrank.sync(dst, turned))
+    refused(words, lambda: anyrank.sync(turned, dst))
+    refused(words, lambda: anyrank.load(turned, dst.state_dict()))
+    assert torch.equal(turned.weight.full_tensor(), before)
+
+
+class Refuses(torch.Tensor):
+    """Memory that cannot be written to."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "copy_":
+            raise RuntimeError("not now")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def job_putting_in_place_fails() -> None:
+    src, dst = net(), net()
+    anyrank.sync(dst, src)
+    if dist.get_rank() == 1:
+        dst[2].weight = nn.Parameter(dst[2].weight.detach().as_subclass(Refuses))
+    with pytest.raises(anyrank.RankError, match="partly overwritten: sync again before use"):
+        anyrank.sync(dst, src, atomic=True)
+    assert anyrank.SyncReport.last(dst) is None
+
+
+def job_part_of_src_is_missing() -> None:
+    src = fully_shard(nn.Linear(4, 4))
+    refused(
+        "weight: the source's ranks hold 8 of the 16 elements",
+        lambda: anyrank.sync(nn.Linear(4, 4), on(0, src)),
+    )
+
+
+def job_part_of_dst_is_missing() -> None:
+    dst, src = fully_shard(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4, bias=False)
+    before = dst.weight.to_local().clone()
+    words = "weight: dst lies on 2 ranks, and 1 of them passed it"
+    refused(words, lambda: anyrank.sync(on(1, dst), src))
+    assert torch.equal(dst.weight.to_local(), before)
+    anyrank.sync(dst, src, process_group=anyrank.ALONE)  # each rank has its own call
+    assert torch.equal(dst.weight.to_local(), src.weight.chunk(2)[dist.get_rank()])
+
+
+def job_no_group() -> None:
+    given: Any
+    for given in ([0, 1], 3, "all"):
+        with pytest.raises(TypeError, match="process_group= takes a group"):
+            anyrank.sync(net(), net(), process_group=given)
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    with pytest.raises(TypeError, match="that has not been destroyed"):
+        anyrank.sync(net(), net(), process_group=group)
+
+
 JOBS = {name.removeprefix("job_"): job for name, job in globals().items() if name[:4] == "job_"}
 
 

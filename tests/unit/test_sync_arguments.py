@@ -85,3 +85,25 @@ def test_a_kept_plan_does_not_excuse_a_tensor_that_cannot_be_written_or_read() -
     anyrank.sync({"z": torch.zeros(2, dtype=torch.complex64)}, z)
     with pytest.raises(anyrank.LoadError, match="z: is a conj or neg view"):
         anyrank.sync({"z": torch.zeros(2, dtype=torch.complex64)}, {"z": z["z"].conj()})
+
+
+def test_only_a_model_is_told_what_it_holds() -> None:
+    given: Any
+    for given in ({"w": torch.zeros(1)}, None):
+        with pytest.raises(TypeError, match=r"last\(\) takes a torch.nn.Module, not"):
+            anyrank.SyncReport.last(given)
+
+
+def test_a_renaming_function_that_fails_is_named() -> None:
+    names: dict[str, str] = {}
+    with pytest.raises(anyrank.LoadError, match=r"rename= failed for w: KeyError: 'w'"):
+        anyrank.sync({"w": torch.zeros(1)}, {"w": torch.ones(1)}, rename=names.__getitem__)
+
+
+def test_dicts_of_a_compiled_model_fill_one_another() -> None:
+    dst, src = {"_orig_mod.w": torch.zeros(1)}, {"_orig_mod.w": torch.ones(1)}
+    assert anyrank.sync(dst, src).renamed == {}
+    assert dst["_orig_mod.w"] == 1
+    plain = {"w": torch.zeros(1)}
+    anyrank.sync(plain, src)
+    assert plain["w"] == 1

@@ -230,3 +230,13 @@ def test_a_product_by_tile_has_the_bits_of_the_whole(
     for tile in tiles(whole.shape, Box.whole(whole.shape)):
         part = product(a, b, tile, 0.7, transposed=transposed)
         assert torch.equal(part, whole[tile.slices()])
+
+
+def test_the_same_factors_at_another_scale_are_another_model() -> None:
+    src, dst = lora(Net(), lora_alpha=8), lora(Net(), lora_alpha=16)
+    with pytest.raises(anyrank.LoadError, match="is scaled by 2 in src, and by 4 in dst"):
+        anyrank.sync(dst, src)
+    dst.base_model.model.up.scaling["default"] = 2.0
+    anyrank.sync(dst, src)
+    tokens = torch.arange(4)
+    assert torch.equal(dst(tokens), src(tokens))

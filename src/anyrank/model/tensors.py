@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from anyrank.errors import LoadError
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
-from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
+from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_groups
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 Path: TypeAlias = "tuple[nn.Module, ...]"
@@ -186,6 +186,7 @@ def facts_of(walk: Walk) -> Any:
                     len(meshes),
                     tuple(mesh.shape),
                     tuple(mesh.get_coordinate() or ()),
+                    places_in_groups(mesh),
                 )
             facts += (placements, meshes[id(mesh)])
     parts: list[bool] = []  # whether each module belongs to a frozen part that has its values

@@ -67,6 +67,7 @@ class Row:
         is_merged: whether the values of an adapter that is still there are part of it.
         is_pinned: whether it belongs to a frozen part, and is never written to.
         added: what adapters add to it on the way.
+        scaling: by which the model multiplies what this factor of an adapter is part of.
     """
 
     keys: tuple[str, ...]
@@ -80,6 +81,7 @@ class Row:
     is_merged: bool
     is_pinned: bool
     added: tuple[Added, ...] = ()
+    scaling: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def _rows(
                 tensor.adapter or any(".modules_to_save." in key for key in keys),
                 _is_merged(tensor),
                 is_pinned(tensor),
+                scaling=_scaling(tensor),
             )
         )
     if merge:
@@ -242,6 +245,15 @@ def _is_merged(tensor: ModelTensor) -> bool:
     )
 
 
+def _scaling(tensor: ModelTensor) -> float | None:
+    """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
+    layer: Any = next((m for m in tensor.registrations[0].path if hasattr(m, "scaling")), None)
+    if not tensor.adapter or layer is None:
+        return None
+    parts = tensor.name.split(".")
+    return next((float(by) for name, by in layer.scaling.items() if name in parts), None)
+
+
 def check_values(end: End) -> None:
     """Refuse a source that has no values to send.
 
@@ -267,7 +279,7 @@ def _digest(rows: list[Row], title: str) -> str:
         layout = layouts.get(id(row.layout)) or layouts.setdefault(id(row.layout), repr(row.layout))
         text.append(
             f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
-            f"{row.is_adapter}{row.is_merged}{row.is_pinned}{row.added}"
+            f"{row.is_adapter}{row.is_merged}{row.is_pinned}{row.added}{row.scaling}"
         )
     return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
 
@@ -283,11 +295,13 @@ def _as_module(given: Module) -> nn.Module:
 
 
 def _key(place: Registration) -> str:
-    """The name of a place below torch's wrappers; what PEFT adds to names is kept."""
+    """The name of a place below torch's wrappers; what PEFT adds to names is kept, as is a dict's
+    key.
+    """
     parts = place.names[0].split(".")
     return ".".join(
         part
         for part, owner in zip(parts, (*place.path, *[None] * len(parts)), strict=False)
-        if part not in WRAPPERS
+        if not (part in WRAPPERS and owner is not None and part in owner.__dict__["_modules"])
         and not (part == "module" and isinstance(owner, DistributedDataParallel))
     )

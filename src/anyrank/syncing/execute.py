@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,8 @@ from anyrank.syncing.verify import check_before, check_equal
 from anyrank.tensors.box import row_major
 from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.world.ranks import Ranks
+
+OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
 
 
 def execute_sync(
@@ -121,7 +124,9 @@ class _Sync:
             moved = (sent, received, mover.copied, *self.meter.peaks())
             return moved, self.meter.seconds(), share.rules, renewed
 
-        answers = self.ranks.together("putting the weights in place", commit)
+        forget(self.given)  # with atomic=True only now
+        with _word_of_dst(OVERWRITTEN):
+            answers = self.ranks.together("putting the weights in place", commit)
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
         return replace(
             plan.facts,
@@ -147,16 +152,12 @@ class _Sync:
             replicas = compare_replicas(sent, self.ranks)
         if not self.atomic:
             forget(self.given)
-        try:
+        with _word_of_dst("dst keeps its values" if self.atomic else OVERWRITTEN):
             self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
             if not self.verify:
                 return ""
             moved = [flow for flow in self.agreed.plan.flows if not flow.is_compared]
             check_equal(moved, places, self.ranks)
-        except AnyrankError as error:
-            left = "tensors of dst that were real are partly overwritten: sync again before use"
-            left = "dst keeps its values" if self.atomic else left
-            raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
         return f"{len(moved)} tensors at both ends, {replicas} among the ranks of src"
 
     def _factors(self) -> tuple[dict[int, torch.Tensor], tuple[int, int]]:
@@ -208,6 +209,15 @@ class _Sync:
             strides = () if number in plan.added else row_major(held.shape)
             sources[number] = SourceMemory(held, held.local(), strides)
         return sources
+
+
+@contextmanager
+def _word_of_dst(left: str) -> Generator[None]:
+    """Errors say what dst is after them."""
+    try:
+        yield
+    except AnyrankError as error:
+        raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
 
 
 def _merged_into_src(names: Iterable[str]) -> str:

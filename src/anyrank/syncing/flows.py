@@ -16,6 +16,7 @@ from anyrank.syncing.match import (
     Filling,
     MatchedEnd,
     SourceTensor,
+    check_all_shards,
     joined,
     listing_of,
     match_ends,
@@ -177,6 +178,8 @@ class Planner:
         ends = [
             self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
+        at = [{rank: self.cards[rank].dst_at for rank in group} for group in to_ranks]
+        check_all_shards(ends, at, len(self.cards))
         flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
@@ -253,12 +256,12 @@ class Planner:
         key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
         transfers = self.transfers.get(key)
         if transfers is None:
-            transfers = tuple(
-                transfers_of(
-                    self.ranks.rank, filling.strips, [places for _, places in known], wanted
-                )
-            )
-            self.transfers[key] = transfers
+            places = [each for _, each in known]
+            try:
+                found = transfers_of(self.ranks.rank, filling.strips, places, wanted)
+            except LoadError as error:
+                raise LoadError(f"{row.keys[0]}: {error}") from error
+            transfers = self.transfers[key] = tuple(found)
         wire = min((filling.stored, row.dtype), key=lambda dtype: dtype.itemsize)
         return Flow(
             name=row.keys[0],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
@@ -176,6 +178,12 @@ def match_ends(
                 f"{both[0]}, and not of {both[1]}: call merge_adapter() or unmerge_adapter() on "
                 "one of them"
             )
+        own, theirs = dst.rows[index].scaling, rows[0].scaling
+        if own is not None and theirs is not None and own != theirs:
+            raise LoadError(
+                f"{dst.tensors[index].name}: its adapter is scaled by {theirs:g} in src, and by "
+                f"{own:g} in dst, which would be another model: give both the same LoraConfig"
+            )
     shapes = [source.shape for source in sources]
     fillings = tuple(
         Filling(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
@@ -234,6 +242,39 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
             if (words := _merged(sources[chunk.file].row for chunk in stored.chunks))
         },
     )
+
+
+def check_all_shards(
+    ends: Sequence[MatchedEnd], coordinates: Sequence[Mapping[int, Sequence[Any]]], called: int
+) -> None:
+    """Refuse a dst of which some ranks of its mesh pass None.
+
+    Where not all ranks are called, the others may have a call of their own; where each passes
+    something, each gets what it asked for.
+
+    Args:
+        ends: each different `dst`.
+        coordinates: of each rank that has it, by number of the mesh.
+        called: number of ranks in the call.
+
+    Raises:
+        LoadError: names a tensor of such a mesh.
+    """
+    if sum(map(len, coordinates)) == called or called < dist.get_world_size():
+        return
+    held: dict[Layout, tuple[str, set[Any]]] = {}
+    for end, known in zip(ends, coordinates, strict=True):
+        for row in {(row.layout, row.mesh): row for row in end.rows}.values():
+            if row.layout is not None:
+                at = held.setdefault(row.layout, (row.keys[0], set()))[1]
+                at.update(own[row.mesh] for own in known.values())
+    for layout, (name, at) in held.items():
+        count, given = math.prod(layout.mesh_shape), len(at - {None})
+        if given < count:
+            raise LoadError(
+                f"{name}: dst lies on {count} ranks, and {given} of them passed it, so the others "
+                "would keep old values: give dst on all ranks of its mesh"
+            )
 
 
 def _merged(rows: Iterable[Row]) -> str:

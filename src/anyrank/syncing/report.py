@@ -63,7 +63,13 @@ class SyncReport(FillReport):
         """The report of the last sync into a model, whose weights it has; this rank alone.
 
         None if there was none, or the last one failed in the middle.
+
+        Raises:
+            TypeError: not a model; a dict of tensors is told nothing.
         """
+        given: object = model
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"last() takes a torch.nn.Module, not {type(given).__name__}")
         return model.__dict__.get(HELD)
 
     def __str__(self) -> str:

@@ -36,7 +36,12 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         given = cast("Callable[[str], object]", rename)
 
         def by_function(key: str) -> str:
-            name = given(key)
+            try:
+                name = given(key)
+            except Exception as error:
+                raise LoadError(
+                    f"rename= failed for {key}: {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(name, str):
                 raise LoadError(f"rename= gave {name!r} for {key}: it must return a name")
             return name

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from anyrank.errors import LoadError
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
@@ -116,7 +117,7 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
 
     Raises:
-        LoadError: a tensor subclass or placement whose bytes cannot be placed.
+        LoadError: a tensor subclass, placement or mesh whose bytes cannot be placed.
     """
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
@@ -130,6 +131,15 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
+    places = places_in_groups(mesh)
+    for axis, rule in enumerate(rules if places else ()):
+        if rule.kind == "shard" and places[axis] != coordinate[axis]:
+            raise LoadError(
+                f"{name}: this rank is at place {coordinate[axis]} of axis {axis} of its mesh, and "
+                f"at place {places[axis]} of the process group there, so torch itself takes the "
+                f"shards in both orders: build the mesh {mesh.mesh.tolist()} with ascending ranks "
+                "along each axis"
+            )
     return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
 
 
@@ -142,6 +152,16 @@ def _kind_without_bytes(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         return "quantised tensor"
     return type(tensor).__name__ if _hides_bytes(type(tensor)) else ""
+
+
+def places_in_groups(mesh: Any) -> tuple[int, ...]:
+    """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
+
+    Empty outside of the mesh, and without process groups.
+    """
+    if mesh.get_coordinate() is None or not dist.is_initialized():
+        return ()
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
 
 
 @lru_cache(maxsize=256)

@@ -35,16 +35,29 @@ def members(process_group: Group) -> tuple[list[int], int]:
 
     Raises:
         RankError: this process is not in the group.
+        TypeError: it is no group, or one that was destroyed.
     """
     if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None and process_group is not ALONE:
+            raise _no_group(process_group)
         return [0], 0
     rank = dist.get_rank()
     if process_group is ALONE:
         return [rank], rank
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    try:
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    except (KeyError, TypeError) as error:
+        raise _no_group(process_group) from error
     if rank not in ranks:
         raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
     return ranks, rank
+
+
+def _no_group(given: object) -> TypeError:
+    return TypeError(
+        "process_group= takes a group of torch.distributed that has not been destroyed, "
+        f"anyrank.ALONE or None, not {given!r}"
+    )
 
 
 def default_store() -> Any:
