@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,28 @@ def instants(row: dict[str, Any]) -> str:
     return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"
 
 
+def exact_memory_table(result: dict[str, Any]) -> str:
+    """Peaks of each contender, and what exact=True may keep beside the gradients."""
+    names = ("fsdp stock", "fsdp each", "fsdp exact", "fsdp exact, taking turns")
+    more = ("ddp stock", "ddp exact")
+    body = [
+        [
+            f"{row['ranks']}, {row['rounds']}",
+            *(f"{row[name]:.2f}" for name in names),
+            f"{1 / row['ranks'] + kept_shards(row):.2f}",
+            *(f"{row[name]:.2f}" for name in more),
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["rounds"], row["ranks"]))
+    ]
+    head = ["ranks, microbatches of each", *names, "promised of turns", *more]
+    return f"{provenance(result)}\n\n{table(head, body)}"
+
+
+def kept_shards(row: dict[str, Any]) -> float:
+    """What 1 + log2(K) shards take, in units of all gradients."""
+    return (1 + math.log2(row["ranks"] * row["rounds"])) / row["ranks"]
+
+
 # -- the page -------------------------------------------------------------------------------------
 
 SECTIONS = {
@@ -330,6 +353,7 @@ SECTIONS = {
     "checked": lambda: checked_table(read("checked")),
     "small": lambda: small_table(read("small_tensors")),
     "link": lambda: link_table(read("slow_link")),
+    "exact": lambda: exact_memory_table(read("exact")["memory"]),
 }
 
 
