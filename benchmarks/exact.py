@@ -3,7 +3,7 @@
     python benchmarks/exact.py                # step times, 2 and 4 ranks: DDP and FSDP2
     python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks; goes on
                                               # where an earlier call of as many steps was stopped
-    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks
+    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks; goes on too
     python benchmarks/exact.py --quick        # small, nothing is written; with the others too
 
 Times are of forward, backward and exchange of a step of four Linear(1024, 1024) with GELU on 256
@@ -244,11 +244,13 @@ def quartiles(times: Sequence[float]) -> list[float]:
     return [low, high]
 
 
-def measure_memory(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
-    """One row for each number of ranks and of microbatches of a rank."""
-    rows: list[dict[str, Any]] = []
-    for size in (2,) if quick else (2, 4):
-        for rounds in (1, 4):
+def measure_memory(launcher: Launcher, quick: bool, rows: list[dict[str, Any]]) -> Iterator[None]:
+    """Add one row for each number of ranks and of microbatches of a rank that is not there yet."""
+    there = {(row["ranks"], row["rounds"]) for row in rows}
+    for rounds in (4, 1):
+        for size in (2,) if quick else (2, 4):
+            if (size, rounds) in there:
+                continue
             row: dict[str, Any] = {"ranks": size, "rounds": rounds}
             for name in (*CONTENDERS, TURNS):
                 width = 64 if quick else WIDTH
@@ -260,7 +262,7 @@ def measure_memory(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
             print(f"{size} ranks, {rounds} microbatches each, in units of all gradients")
             for name, peak in list(row.items())[2:]:
                 print(f"  {name}: {peak:.2f}", flush=True)
-    return rows
+            yield
 
 
 def measure_bits(
@@ -308,7 +310,9 @@ def main() -> None:
             write("bits", {"steps": steps, "rows": rows}, options.quick)
         print("the same bits" if verdict(rows) else "DIFFERENT BITS")
     elif options.memory:
-        write("memory", {"rows": measure_memory(launcher, options.quick)}, options.quick)
+        rows = [] if options.quick else recorded().get("memory", {}).get("rows", [])
+        for _ in measure_memory(launcher, options.quick, rows):
+            write("memory", {"rows": rows}, options.quick)
     else:
         write("times", {"rows": measure_times(launcher, options.quick)}, options.quick)
 

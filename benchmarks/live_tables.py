@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -91,3 +92,25 @@ def exact_table(result: dict[str, Any]) -> str:
             table(["SHA-256", "wrapper and number of ranks"], same),
         ]
     )
+
+
+def exact_memory_table(result: dict[str, Any]) -> str:
+    """Peaks of each contender, and what exact=True may keep beside the gradients."""
+    names = ("fsdp stock", "fsdp each", "fsdp exact", "fsdp exact, taking turns")
+    more = ("ddp stock", "ddp exact")
+    body = [
+        [
+            f"{row['ranks']}, {row['rounds']}",
+            *(f"{row[name]:.2f}" for name in names),
+            f"{1 / row['ranks'] + kept_shards(row):.2f}",
+            *(f"{row[name]:.2f}" for name in more),
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["rounds"], row["ranks"]))
+    ]
+    head = ["ranks, microbatches of each", *names, "promised of turns", *more]
+    return f"{provenance(result)}\n\n{table(head, body)}"
+
+
+def kept_shards(row: dict[str, Any]) -> float:
+    """What 1 + log2(K) shards take, in units of all gradients."""
+    return (1 + math.log2(row["ranks"] * row["rounds"])) / row["ranks"]

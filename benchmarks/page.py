@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from live_tables import exact_table, peers_table, plan_table, sync_table
+from live_tables import (
+    exact_memory_table,
+    exact_table,
+    peers_table,
+    plan_table,
+    sync_table,
+)
 from tables import (
     HERE,
     checked_table,
@@ -37,6 +43,7 @@ SECTIONS = {
     "plans": lambda: plan_table(read("sync_simulated")),
     "peers": lambda: peers_table(read("peers")),
     "exact": lambda: exact_table(read("exact")),
+    "exact memory": lambda: exact_memory_table(read("exact")["memory"]),
 }
 
 

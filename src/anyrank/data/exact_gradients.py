@@ -31,6 +31,7 @@ WARNING = (
     "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
     "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
 )
+KNOWN: dict[int, ref[nn.Parameter]] = {}  # parameters of models that any loader trains, by id
 
 
 class DeliveredGradients:
@@ -39,25 +40,6 @@ class DeliveredGradients:
     def __init__(self) -> None:
         self.samples: dict[int, torch.Tensor] = {}  # by the parameter's id
         self.is_noted = False
-        self.known: dict[int, ref[nn.Parameter]] = {}  # parameters of the models, by id
-
-    def know(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters whose gradients are exact sums."""
-        self.known.update((id(parameter), ref(parameter)) for parameter in parameters)
-
-    def stranger(self, optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-        """The place, group and number, of a parameter whose gradient is no exact sum.
-
-        None for an optimizer without any parameter of the models, which is for something else.
-        """
-        places = {
-            (number, place): self.known.get(id(parameter), lambda: None)() is parameter
-            for number, group in enumerate(optimizer.param_groups)
-            for place, parameter in enumerate(group["params"])
-            if parameter.grad is not None
-        }
-        strangers = (place for place, is_known in places.items() if not is_known)
-        return next(strangers, None) if any(places.values()) else None
 
     def record(self, model: nn.Module) -> None:
         """Sample the gradients of a model, in place of those before."""
@@ -98,6 +80,29 @@ def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
     return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)
 
 
+def know(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember parameters whose gradients are exact sums."""
+    for parameter in parameters:
+        key = id(parameter)
+        if key not in KNOWN:
+            KNOWN[key] = ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
+
+
+def stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """The place, group and number, of a parameter whose gradient is no exact sum.
+
+    None for an optimizer without any known parameter, which is for something else.
+    """
+    places = {
+        (number, place): id(parameter) in KNOWN
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.grad is not None
+    }
+    strangers = (place for place, is_known in places.items() if not is_known)
+    return next(strangers, None) if any(places.values()) else None
+
+
 @contextmanager
 def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[None, None, None]:
     """Note once, within the block, that an optimizer steps gradients that were changed.
@@ -107,7 +112,7 @@ def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[
     """
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if place := delivered.stranger(optimizer):
+        if place := stranger(optimizer):
             number, index = place
             shape = list(optimizer.param_groups[number]["params"][index].shape)
             raise ValueError(

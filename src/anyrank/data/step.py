@@ -14,6 +14,7 @@ from torch import nn
 
 from anyrank.data.collective_result import CollectiveResult
 from anyrank.data.exact_checks import check_threads
+from anyrank.data.exact_gradients import know
 from anyrank.data.exact_rounds import Rounds
 from anyrank.data.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
@@ -358,7 +359,7 @@ class Step:
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
-            self._pass.exact.delivered.know(sync.named.values())
+            know(sync.named.values())
             self._pass.exact.delivered.record(model)
 
     @property
