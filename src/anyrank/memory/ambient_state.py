@@ -95,7 +95,8 @@ def in_transform() -> bool:
     native: Any = getattr(torch, "_C", None)
     of_func = getattr(native, "_are_functorch_transforms_active", None)
     level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
-    return level >= 0 or torch.jit.is_tracing() or (of_func is not None and of_func())
+    traces: Any = torch.jit
+    return level >= 0 or traces.is_tracing() or (of_func is not None and of_func())
 
 
 def current_accelerator() -> set[torch.device]:
