@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -83,9 +84,8 @@ class SyncReport:
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
-        given: object = model
-        if not isinstance(given, nn.Module):
-            raise TypeError(f"last() takes a torch.nn.Module, not {type(given).__name__}")
+        if not isinstance(cast("object", model), nn.Module):
+            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
         return model.__dict__.get(HELD)
 
     def to_json(self) -> str:
