@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,9 +68,8 @@ class SyncReport(FillReport):
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
-        given: object = model
-        if not isinstance(given, nn.Module):
-            raise TypeError(f"last() takes a torch.nn.Module, not {type(given).__name__}")
+        if not isinstance(cast("object", model), nn.Module):
+            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
         return model.__dict__.get(HELD)
 
     def __str__(self) -> str:
