@@ -185,10 +185,9 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
         if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
             raise LoadError(
-                f"{key}: a {type(value).__name__} of {value.dtype}, {value.layout}, on "
-                f"{value.device} has "
-                "no bytes that anyrank can read here: give plain tensors; a dict of DTensors goes "
-                "into a model by anyrank.load or anyrank.sync"
+                f"{key}: a {type(value).__name__} of {value.dtype}, layout {value.layout}, on "
+                f"{value.device} has no bytes that anyrank can read here: give plain tensors; a "
+                "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
             )
         shape = tuple(value.shape)
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
