@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
-from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
+from anyrank.tensors.layout import (
+    IntervalShard,
+    Layout,
+    Piece,
+    Placement,
+    local_pieces,
+    local_shape,
+)
 from anyrank.tensors.spec import Chunk, StoredTensor
 from anyrank.tensors.sync_plan import Strip, Transfer, places_of, strips_of, transfers_of
 
@@ -200,3 +207,19 @@ def test_a_view_across_dims_is_refused() -> None:
     assert row_major((3, 5)) == (5, 1)
     with pytest.raises(LoadError, match="across the dims of the source"):
         strips_of(stored, [(3, 5)])
+
+
+def test_layouts_that_differ_have_other_words() -> None:
+    rows, strided = Placement("shard", 0), Placement("shard", 0, 2)
+    halves = IntervalShard("shard", 0, intervals=(((0, 2), (4, 2)), ((2, 2), (6, 2))))
+    layouts = [
+        Layout((2,), (rows,)),
+        Layout((4,), (rows,)),
+        Layout((2,), (strided,)),
+        Layout((2,), (Placement("shard", 1),)),
+        Layout((2,), (Placement("replicate"),)),
+        Layout((2,), (halves,)),
+        Layout((2, 4), (Placement("replicate"), rows)),
+    ]
+    assert str(layouts[-1]) == "R,S0 on 2x4"
+    assert len(set(map(str, layouts))) == len(layouts)

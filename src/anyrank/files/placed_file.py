@@ -6,7 +6,7 @@ import os
 from typing import Protocol
 
 from anyrank import faults
-from anyrank.files.store import Store
+from anyrank.files.store import Store, start_writeback
 
 # For longer writes Linux looks for large pages, and moves others to make room for them: that takes
 # three times as long as the write itself where memory is fragmented.
@@ -48,9 +48,11 @@ class _LocalPlaced:
 
     def write(self, offset: int, data: memoryview) -> None:
         faults.point("file.write")
+        start, length = offset, len(data)
         while len(data):
             done = os.pwrite(self.descriptor, data[:WRITE_BYTES], offset)
             data, offset = data[done:], offset + done
+        start_writeback(self.descriptor, start, length)
 
     def finish(self) -> None:
         faults.point("file.fsync")

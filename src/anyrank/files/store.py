@@ -80,7 +80,7 @@ class _LocalSink:
             if done:
                 left[0] = left[0][done:]
         if self.size - self.started >= WRITEBACK_BYTES:
-            _start_writeback(self.descriptor, self.started, self.size - self.started)
+            start_writeback(self.descriptor, self.started, self.size - self.started)
             self.started = self.size
 
     def finish(self) -> None:
@@ -92,7 +92,7 @@ class _LocalSink:
         os.close(self.descriptor)
 
 
-def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Let the kernel write a range to the disk from now on, so that fsync finds little left.
 
     A hint: Linux waits for nothing here, and elsewhere nothing happens.

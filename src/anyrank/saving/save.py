@@ -220,11 +220,7 @@ def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
     """How most bytes lie on the ranks."""
     count: dict[str, int] = {}
     for held in tensors:
-        words = "replicated"
-        if held.layout is not None:
-            kinds = [f"S{p.dim}" if p.kind == "shard" else "R" for p in held.layout.placements]
-            sizes = "x".join(map(str, held.layout.mesh_shape))
-            words = f"{','.join(kinds)} on {sizes}"
+        words = "replicated" if held.layout is None else str(held.layout)
         nbytes = torch.Size(held.shape).numel() * held.dtype.itemsize
         count[words] = count.get(words, 0) + nbytes
     return max(count, key=count.__getitem__, default="nothing")

@@ -33,6 +33,11 @@ class Placement:
     dim: int = 0
     split_factor: int = 1
 
+    def __str__(self) -> str:
+        if self.kind == "replicate":
+            return "R"
+        return f"S{self.dim}" + (f"/{self.split_factor}" if self.split_factor > 1 else "")
+
 
 @dataclass(frozen=True, slots=True)
 class IntervalShard(Placement):
@@ -43,6 +48,9 @@ class IntervalShard(Placement):
     """
 
     intervals: tuple[tuple[Interval, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return f"S{self.dim} in parts {list(map(list, self.intervals))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,11 @@ class Layout:
 
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        """As reports have it, "S0 on 4"; different for layouts that differ."""
+        sizes = "x".join(map(str, self.mesh_shape))
+        return f"{','.join(map(str, self.placements))} on {sizes}"
 
 
 def local_pieces(
