@@ -155,9 +155,8 @@ def _rows(
     """The rows of an end, this rank's coordinates, and the digest.
 
     Raises:
-        LoadError: a tensor that is not dense; adapters that cannot be merged.
+        LoadError: adapters that cannot be merged.
     """
-    _check_dense(tensors)
     meshes: dict[int, int] = {}
     coordinates: list[tuple[int, ...] | None] = []
     rows: list[Row] = []
@@ -221,18 +220,6 @@ def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
             )
             merged.append(replace(row, keys=keys, added=added, is_adapter=False))
     return merged
-
-
-def _check_dense(tensors: list[ModelTensor]) -> None:
-    """Raises LoadError: a tensor that is not dense, or quantised."""
-    for tensor in tensors:
-        held = tensor.tensor
-        if held.layout != torch.strided or held.is_quantized:
-            kind = "quantised" if held.is_quantized else f"of layout {held.layout}"
-            raise LoadError(
-                f"{tensor.name}: is {kind}, whose bytes are not the tensor's: give a dense tensor "
-                f"({'.dequantize()' if held.is_quantized else '.to_dense()'})"
-            )
 
 
 def _is_merged(tensor: ModelTensor) -> bool:

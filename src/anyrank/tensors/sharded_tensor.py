@@ -121,12 +121,9 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     """
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
-        kind = _kind_without_bytes(tensor)
-        if kind:
-            raise LoadError(
-                f"{name}: is a {kind}, whose bytes are not the tensor's: load or save before it is "
-                "wrapped or quantised, or use fully_shard (FSDP2)"
-            )
+        if what := _without_bytes(tensor):
+            kind, way_out = what
+            raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
         return None, None
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     coordinate = mesh.get_coordinate()
@@ -143,15 +140,18 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
 
 
-def _kind_without_bytes(tensor: torch.Tensor) -> str:
-    """What a plain tensor is whose values are not its bytes, in words; else nothing."""
+def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a plain tensor is whose values are not its bytes, and the way out; None for others."""
     if tensor.is_nested:
-        return "nested tensor"
+        return "nested tensor", "give its parts, from .unbind()"
     if tensor.layout != torch.strided:
-        return f"{tensor.layout} tensor"
+        return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
     if tensor.is_quantized:
-        return "quantised tensor"
-    return type(tensor).__name__ if _hides_bytes(type(tensor)) else ""
+        return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
+    if _hides_bytes(type(tensor)):
+        way_out = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
+        return type(tensor).__name__, way_out
+    return None
 
 
 def places_in_groups(mesh: Any) -> tuple[int, ...]:
