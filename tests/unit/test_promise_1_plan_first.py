@@ -131,7 +131,7 @@ def test_thousands_of_wrong_names_are_told_at_once_with_hints() -> None:
     start = time.process_time()
     with pytest.raises(anyrank.LoadError, match="does not fit") as caught:
         anyrank.load(model, source)
-    assert time.process_time() - start < 8  # 45 s when every name is compared with every other
+    assert time.process_time() - start < 3  # 45 s when every name is compared with every other
     assert "1.wieght (near: 1.weight)" in str(caught.value)
     assert "and 3990 more" in str(caught.value)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import heapq
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,24 +202,20 @@ def _key_of_twin(
     return next((direct[other] for other in sorted(twins) if other in direct), None)
 
 
-CLOSEST = 40  # names that are compared letter by letter for one hint
+NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared letter by letter
 
 
 class Near:
     """Hints at the most similar of many names; built once for all that is asked."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        self.by_tail: dict[tuple[str, ...], list[str]] = {}
-        for name in self.names:
-            self.by_tail.setdefault(_tail(name), []).append(name)
+        self.forwards = sorted(names)
+        self.backwards = sorted(name[::-1] for name in self.forwards)
 
     def hint(self, name: str) -> str:
         """A hint at the most similar name, or nothing."""
-        likely = self.by_tail.get(_tail(name)) or self.names
-        if len(likely) > CLOSEST:
-            parts = name.split(".")
-            likely = heapq.nlargest(CLOSEST, likely, key=lambda other: _ends_alike(parts, other))
+        likely = _neighbours(self.forwards, name)
+        likely += [other[::-1] for other in _neighbours(self.backwards, name[::-1])]
         close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
         return f" (near: {close[0]})" if close else ""
 
@@ -229,20 +225,10 @@ def near(name: str, others: Sequence[str]) -> str:
     return Near(others).hint(name)
 
 
-def _ends_alike(parts: list[str], other: str) -> int:
-    """How many parts two names share at the start and at the end together."""
-    others = other.split(".")
-    common = 0
-    for ours, theirs in ((parts, others), (reversed(parts), reversed(others))):
-        for mine, other in zip(ours, theirs, strict=False):
-            if mine != other:
-                break
-            common += 1
-    return common
-
-
-def _tail(name: str) -> tuple[str, ...]:
-    return tuple(name.rsplit(".", 2)[-2:])
+def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
+    """Those of some names that begin most like another one."""
+    place = bisect_left(ordered, name)
+    return list(ordered[max(0, place - NEIGHBOURS) : place + NEIGHBOURS])
 
 
 def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:
