@@ -256,3 +256,12 @@ def test_pythons_collector_is_as_it_was_after_a_load(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_a_graph_from_before_a_load_is_not_run_backwards(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    loss = model(torch.ones(1, 2)).sum()
+    anyrank.load(model, tmp_path / "w.pt")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

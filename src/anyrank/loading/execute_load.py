@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
@@ -173,6 +174,9 @@ class _Executor:
             self.plan.coordinates,
             self.plan.buffer_bytes,
         )
+        # Reads go past torch: a graph that has saved these tensors must not be run backwards.
+        filled = (self.match.tensors[index] for index in self.match.stored)
+        increment_version([target.tensor for target in filled if not target.is_meta])
         self.share.initialise()
         self.meter.sample()
 
