@@ -426,3 +426,17 @@ def test_a_parents_load_does_not_hide_a_change() -> None:
     model.load_state_dict(model.state_dict())
     with pytest.raises(anyrank.LoadError):
         check_frozen(model.vae)
+
+
+def test_a_part_with_a_source_gets_no_initial_values(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+    torch.save(weights, tmp_path / "v.pt")
+    with anyrank.meta():
+        model = nn.ModuleDict({"v": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    anyrank.freeze(model["v"], source=tmp_path / "v.pt")
+    with pytest.raises(anyrank.LoadError, match=r"v.weight: belongs to a frozen part .*v\.pt"):
+        anyrank.materialize(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    anyrank.load(model["v"], tmp_path / "v.pt")
+    anyrank.materialize(model)
+    assert torch.equal(model["v"].weight, weights["weight"])

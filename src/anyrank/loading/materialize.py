@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,8 +59,8 @@ def materialize(
         ranks.
 
     Raises:
-        LoadError: tensors that no rule writes, named, or arguments that differ between ranks; on
-            all ranks, and nothing is changed.
+        LoadError: tensors that no rule writes, named, or of a frozen part that has a source, or
+            arguments that differ between ranks; on all ranks, and nothing is changed.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
@@ -123,13 +123,14 @@ def _fill(
     """Allocate and initialise what is on meta. Each rank by itself.
 
     Raises:
-        LoadError: tensors without a rule; names each of them.
+        LoadError: tensors without a rule; names each of them. One of a frozen part with a source.
     """
     filled = _Filled({}, [], [])
     without: list[str] = []
-    for tensor in tensors:
-        if not tensor.is_meta or tensor.kind == "derived":
-            continue
+    wanted = [tensor for tensor in tensors if tensor.is_meta and tensor.kind != "derived"]
+    for tensor in wanted:
+        _check_no_source(tensor)
+    for tensor in wanted:
         local = allocate(tensor, device_for(tensor, default))
         filled.locals_.append((tensor, local))
         if is_magnitude(tensor):
@@ -146,6 +147,16 @@ def _fill(
             "reset_parameters(), or pass init=a function of the module"
         )
     return filled
+
+
+def _check_no_source(tensor: ModelTensor) -> None:
+    """Refuse a tensor of a frozen part whose values are in a file of its own."""
+    source: Any = None if tensor.frozen is None else tensor.frozen.anyrank_frozen.source
+    if source is not None:
+        raise LoadError(
+            f"{tensor.name}: belongs to a frozen part whose weights are in {source}, so initial "
+            "values would be others: call anyrank.load on the part, with that source, before"
+        )
 
 
 def _device_of(device: torch.device | str) -> torch.device:
