@@ -151,10 +151,11 @@ def _fill(
 
 def _check_no_source(tensor: ModelTensor) -> None:
     """Refuse a tensor of a frozen part whose values are in a file of its own."""
-    source: Any = None if tensor.frozen is None else tensor.frozen.anyrank_frozen.source
-    if source is not None:
+    part: Any = tensor.frozen
+    if part is not None and part.anyrank_frozen.source is not None:
         raise LoadError(
-            f"{tensor.name}: belongs to a frozen part whose weights are in {source}, so initial "
+            f"{tensor.name}: belongs to a frozen part whose weights are in "
+            f"{part.anyrank_frozen.source}, so initial "
             "values would be others: call anyrank.load on the part, with that source, before"
         )
 
