@@ -89,7 +89,7 @@ def steps_in(folder: str) -> list[SavedStep]:
     if not storage.is_dir(folder):
         return []
     found: list[SavedStep] = []
-    for _, name in steps_of(storage.names(folder)):
+    for _, name in committed(storage, folder, storage.names(folder)):
         path = join_path(folder, name)
         with contextlib.suppress(AnyrankError):
             found.append(describe(read_manifest(storage, path), path))
@@ -111,6 +111,16 @@ def steps_of(names: Iterable[str]) -> list[tuple[int, str]]:
     return sorted(((int(m[1]), name) for name in names if (m := STEP.match(name))), reverse=True)
 
 
+def is_step(storage: Storage, folder: str) -> bool:
+    """Whether a folder is a step that was committed: its manifest is written last."""
+    return storage.is_file(join_path(folder, MANIFEST))
+
+
+def committed(storage: Storage, folder: str, names: Iterable[str]) -> list[tuple[int, str]]:
+    """Those of `steps_of` that were committed; `names` is what is in the folder."""
+    return [step for step in steps_of(names) if is_step(storage, join_path(folder, step[1]))]
+
+
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of a step, or of the newest committed step of a run.
 
@@ -119,12 +129,10 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = storage.names(folder)
     if MANIFEST not in names:
-        steps = steps_of(names)
-        for _, name in steps:
-            step = join_path(folder, name)
-            if MANIFEST in storage.names(step):
-                return list_folder(storage, step)
-        raise LoadError(f"{folder}: none of its {len(steps)} steps was committed ({MANIFEST})")
+        for _, name in committed(storage, folder, names):
+            return list_folder(storage, join_path(folder, name))
+        begun = len(steps_of(names))
+        raise LoadError(f"{folder}: none of its {begun} steps was committed ({MANIFEST})")
     try:
         listing = list_step(storage, folder, read_manifest(storage, folder))
     except AnyrankError as error:

@@ -17,7 +17,7 @@ from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.receipt import IN_PART, are_equal, data_differences, tensor_differences
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import list_step, recognises, steps_of
+from anyrank.formats.run_folder import committed, list_step, recognises
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count, name_of
@@ -190,8 +190,7 @@ def committed_steps(source: Source) -> dict[int, str] | None:
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}
-    folders = {step: join_path(path, name) for step, name in steps_of(names)}
-    return {s: f for s, f in folders.items() if MANIFEST in storage.names(f)}
+    return {step: join_path(path, name) for step, name in committed(storage, path, names)}
 
 
 def _diff_runs(

@@ -13,7 +13,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.receipt import Digests, receipt_of_step, tensor_differences
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, list_step, recognises, steps_of
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import in_units, printable
 from anyrank.inspection.inspect import count, name_of
@@ -195,7 +195,7 @@ def _verify_run(
     listings: list[Listing] = []
     for folder in folders:
         try:
-            if MANIFEST not in storage.names(folder):
+            if not is_step(storage, folder):
                 found.findings.append(
                     Finding(folder, f"has no {MANIFEST}: the save was not finished; remove it")
                 )

@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass, replace
 
 from anyrank.errors import CheckpointError
-from anyrank.files.manifest import MANIFEST
 from anyrank.files.store import reading, store_for
-from anyrank.formats.run_folder import steps_of
+from anyrank.formats.run_folder import is_step, steps_of
 from anyrank.resume.adopt import adopt
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
@@ -103,8 +102,8 @@ def _step_of_a_run(path: str) -> tuple[str, int] | None:
     path = path.rstrip("/")
     run = RunFolder(store_for(path), path)
     with reading(path):
-        is_step = run.store.is_file(run.join(MANIFEST))
-    if is_step:
+        is_one = is_step(run.store, path)
+    if is_one:
         parent, _, name = (
             os.path.abspath(path).rpartition("/") if "://" not in path else (path.rpartition("/"))
         )

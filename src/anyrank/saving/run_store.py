@@ -18,7 +18,16 @@ from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.storage import join_path
 from anyrank.files.store import Store, reading, storing, write_file
-from anyrank.formats.run_folder import INDEX, SavedStep, check_sizes, describe, step_name, steps_of
+from anyrank.formats.run_folder import (
+    INDEX,
+    SavedStep,
+    check_sizes,
+    committed,
+    describe,
+    is_step,
+    step_name,
+    steps_of,
+)
 from anyrank.formats.sources import checkpoint_among
 
 log = logging.getLogger("anyrank.saving")
@@ -61,7 +70,7 @@ class RunFolder:
             CheckpointError: the storage does not say.
         """
         with reading(self.path):
-            return [step for step in steps_of(self.names()) if self._has_manifest(step[1])]
+            return committed(self.store, self.path, self.names())
 
     def claimed(self) -> list[tuple[int, str]]:
         """As `committed`, and steps that lost their manifest since, which is damage.
@@ -78,10 +87,10 @@ class RunFolder:
     def _was_renamed(self, step: int, name: str) -> bool:
         """Whether a folder got its name in a commit, after its manifest was written."""
         if name != step_name(step):
-            return self._has_manifest(name)
+            return is_step(self.store, self.join(name))
         if self.store.is_file(self.join(name)):
             return False
-        return self._has_manifest(name) or self._of_another_tool(name) is None
+        return is_step(self.store, self.join(name)) or self._of_another_tool(name) is None
 
     def check_no_other(self) -> None:
         """Refuse a folder without steps that holds something other than the start of a run.
@@ -125,9 +134,6 @@ class RunFolder:
             isinstance(cause, OSError | LoadError) for cause in causes
         )
 
-    def _has_manifest(self, name: str) -> bool:
-        return self.store.is_file(join_path(self.join(name), MANIFEST))
-
     def begin(self, step: int, run: str) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.
 
@@ -138,7 +144,7 @@ class RunFolder:
             self.store.make_folder(self.path)
             self._clean(run)
             final = self.join(step_name(step))
-            if self._has_manifest(step_name(step)):
+            if is_step(self.store, self.join(step_name(step))):
                 raise CheckpointError(
                     f"{final}: is committed already: a step is saved once; save after the next "
                     "step_done, or use another folder for another run"
@@ -203,7 +209,7 @@ class RunFolder:
                 self.store.remove_folder(self.join(name))
         if not self.store.renames:
             for _, name in steps_of(names):
-                if not self._has_manifest(name):
+                if not is_step(self.store, self.join(name)):
                     self.store.remove_folder(self.join(name))
 
     def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
