@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 
 import anyrank
-from anyrank.integrations.trainer_run import ElasticRun, Work
+from anyrank.integrations.trainer_run import Asked, ElasticRun, Training
 
 log = logging.getLogger("anyrank.integrations")
 
@@ -17,7 +17,8 @@ class BestStep(Trainer):
     """A trainer that saves each step that is the best so far by `metric_for_best_model`."""
 
     elastic: ElasticRun
-    _elastic_work: Work
+    _elastic_asked: Asked
+    _elastic_training: Training
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         is_best = super()._determine_best_metric(*args, **kwargs)
@@ -50,7 +51,7 @@ class BestStep(Trainer):
             )
 
     def _elastic_set_best(self, path: str | None) -> None:
-        best, kept = self.state.best_global_step, self._elastic_work.best
+        best, kept = self.state.best_global_step, self._elastic_asked.best
         self.state.best_model_checkpoint = path
         kept.clear()
         kept.update([] if best is None else [best])
@@ -63,5 +64,5 @@ class BestStep(Trainer):
         ckpts.save()
         ckpts.wait()
         model: Any = self.model_wrapped
-        has_base = self._elastic_work.parts.get("base") is not None  # it was not written
+        has_base = self._elastic_asked.parts.get("base") is not None  # it was not written
         anyrank.load(model, path, missing="keep" if has_base else "error")

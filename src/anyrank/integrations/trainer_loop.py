@@ -22,7 +22,7 @@ from anyrank.integrations.trainer_checks import (
     step_to_resume,
     without_sharding,
 )
-from anyrank.integrations.trainer_run import TrainerCounts
+from anyrank.integrations.trainer_run import Microbatch, TrainerCounts, Training
 
 
 class ElasticTrainer(BestStep):
@@ -46,19 +46,14 @@ class ElasticTrainer(BestStep):
         if trial is not None:
             raise ValueError("hyperparameter search makes many runs of one trainer: make one each")
         check_recompute(self.model, self.args)
-        self._elastic_work.which = step_to_resume(self.elastic.folder, resume_from_checkpoint)
-        with self._elastic_run():
-            return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
-
-    @contextmanager
-    def _elastic_run(self) -> Generator[None]:
-        """Release the folder at the end of the run, and save its last step."""
-        work = self._elastic_work
+        which = step_to_resume(self.elastic.folder, resume_from_checkpoint)
+        self._elastic_training = Training(which)
+        # At its end the last step is saved, and the folder is released.
         with ExitStack() as self._elastic_stack:
             try:
-                yield
+                return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
             finally:
-                work.prepared = work.numbers = None
+                self._elastic_training = Training(None)
 
     def _init_training_state(
         self,
@@ -69,21 +64,21 @@ class ElasticTrainer(BestStep):
         trial: Any,
     ) -> Any:
         # The state is known once the run is resumed, which needs what the Trainer prepares next.
-        work = self._elastic_work
-        work.prepared = self._elastic_prepare(max_steps)
-        self._elastic_open()
+        training = self._elastic_training
+        training.prepared = self._elastic_prepare(max_steps)
+        training.counts = counts = TrainerCounts(self)
+        self._elastic_open(training, counts)
         with tempfile.TemporaryDirectory() as folder:
             path = None
-            if self.elastic.report is not None and work.counts is not None:
+            if self.elastic.report is not None:
                 path = folder
-                work.counts.write(os.path.join(folder, "trainer_state.json"))
-            counts = super()._init_training_state(
+                counts.write(os.path.join(folder, "trainer_state.json"))
+            found = super()._init_training_state(
                 max_steps, num_update_steps_per_epoch, num_train_epochs, path, trial
             )
-        if work.counts is not None:
-            work.counts.restore_callbacks()
+        counts.restore_callbacks()
         self._elastic_find_best()
-        return counts
+        return found
 
     def _elastic_prepare(self, max_steps: int) -> Any:
         """The Trainer's own preparation; a model that is sharded already stays as it is."""
@@ -92,33 +87,32 @@ class ElasticTrainer(BestStep):
         is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
         self.is_distributed_loading_by_transformers = loaded or is_sharded
         try:
-            return super()._prepare_for_training(max_steps, self._elastic_work.numbers, None)
+            return super()._prepare_for_training(max_steps, self._elastic_training.numbers, None)
         finally:
             self.is_distributed_loading_by_transformers = loaded
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
-        return self._elastic_work.prepared
+        return self._elastic_training.prepared
 
-    def _elastic_open(self) -> None:
+    def _elastic_open(self, training: Training, counts: TrainerCounts) -> None:
         """Bind the parts of the run, and resume it. All ranks."""
-        run, work = self.elastic, self._elastic_work
-        work.counts = TrainerCounts(self)
-        work.state = anyrank.TrainState(
+        run, asked = self.elastic, self._elastic_asked
+        training.state = anyrank.TrainState(
             self.model_wrapped,
             self.optimizer,  # pyright: ignore[reportArgumentType]
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
             data=run.loader,
             seed=self.args.seed,
-            trainer=work.counts,
+            trainer=counts,
             first_rank=["trainer"],
-            **work.parts,
+            **asked.parts,
         )
         run.report = None
-        run.checkpoints = ckpts = anyrank.Checkpoints(run.folder, work.state, **work.options)
+        run.checkpoints = ckpts = anyrank.Checkpoints(run.folder, training.state, **asked.options)
         self._elastic_stack.enter_context(ckpts)
-        if work.which is not None:
-            run.report = ckpts.resume(work.which)
+        if training.which is not None:
+            run.report = ckpts.resume(training.which)
             if run.report is None:
                 check_other_checkpoints(str(self.args.output_dir), run.folder)
         elif ckpts.saved():
@@ -137,7 +131,7 @@ class ElasticTrainer(BestStep):
 
     def _elastic_count(self) -> None:
         """Count the step that the optimizer has made, unless it is counted. All ranks."""
-        if self._elastic_work.state.step < self.state.global_step:
+        if self._elastic_training.state.step < self.state.global_step:
             assert self.elastic.checkpoints is not None
             self.elastic.checkpoints.step_done()
 
@@ -145,43 +139,43 @@ class ElasticTrainer(BestStep):
 
     def get_train_dataloader(self) -> Any:
         """The numbers of an epoch's steps, while the trainer trains; else the Trainer's own."""
-        run, work = self.elastic, self._elastic_work
+        run, training = self.elastic, self._elastic_training
         plain = super().get_train_dataloader()
         if not self.is_in_train:
             return plain
-        if work.numbers is None:
+        if training.numbers is None:
             run.loader = elastic_loader(
                 without_sharding(plain),
-                global_batch=work.global_batch,
+                global_batch=self._elastic_asked.global_batch,
                 microbatch=self.args.per_device_train_batch_size,
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             )
             numbers: Any = range(len(run.loader))
             # With a generator of its own it draws nothing from the ambient stream.
-            work.numbers = DataLoader(numbers, generator=torch.Generator())
-        return work.numbers
+            training.numbers = DataLoader(numbers, generator=torch.Generator())
+        return training.numbers
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples of an epoch."""
-        if dataloader is self._elastic_work.numbers:
+        if dataloader is self._elastic_training.numbers:
             return len(self.train_dataset)  # pyright: ignore[reportArgumentType]
         return super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step."""
-        return self._elastic_work.global_batch
+        return self._elastic_asked.global_batch
 
     def _run_epoch(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        run, work = self.elastic, self._elastic_work
+        run, training = self.elastic, self._elastic_training
         assert run.loader is not None
         if self.state.global_step >= self.state.max_steps:  # resumed at its end
             self.control.should_training_stop = True
             return
         if kwargs["epoch"] == kwargs["epochs_trained"] and run.report is not None:
             kwargs["resume_from_checkpoint"] = run.report.path  # so that the numbers are skipped
-            if work.counts is not None:
-                work.counts.restore_loss()
-        work.steps = steps = iter(run.loader)
+            if training.counts is not None:
+                training.counts.restore_loss()
+        training.steps = steps = iter(run.loader)
         try:
             super()._run_epoch(**kwargs)
             if run.loader.epoch > kwargs["epoch"]:
@@ -198,7 +192,7 @@ class ElasticTrainer(BestStep):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
         """The next step, as the only batch."""
-        steps = self._elastic_work.steps
+        steps = self._elastic_training.steps
         assert steps is not None  # _run_epoch has begun them
         next(epoch_iterator)
         return [next(steps)], None
@@ -207,48 +201,50 @@ class ElasticTrainer(BestStep):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
-        work, step, seen = self._elastic_work, inputs, set[int]()
-        work.flos = 0.0
+        training, step, seen = self._elastic_training, inputs, set[int]()
+        training.flos = 0.0
         for batch in step.microbatches(model):
             # Counted on the host: a count on the device would make the host wait for it.
-            tokens = self._elastic_tokens(batch)
-            work.step, work.weight = step, None if tokens is None else int(tokens)
+            with self._elastic_rank_alone():
+                tokens: Any = self._get_num_items_in_batch([batch], torch.device("cpu"))
+            training.microbatch = Microbatch(step, None if tokens is None else int(tokens))
             if tokens is not None:  # without any token its loss is 0, not 0 / 0
                 tokens = tokens.clamp(min=1).to(self.args.device)
             is_copy = step.k in seen
             seen.add(step.k)
             self._elastic_look(batch, is_copy)
-            across = self.args.average_tokens_across_devices
             try:
                 # A step weights over all ranks: compute_loss must not do so by itself.
-                self.args.average_tokens_across_devices = False
-                super().training_step(model, batch, tokens)
+                with self._elastic_rank_alone():
+                    super().training_step(model, batch, tokens)
             finally:
-                self.args.average_tokens_across_devices, work.step = across, None
+                training.microbatch = None
         return torch.tensor(step.loss(), device=self.args.device)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As without elastic; while a step runs, weighted for its global mean."""
-        result, work = super().compute_loss(model, inputs, *args, **kwargs), self._elastic_work
-        if work.step is None:
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        running = self._elastic_training.microbatch
+        if running is None:
             return result
         if isinstance(result, tuple):
-            return (work.step.scale(result[0], work.weight), *result[1:])
-        return work.step.scale(result, work.weight)
+            return (running.step.scale(result[0], running.tokens), *result[1:])
+        return running.step.scale(result, running.tokens)
 
-    def _elastic_tokens(self, batch: Any) -> torch.Tensor | None:
-        """The labels that a microbatch's mean is over, where the Trainer counts them."""
+    @contextmanager
+    def _elastic_rank_alone(self) -> Generator[None]:
+        """The Trainer counts tokens on this rank alone."""
         across = self.args.average_tokens_across_devices
         try:
-            self.args.average_tokens_across_devices = False  # of this rank alone
-            return self._get_num_items_in_batch([batch], torch.device("cpu"))  # pyright: ignore[reportReturnType]
+            self.args.average_tokens_across_devices = False
+            yield
         finally:
             self.args.average_tokens_across_devices = across
 
     def _elastic_look(self, batch: Any, is_copy: bool) -> None:
         """Count a microbatch's operations and tokens, as the Trainer does for a batch."""
         if not is_copy:
-            self._elastic_work.flos += float(super().floating_point_ops(batch))
+            self._elastic_training.flos += float(super().floating_point_ops(batch))
         elif isinstance(batch, Mapping):  # all ranks gather, and a copy counts nothing
             batch = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         super()._track_num_input_tokens(batch)
@@ -256,7 +252,7 @@ class ElasticTrainer(BestStep):
     def floating_point_ops(self, inputs: Any) -> Any:
         """Of a step, this rank's; of a batch, as the Trainer's."""
         is_step = hasattr(inputs, "microbatches")
-        return self._elastic_work.flos if is_step else super().floating_point_ops(inputs)
+        return self._elastic_training.flos if is_step else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not hasattr(inputs, "microbatches"):

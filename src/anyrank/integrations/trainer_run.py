@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -34,39 +34,53 @@ class ElasticRun:
     report: anyrank.ResumeReport | None = None
 
 
-@dataclass
-class Work:
-    """What the methods of an elastic trainer share.
+@dataclass(frozen=True)
+class Asked:
+    """What `elastic` was asked for.
 
     Attributes:
         global_batch: samples of a step.
         options: of `Checkpoints`.
         parts: the user's own, of the run.
-        which: what to resume; None starts anew.
-        prepared: what the Trainer's own preparation returned.
-        state: the run's parts.
-        counts: the Trainer's counts among them.
-        numbers: what the Trainer counts steps with.
-        steps: of the loader, in this epoch.
-        step: the current one, while a microbatch runs.
-        weight: tokens of the current microbatch; None to weight it by its samples.
-        flos: of this rank's microbatches of the last step.
-        best: steps that retention has to leave, as the best so far is one of them.
+        best: steps that retention has to leave, as the best so far is one of them; changes.
     """
 
     global_batch: int
     options: Mapping[str, Any]
     parts: Mapping[str, Any]
-    which: str | int | None = None
-    prepared: Any = None
-    state: anyrank.TrainState = field(default_factory=anyrank.TrainState)
-    counts: TrainerCounts | None = None
-    numbers: DataLoader[int] | None = None
-    steps: Iterator[Any] | None = None
-    step: Any = None
-    weight: int | None = None
-    flos: float = 0.0
     best: set[int] = field(default_factory=set[int])
+
+
+@dataclass
+class Training:
+    """One call of an elastic trainer's `train()`, filled in the order in which the Trainer asks.
+
+    Attributes:
+        which: what to resume; None starts anew.
+        numbers: what the Trainer counts steps with, once it has asked for its data.
+        prepared: what the Trainer's own preparation returned.
+        counts: the Trainer's counts, once it is prepared.
+        state: the run's parts, the counts among them.
+        steps: of the loader, in the current epoch.
+        flos: of this rank's microbatches of the last step.
+        microbatch: the one that runs.
+    """
+
+    which: str | int | None
+    numbers: DataLoader[int] | None = None
+    prepared: Any = None
+    counts: TrainerCounts | None = None
+    state: anyrank.TrainState = field(default_factory=anyrank.TrainState)
+    steps: Iterator[Any] | None = None
+    flos: float = 0.0
+    microbatch: Microbatch | None = None
+
+
+class Microbatch(NamedTuple):
+    """A microbatch that runs: its step, and its tokens where losses are weighted by tokens."""
+
+    step: Any
+    tokens: int | None
 
 
 class TrainerCounts:

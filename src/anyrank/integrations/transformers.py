@@ -15,7 +15,7 @@ from transformers import Trainer
 import anyrank
 from anyrank.integrations.trainer_checks import check_trainer
 from anyrank.integrations.trainer_loop import ElasticTrainer
-from anyrank.integrations.trainer_run import ElasticRun, Work
+from anyrank.integrations.trainer_run import Asked, ElasticRun, Training
 from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps, tiled_loss
 from anyrank.integrations.versions import warn_if_untested
 
@@ -102,15 +102,16 @@ def elastic(
     # Both raise what is wrong with the sizes, the ranks and the options.
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
     anyrank.Checkpoints(folder, anyrank.TrainState(), **options)
-    run, work = ElasticRun(os.fspath(folder)), Work(global_batch, options, {"base": base, **parts})
+    asked = Asked(global_batch, options, {"base": base, **parts})
 
     def stays(step: int) -> bool:
-        return step in work.best or (keep_every is not None and step % keep_every == 0)
+        return step in asked.best or (keep_every is not None and step % keep_every == 0)
 
     if trainer.args.load_best_model_at_end:
         options["keep_every"] = stays
     trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
-    vars(trainer).update(elastic=run, _elastic_work=work)
+    run = ElasticRun(os.fspath(folder))
+    vars(trainer).update(elastic=run, _elastic_asked=asked, _elastic_training=Training(None))
     return trainer
 
 
