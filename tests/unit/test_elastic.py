@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -375,6 +377,14 @@ def test_a_loaded_state_goes_on_where_it_was_saved(stop: int) -> None:
         first += run(loader)
     assert same(first, expected)
     assert {one.verdict for one in loader.receipts} == {"exactly once"}
+
+
+def test_a_loader_is_not_copied_and_says_what_to_do() -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match=r"an ElasticLoader is neither copied .* load_state_dict"
+        ):
+            copied(anyrank.ElasticLoader(range(8), global_batch=4, microbatch=2))
 
 
 def test_the_state_is_small_and_knows_no_ranks() -> None:

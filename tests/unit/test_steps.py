@@ -19,6 +19,10 @@ import anyrank
 SAMPLES, BATCH, EPOCH = 10, 4, 3  # three steps an epoch, of 4, 4 and 2 samples
 
 
+def rows() -> torch.Tensor:
+    return torch.arange(float(SAMPLES))[:, None]
+
+
 class Run:
     """A run whose samples are numbers; `seen` has those of each body, counted or not."""
 
@@ -26,8 +30,7 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
-        data = torch.arange(float(SAMPLES))[:, None]
-        self.loader = anyrank.ElasticLoader(data, global_batch=BATCH, microbatch=2)
+        self.loader = anyrank.ElasticLoader(rows(), global_batch=BATCH, microbatch=2)
         self.state = anyrank.TrainState(self.model, self.optimizer, data=self.loader, **parts)
         self.seen: list[list[int]] = []
 
@@ -294,6 +297,44 @@ def test_a_step_that_is_left_before_the_optimizers_step_comes_again(
     assert again.values() == whole.values()
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rolls_back", [False, True])
+@pytest.mark.parametrize("how_far", ["half", "backward"])
+def test_gradients_of_a_step_that_was_left_are_not_added_to_when_it_comes_again(
+    tmp_path: Path, how_far: str, rolls_back: bool, exact: bool
+) -> None:
+    def training(name: str) -> tuple[Run, anyrank.Checkpoints]:
+        run = Run()
+        run.loader = anyrank.ElasticLoader(rows(), global_batch=BATCH, microbatch=2, exact=exact)
+        run.state = anyrank.TrainState(run.model, run.optimizer, data=run.loader)
+        return run, anyrank.Checkpoints(tmp_path / name, run.state)
+
+    run, ckpts = training("left")
+    with ckpts:
+        for step in ckpts.steps(until=4):
+            if step.number == 2 and how_far == "backward":
+                run.read(step)
+                break
+            if step.number == 2:
+                for batch in step.microbatches(run.model):
+                    step.backward(run.model(batch).square().mean())
+                    break
+                break
+            run.train(step)
+        if how_far == "backward" or not exact:
+            assert all(p.grad is not None for p in run.model.parameters())
+        if rolls_back:
+            ckpts.save()
+            ckpts.resume("must")
+        for step in ckpts.steps(until=4):
+            run.train(step)
+    whole, ckpts = training("whole")
+    with ckpts:
+        for step in ckpts.steps(until=4):
+            whole.train(step)
+    assert run.values() == whole.values()
+
+
 def test_the_loop_goes_on_after_a_break(tmp_path: Path) -> None:
     run = Run()
     with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
@@ -308,6 +349,55 @@ def test_the_loop_goes_on_after_a_break(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path, 6)
     assert run.seen == whole.seen
     assert run.values() == whole.values()
+
+
+def test_an_iterator_that_is_kept_when_the_run_is_closed_counts_no_step_twice(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = iter(ckpts.steps(until=9))
+        for step in steps:
+            run.train(step)
+            if step.number == 2:
+                break
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"was left at step 2, .* go over steps\(\) anew"
+    ):
+        next(steps)
+    assert (run.state.step, run.loader.step, numbers(ckpts)) == (3, 3, [3])
+
+
+def test_a_body_without_the_optimizers_step_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in ckpts.steps(until=5):
+            run.read(step)
+            if step.number % 2:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("step 0: no optimizer of the state has stepped, and there are gradients")
+
+
+def test_a_run_at_a_relative_path_does_not_follow_the_process_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = Run()
+    with anyrank.Checkpoints("run", run.state, every=1) as ckpts:
+        for step in ckpts.steps(until=1):
+            run.train(step)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for call in (ckpts.save, ckpts.resume, ckpts.step_done):
+            with pytest.raises(anyrank.CheckpointError, match=r"has gone to .*: give .* absolute"):
+                call()
+        monkeypatch.chdir(tmp_path)
+    assert numbers(ckpts) == [1]
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_break_counts_under_a_debugger_too(tmp_path: Path) -> None:

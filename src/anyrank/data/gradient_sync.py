@@ -113,6 +113,11 @@ class GradientSync:
         for module in self.fsdp:
             module.set_requires_gradient_sync(is_on, recurse=False)
 
+    def drop_gradients(self) -> None:
+        """Drop what an earlier try at the step has left."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def drop_unfinished(self) -> None:
         """Drop gradients that FSDP2 has not exchanged yet, which `zero_grad` does not reset."""
         for module in self.fsdp:

@@ -213,6 +213,7 @@ class ElasticLoader(Position):
             raise TypeError(f"exact is {exact!r}: give True or False")
         self._exact = ExactRun() if exact else None
         self._current: StepProgress | None = None
+        self._was_left = False  # whether a step was begun that is not counted
         self._num_passes = 0
         self._checked_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
         self._dataset = dataset
@@ -233,7 +234,7 @@ class ElasticLoader(Position):
         """
         index, size = self._data_rank()
         epoch = self.epoch
-        self.current = None
+        self._current = None
         self._num_passes += 1
         number = self._num_passes
         with ExitStack() as stack:
@@ -256,7 +257,8 @@ class ElasticLoader(Position):
             )
             try:
                 while self.epoch == epoch:
-                    self._current = StepProgress(self._next_step())
+                    self._current = StepProgress(self._next_step(), self._was_left)
+                    self._was_left = True
                     yield Step(self._current, self._schedule, this_pass)
                     if self._num_passes != number:
                         raise CheckpointError(
@@ -304,7 +306,7 @@ class ElasticLoader(Position):
         plan, seen = self._current.plan, self._current.seen
         drawn = torch.tensor(seen, dtype=torch.int64, device="cpu")
         self._advance(plan, receipt_of(plan.epoch, drawn))
-        self._current = None
+        self._current, self._was_left = None, False
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was saved, on any number of ranks. No collectives.

@@ -108,6 +108,8 @@ class Step:
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
         sync = self._sync(model, own_backward)
+        if progress.is_repeated and not self._num_calls:
+            sync.drop_gradients()
         devices = accelerators_of(sync.named.values())
         slots = self._plan.slots(self._pass.index, self._pass.size, self._pass.is_interleaved)
         again = (self._num_calls,) if self._num_calls else ()

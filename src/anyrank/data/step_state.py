@@ -59,12 +59,14 @@ class StepProgress:
 
     Attributes:
         plan: the step.
+        is_repeated: whether it was begun before, and left: gradients of that may be there.
         is_started: whether `microbatches` was called.
         is_complete: whether the last call of `microbatches` ran to its end.
         seen: ids of the samples that this rank fetched, without copies and repeats.
     """
 
     plan: StepPlan
+    is_repeated: bool = False
     is_started: bool = False
     is_complete: bool = False
     seen: list[int] = field(default_factory=list[int])

@@ -195,6 +195,11 @@ def storage_for(path: str) -> Storage:
     return RemoteStorage(path) if "://" in path else LocalStorage()
 
 
+def absolute(path: str) -> str:
+    """A local path as it is wherever the process goes; a URL unchanged."""
+    return path if "://" in path else os.path.abspath(path)
+
+
 def join_path(folder: str, name: str) -> str:
     """A name inside a folder, for paths and URLs alike."""
     return f"{folder.rstrip('/')}/{name}"

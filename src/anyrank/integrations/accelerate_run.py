@@ -94,7 +94,7 @@ class ElasticRun:
         """`load_state`'s argument, as `Checkpoints.resume` takes it."""
         if given is None or given == "must" or isinstance(given, int):
             return "auto" if given is None else given
-        path, folder = os.path.normpath(os.fspath(given)), os.path.normpath(self._folder)
+        path, folder = map(os.path.abspath, (os.fspath(given), self._folder))
         above, name = os.path.split(path)
         if path == folder:
             return "must"

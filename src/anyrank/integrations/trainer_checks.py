@@ -179,12 +179,12 @@ def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
         return None
     if asked is True:
         return "auto"
-    path = os.path.normpath(os.fspath(asked))
-    if path == os.path.normpath(folder):
+    path = os.path.abspath(os.fspath(asked))
+    if path == os.path.abspath(folder):
         return "must"
     saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
     for checkpoint in saved:
-        if os.path.normpath(checkpoint.path) == path:
+        if os.path.abspath(checkpoint.path) == path:
             return checkpoint.step
     raise ValueError(
         f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "

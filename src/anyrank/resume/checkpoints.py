@@ -230,7 +230,7 @@ class Checkpoints:
                     except GeneratorExit:
                         self._counter.leave_body(left_by_break())
                         raise
-                    self._counter.end_body()
+                    self._counter.end_body(step)
                     self.step_done()
                     if is_finished():
                         break
@@ -336,6 +336,7 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
+        self._folder.check_place()
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)

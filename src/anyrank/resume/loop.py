@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from anyrank.data.loader import ElasticLoader, abandon_step
@@ -50,8 +51,17 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        optimizers = map(innermost, run_parts(state).optimizers())
-        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
+        parts = run_parts(state).parts.values()
+        self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
+        self._optimizers = [innermost(one) for one in run_parts(state).optimizers()]
+        self._handles = [one.register_step_post_hook(self._note) for one in self._optimizers]
+
+    def missed_gradients(self) -> bool:
+        """Whether no optimizer has stepped, and there are gradients; a GradScaler may do so."""
+        if self.stepped or self._has_scaler:
+            return False
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        return any(param.grad is not None for group in groups for param in group["params"])
 
     def _note(self, *_: Any) -> None:
         self.stepped = True
@@ -84,6 +94,7 @@ class StepCounter:
         self._body: tuple[Step, StepHooks] | None = None  # that the loop is in
         self._consumers: dict[int, CodeType] = {}  # what runs it, by the ids of frames
         self._writes = 0  # to the parameters, when the body began
+        self._is_told = False  # of a step without an optimizer's
         self.completed = 0
         self.was_broken_off = False
 
@@ -106,9 +117,26 @@ class StepCounter:
         self._consumers = consumers_of_loop()
         self._writes = writes_to(self._state)
 
-    def end_body(self) -> None:
-        """The body ran to its end."""
-        self._body = None
+    def end_body(self, step: Step) -> None:
+        """The body ran to its end.
+
+        Raises:
+            CheckpointError: the loop was left meanwhile, and this step is accounted for.
+        """
+        if self._body is None or self._body[0] is not step:
+            raise CheckpointError(
+                f"the loop over steps() was left at step {step.number}, when the run was closed or "
+                "another loop began, and its iterator was kept: go over steps() anew"
+            )
+        (_, hooks), self._body = self._body, None
+        if not self._is_told and hooks.missed_gradients():
+            self._is_told = True
+            log.warning(
+                "step %d: no optimizer of the state has stepped, and there are gradients: the step "
+                "counts, and a checkpoint does not hold them: for larger batches raise "
+                "global_batch, for an optimizer of another kind call step_done() in your own loop",
+                step.number,
+            )
 
     def leave_body(self, by_break: bool = False) -> None:
         """Account for a body that did not run to its end, if there is one. Raises nothing."""

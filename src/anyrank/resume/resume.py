@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from anyrank.errors import CheckpointError
+from anyrank.files.storage import absolute
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import is_step, steps_of
 from anyrank.resume.adopt import adopt
@@ -104,9 +105,7 @@ def _step_of_a_run(path: str) -> tuple[str, int] | None:
     with reading(path):
         is_one = is_step(run.store, path)
     if is_one:
-        parent, _, name = (
-            os.path.abspath(path).rpartition("/") if "://" not in path else (path.rpartition("/"))
-        )
+        parent, _, name = absolute(path).rpartition("/")
         steps = steps_of([name])
         if not steps:
             raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")

@@ -22,7 +22,7 @@ from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record
-from anyrank.files.storage import LocalStorage, join_path
+from anyrank.files.storage import LocalStorage, absolute, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
 from anyrank.formats.run_folder import INDEX, index_of, list_step, step_name
 from anyrank.saving.peer_files import Transfer, make_folder, pass_on
@@ -88,7 +88,7 @@ class PeerMemory:
     """
 
     def __init__(self, root: str, path: str, ranks: Ranks) -> None:
-        place = path if "://" in path else os.path.abspath(path)
+        place = absolute(path)
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks

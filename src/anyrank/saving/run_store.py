@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
-from anyrank.files.storage import join_path
+from anyrank.files.storage import absolute, join_path
 from anyrank.files.store import Store, reading, storing, write_file
 from anyrank.formats.run_folder import (
     INDEX,
@@ -46,6 +47,19 @@ class RunFolder:
     def __init__(self, store: Store, path: str) -> None:
         self.store = store
         self.path = path
+        self._place = absolute(path)
+
+    def check_place(self) -> None:
+        """Refuse a relative path that means another folder by now.
+
+        Raises:
+            CheckpointError: the process has changed its folder.
+        """
+        if absolute(self.path) != self._place:
+            raise CheckpointError(
+                f"the run is in {self._place}, and this process has gone to {os.getcwd()}: give "
+                "Checkpoints an absolute path where the current folder changes"
+            )
 
     def join(self, name: str) -> str:
         """The path of a thing in the folder."""
