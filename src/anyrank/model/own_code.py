@@ -22,6 +22,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.names import WRAPPERS, candidates
+from anyrank.tensors.walk import places
 
 OF_LIBRARIES = ("torch.", "transformers.")
 EXTRA = "_extra_state"
@@ -46,8 +47,8 @@ class OwnCode:
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
         path, top = _below_wrappers(model)
         self.whole = top if _is_own(_definer(type(top), "load_state_dict")) else None
-        self.modules = list(_outermost(model)) if self.whole is None else [(path, top)]
-        self.takers = [(n, m) for n, m in model.named_modules() if _takes_extra(type(m))]
+        self.modules = list(_outermost(model, set())) if self.whole is None else [(path, top)]
+        self.takers = [(n, m) for n, m in places(model) if _takes_extra(type(m))]
         self.extras = {
             name: value for key, value in listing.extras.items() for name in candidates(rename(key))
         }
@@ -66,8 +67,8 @@ class OwnCode:
         for target in filled if ours else ():
             for place in target.registrations:
                 owner = next((id(m) for m in place.path if id(m) in ours), None)
-                if owner is not None:
-                    below = f"{ours[owner]}." if ours[owner] else ""
+                below = f"{ours[owner]}." if owner is not None and ours[owner] else ""
+                if owner is not None and place.names[0].startswith(below):
                     entry = (target, place.names[0].removeprefix(below))
                     inside.setdefault(owner, []).append(entry)
         done = OwnCodeRun()
@@ -137,13 +138,19 @@ def _takes_others(module: nn.Module) -> bool:
     return False
 
 
-def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outermost(
+    model: nn.Module, seen: set[nn.Module], path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The first modules from the root, each once, that have such code."""
     override = _is_own(_definer(type(model), "_load_from_state_dict"))
+    if model in seen:
+        return
+    seen.add(model)
     if override or any(map(_is_own, _hooks(model))):
         yield path, model
         return
     for name, child in model.named_children():
-        yield from _outermost(child, f"{path}.{name}".lstrip("."))
+        yield from _outermost(child, seen, f"{path}.{name}".lstrip("."))
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -121,5 +121,6 @@ class Share:
             return
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
+                moved = target.tensor.to(self.device)
                 for place in target.registrations:
-                    setattr(place.module, place.attribute, target.tensor.to(self.device))
+                    setattr(place.module, place.attribute, moved)

@@ -70,16 +70,16 @@ class ModelTensor(ShardedTensor):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The modules and tensors of a model, each once, before anything is made of them.
+    """The modules and tensors of a model, before anything is made of them.
 
     Attributes:
-        modules: parents first.
+        modules: parents first; one that is registered under several names, once for each.
         paths: of each module, the modules from the root to it, both included.
         frozen: of each module, the one passed to `freeze()` that it belongs to, if any.
         steps: of each module, its class, the number of its parent, and its name there.
         places: of each entry, the number of its module, its name there, its kind, and the number of
             its tensor.
-        tensors: in the order in which they are found.
+        tensors: each once, in the order in which they are found.
     """
 
     modules: list[nn.Module]
@@ -127,14 +127,12 @@ def walk_tensors(model: nn.Module) -> Walk:
     what the optimizer updates.
     """
     walk = Walk([], [], [], [], [], [])
-    seen: set[int] = set()
 
     def visit(
         module: nn.Module, parent: int, name: str, path: Path, frozen: nn.Module | None
     ) -> None:
-        if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
+        if any(module is each for each in path):  # it refers to a parent, which torch allows
             return
-        seen.add(id(module))
         number, path, own = len(walk.modules), (*path, module), module.__dict__
         frozen = frozen or (module if "anyrank_frozen" in own else None)
         walk.modules.append(module)
