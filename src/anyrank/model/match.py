@@ -14,6 +14,8 @@ from anyrank.files.listing import Listing, join
 from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import frozen_parts
+from anyrank.model.adapter_base import stale_adapters
+from anyrank.model.adapter_rules import BASE_FIRST
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.options import Options
 from anyrank.model.own_code import OwnCode
@@ -30,6 +32,7 @@ from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
+STALE = "PEFT may have computed these adapters from the base weights, which would be replaced"
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
 
@@ -131,17 +134,21 @@ def match_model(
     if merged:
         title = "adapters are merged into these layers: call unmerge_adapter() first"
         problems.append(listed(title, merged))
-    if problems:
-        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    keep = sorted(set(missing).difference(initialise))
+    stale = stale_adapters(tensors, stored, keep, is_live)
+    if stale:
+        problems.append(listed(STALE, stale) + f"\n  to go on: {BASE_FIRST}")
+    if problems:
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
         tensors=tensors,
         listing=listing,
         stored=stored,
         compared=compared,
         initialise=initialise,
-        keep=sorted(set(missing).difference(initialise)),
+        keep=keep,
         missing=[tensors[i].name for i in absent],
         unexpected=unexpected,
         duplicates=found.duplicates,
