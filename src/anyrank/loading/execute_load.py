@@ -225,6 +225,8 @@ class _Executor:
         own_code = self.ranks.own(
             "running the modules' own code", lambda: self.match.own_code.run(self.share.filled())
         )
+        if own_code.ran:
+            self.share.remember_frozen()
         self._recompute_adapters()
         self._make_adapters_alike()
         self.share.move_buffers()

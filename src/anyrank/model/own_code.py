@@ -20,11 +20,11 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.model.tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor, plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
 from anyrank.tensors.walk import places
 
-OF_LIBRARIES = ("torch.", "transformers.")
+OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
 EXTRA = "_extra_state"
 
 
@@ -46,7 +46,8 @@ class OwnCode:
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
         path, top = _below_wrappers(model)
-        self.whole = top if _is_own(_definer(type(top), "load_state_dict")) else None
+        own = _is_own(_definer(plain_class(top), "load_state_dict"))
+        self.whole = top if own else None
         self.modules = list(_outermost(model, set())) if self.whole is None else [(path, top)]
         self.takers = [(n, m) for n, m in places(model) if _takes_extra(type(m))]
         self.extras = {
@@ -142,7 +143,7 @@ def _outermost(
     model: nn.Module, seen: set[nn.Module], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """The first modules from the root, each once, that have such code."""
-    override = _is_own(_definer(type(model), "_load_from_state_dict"))
+    override = _is_own(_definer(plain_class(model), "_load_from_state_dict"))
     if model in seen:
         return
     seen.add(model)
@@ -176,11 +177,16 @@ def _takes_extra(kind: type[nn.Module]) -> bool:
 def _obstacle(mine: list[tuple[ModelTensor, str]]) -> str:
     if any(target.layout is not None for target, _ in mine):
         return "is sharded, and its own load_state_dict code was not run"
-    if any(target.frozen is not None for target, _ in mine):
+    if any(_has_source(target.frozen) for target, _ in mine):
         return "is frozen, and its own load_state_dict code was not run"
     if any(WRAPPERS.intersection(name.split(".")) for _, name in mine):
         return "has wrapped parts, and its own load_state_dict code was not run"
     return ""
+
+
+def _has_source(part: Any) -> bool:
+    """Whether a frozen part's values are not its parent's to load."""
+    return part is not None and part.anyrank_frozen.source is not None
 
 
 def _plain(path: str) -> str:

@@ -76,7 +76,8 @@ class Walk:
     Attributes:
         modules: parents first; one that is registered under several names, once for each.
         paths: of each module, the modules from the root to it, both included.
-        frozen: of each module, the one passed to `freeze()` that it belongs to, if any.
+        frozen: of each module, the one passed to `freeze()` that it belongs to, if any: the
+            innermost with a source of its own, else the outermost.
         steps: of each module, its class, the number of its parent, and its name there.
         places: of each entry, the number of its module, its name there, its kind, and the number of
             its tensor.
@@ -135,7 +136,9 @@ def walk_tensors(model: nn.Module) -> Walk:
         if any(module is each for each in path):  # it refers to a parent, which torch allows
             return
         number, path, own = len(walk.modules), (*path, module), module.__dict__
-        frozen = frozen or (module if "anyrank_frozen" in own else None)
+        info = own.get("anyrank_frozen")
+        if info is not None and (frozen is None or info.source is not None):
+            frozen = module
         walk.modules.append(module)
         walk.paths.append(path)
         walk.frozen.append(frozen)
@@ -188,9 +191,10 @@ def facts_of(walk: Walk) -> Any:
                     places_in_groups(mesh),
                 )
             facts += (placements, meshes[id(mesh)])
-    parts: list[bool] = []  # whether each module belongs to a frozen part that has its values
+    parts: list[bool] = []  # whether each module belongs to a frozen part that is never written to
     for part in walk.frozen:
-        parts.append(part is not None and part.__dict__["anyrank_frozen"].tensors is not None)
+        info = None if part is None else part.__dict__["anyrank_frozen"]
+        parts.append(info is not None and info.tensors is not None and info.source is not None)
     return tuple(walk.steps), tuple(parts), tuple(walk.places), tuple(facts)
 
 
