@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import anyrank
@@ -228,6 +230,33 @@ def test_the_table_that_was_not_chosen_is_in_the_report(tmp_path: Path) -> None:
     torch.save({"model": state, "model_ema": state, "step": 3}, tmp_path / "w.pt")
     skipped = anyrank.load(nn.Linear(2, 2), tmp_path / "w.pt").skipped
     assert [line.partition(":")[0] for line in skipped] == ["model_ema", "step"]
+
+
+@pytest.mark.parametrize("name", ["model", "net"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_of_an_app_state_are_found(tmp_path: Path, name: str) -> None:
+    """As torch's recipe for DCP and torchtitan write them: one Stateful that holds all."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    kept = {"app": {name: weights, "optimizer": moments, "step": 3}}
+    dcp.save(kept, checkpoint_id=tmp_path / "w")
+    other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    report = anyrank.load(other, tmp_path / "w")
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+    assert any("app.optimizer" in line for line in report.skipped)
+    anyrank.convert(tmp_path / "w", tmp_path / "out", model=other)
+    assert anyrank.diff(model.state_dict(), tmp_path / "out")
+
+
+def test_weights_below_two_names_are_not_chosen_between(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    given = {f"{name}.model.{key}": t for name in ("a", "b") for key, t in state.items()}
+    with pytest.raises(anyrank.LoadError, match=r"a\.model\.weight"):
+        anyrank.load(nn.Linear(2, 2), given)
 
 
 def test_weights_beside_a_stray_tensor_are_found(tmp_path: Path) -> None:
