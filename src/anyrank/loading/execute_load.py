@@ -220,19 +220,25 @@ class _Executor:
             measured = (*self.meter.peaks(), self.meter.seconds())
             return (self.bytes_read, self.bytes_sent, *measured), renewed
 
+        own_code = self.match.own_code
+        if own_code.tensor_keys:
+            first = (self.plan.decision.readers or self.ranks.ranks)[0]
+            own_code.extras |= self.ranks.from_one(
+                "reading extra state", lambda: own_code.read_extras(self.match.listing), first
+            )
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        own_code = self.ranks.own(
-            "running the modules' own code", lambda: self.match.own_code.run(self.share.filled())
+        ran = self.ranks.own(
+            "running the modules' own code", lambda: own_code.run(self.share.filled())
         )
-        if own_code.ran:
+        if ran.ran:
             self.share.remember_frozen()
         self._recompute_adapters()
         self._make_adapters_alike()
         self.share.move_buffers()
         renewed = sorted({name for _, names in answers for name in names})
         measured = [each for each, _ in answers]
-        return LoadResult(self.share.rules, rebuilt, renewed, own_code, measured)
+        return LoadResult(self.share.rules, rebuilt, renewed, ran, measured)
 
     def _recompute_adapters(self) -> None:
         """Compute what new adapters have of the base weights, of which all ranks have the same."""

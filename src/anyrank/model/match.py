@@ -121,7 +121,8 @@ def match_model(
     retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
-    of_no_use = set(ignored)
+    own_code = OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename))
+    of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:  # the other names of a tensor that is tied in the source
         used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
         of_no_use |= {k for k, t in listing.tensors.items() if used.issuperset(_files(t))}
@@ -155,7 +156,7 @@ def match_model(
         ignored=ignored,
         frozen=frozen,
         retie=retie,
-        own_code=OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename)),
+        own_code=own_code,
     )
 
 

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.reader import Reader
 from anyrank.model.tensors import ModelTensor, plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
 from anyrank.tensors.walk import places
 
 OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
-EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class OwnCodeRun:
 
 
 class OwnCode:
-    """The modules of a model that have such code, and what a source holds for them."""
+    """The modules of a model that have such code, and what a source holds for them.
+
+    Attributes:
+        tensor_keys: keys of the source that are the extra state of a module, and tensors.
+        extras: extra state by name, as `Listing.extras` has it.
+    """
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
         path, top = _below_wrappers(model)
@@ -53,9 +59,19 @@ class OwnCode:
         self.extras = {
             name: value for key, value in listing.extras.items() for name in candidates(rename(key))
         }
+        known = {name for path, _ in self.takers for name in candidates(_extra_key(path))}
+        found = [(key, t) for key, t in listing.tensors.items() if _is_extra(key)]
+        named = [(key, name, t) for key, t in found for name in candidates(rename(key))]
+        self.tensor_keys = {key for key, name, _ in named if name in known}
+        self.tensors = {name: stored for _, name, stored in named if name in known}
         self.versions = {
             name: version for path, version in listing.versions.items() for name in candidates(path)
         }
+
+    def read_extras(self, listing: Listing) -> dict[str, tuple[Any]]:
+        """The extra state that is a tensor, by the names that a module may have for it."""
+        with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+            return {name: (reader.read(stored),) for name, stored in self.tensors.items()}
 
     def run(self, filled: list[ModelTensor]) -> OwnCodeRun:
         """Run it on what was loaded, which is in place.
@@ -103,7 +119,7 @@ class OwnCode:
             ) from error
 
     def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
-        key = f"{path}.{EXTRA}".lstrip(".")
+        key = _extra_key(path)
         name = next((name for name in candidates(key) if name in self.extras), None)
         if name is None:
             return
@@ -116,6 +132,14 @@ class OwnCode:
         except Exception as error:
             raise LoadError(f"{_title(path)}: set_extra_state fails: {error}") from error
         done.ran.append(_title(key))
+
+
+def _extra_key(path: str) -> str:
+    return f"{path}.{EXTRA_STATE}".lstrip(".")
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
 
 
 def _below_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
