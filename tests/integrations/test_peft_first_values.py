@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 from typing import Any
@@ -43,7 +44,7 @@ def base() -> Any:
     return model
 
 
-def adapted(method: str, **more: Any) -> Any:
+def adapted(method: str, model: Any = None, **more: Any) -> Any:
     """A tiny Llama with a new adapter.
 
     Raises:
@@ -56,7 +57,8 @@ def adapted(method: str, **more: Any) -> Any:
         options = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
     if "r" in fields and method != "ADALORA":
         options.setdefault("r", 2)
-    model = build("llama")
+    model = build("llama") if model is None else model
+    torch.manual_seed(2)
     return get_peft_model(model, kind(**(options | more)))
 
 
@@ -69,11 +71,11 @@ def adapter_of(model: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if names[n] not in own}
 
 
-def built(method: str, **more: Any) -> Any:
+def built(method: str, model: Any = None, **more: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return adapted(method, **more)
+            return adapted(method, model, **more)
     except Exception as error:
         pytest.skip(f"PEFT does not build it from so little: {error!r:.200}")
 
@@ -152,3 +154,78 @@ def test_a_choice_without_a_rule_is_refused_before_anything_is_read(
         model = built(method, **more)
     with pytest.raises(anyrank.LoadError, match="load the base model first"):
         anyrank.plan(model, dict(base().state_dict()))
+
+
+def held_by(model: Any) -> dict[str, torch.Tensor]:
+    """All tensors, those that state_dict leaves out included."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (str(method).rpartition(".")[2].upper(), {}) for method in PEFT_TYPE_TO_CONFIG_MAPPING
+]
+CASES += [
+    ("LORA", {"init_lora_weights": choice})
+    for choice in ("gaussian", "orthogonal", "pissa", "olora", "eva", "mica", "lora_ga")
+]
+CASES += [("LORA", {"trainable_token_indices": [1, 3]}), ("LORA", {"use_dora": True})]
+
+
+@pytest.mark.parametrize(("method", "more"), CASES)
+def test_adapters_of_a_real_model_go_with_the_base_that_is_loaded(
+    method: str, more: dict[str, Any]
+) -> None:
+    expected = held_by(built(method, copy.deepcopy(base()), **more))
+    model = built(method, **more)
+    before = {name: tensor.detach().clone() for name, tensor in held_by(model).items()}
+    report, refused = load_or_refuse(model)
+    if report is None:
+        assert "PEFT may have computed these adapters from the base weights" in refused
+        expected = before
+    elif more.get("init_lora_weights") in ("pissa", "olora"):
+        raise AssertionError("it takes the adapter out of the base weights")
+    for name, tensor in held_by(model).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("choice", ["pissa", "olora"])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_base_is_refused_where_peft_has_taken_the_adapter_out_of_it(
+    choice: str, on_meta: bool
+) -> None:
+    whole = adapted("LORA", init_lora_weights=choice)
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    adapter = {name: tensor for name, tensor in state.items() if "lora_" in name}
+    if on_meta:
+        with anyrank.meta():
+            model = adapted("LORA")
+        for config in model.peft_config.values():  # PEFT computes nothing on meta
+            config.init_lora_weights = choice
+    else:
+        model = adapted("LORA", init_lora_weights=choice)
+    with pytest.raises(anyrank.LoadError, match="load the base model first"):
+        anyrank.load(model, dict(base().state_dict()) | adapter)
+    anyrank.load(model, state)  # which has what is left of the base
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_rows_of_tokens_that_were_trained_stay_and_go_with_the_new_base() -> None:
+    tokens = {"trainable_token_indices": [1, 3]}
+    model = adapted("LORA", **tokens)
+    layer = model.base_model.model.model.embed_tokens.token_adapter
+    with torch.no_grad():
+        layer.trainable_tokens_delta["default"].fill_(7)
+    anyrank.load(model, dict(base().state_dict()))
+    assert (layer.trainable_tokens_delta["default"] == 7).all()
+    model.merge_adapter()
+    model.unmerge_adapter()  # puts the original rows back
+    assert torch.equal(layer.base_layer.weight, base().model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
+def test_a_sync_of_a_base_alone_is_refused_where_adapters_follow_it(more: dict[str, Any]) -> None:
+    model = adapted("LORA", **more)
+    with pytest.raises(anyrank.LoadError, match="PEFT may have computed these adapters"):
+        anyrank.sync(model, base())
+    anyrank.sync(model, adapted("LORA", **more))

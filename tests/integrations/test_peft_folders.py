@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from tests.integrations.families import build
 from torch.distributed.fsdp import fully_shard
@@ -228,3 +236,55 @@ def test_a_base_that_was_saved_or_is_missing_is_named(tmp_path: Path) -> None:
     ckpts = anyrank.Checkpoints(tmp_path / "new", anyrank.TrainState(outline, base="x"))
     with pytest.raises(anyrank.CheckpointError, match="the base is on meta"):
         ckpts.save()
+
+
+OTHERS: dict[str, Any] = {
+    "vera": lambda: VeraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 3]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_methods_that_share_modules_go_through_the_same_folders(tmp_path: Path, kind: str) -> None:
+    model, fresh, other = (get_peft_model(base(), OTHERS[kind]()).eval() for _ in range(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    peft.save(model, tmp_path / "ours")
+    read = PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    assert peft.load(fresh, tmp_path / "ours").unexpected == []
+    base().save_pretrained(tmp_path / "base")
+    anyrank.load(other, [tmp_path / "base" / "model.safetensors", tmp_path / "ours" / peft.WEIGHTS])
+    wanted = model(input_ids=TOKENS).logits
+    for each in (read, fresh, other):
+        assert torch.equal(each(input_ids=TOKENS).logits, wanted)
+    anyrank.load(other, model.state_dict())
+    anyrank.load(other, dict(base().state_dict()))  # the base alone; the adapter stays
+    assert torch.equal(other(input_ids=TOKENS).logits, wanted)
+
+
+def test_a_prompt_that_several_layers_give_is_refused_by_name(tmp_path: Path) -> None:
+    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    model = get_peft_model(base(), config)
+    with pytest.raises(ValueError, match=r"mlp_head\.0\.weight.* give together: save it with PEFT"):
+        peft.save(model, tmp_path)
+
+
+def job_prompt(folder: str) -> torch.Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    model: Any = get_peft_model(base(), OTHERS["prompt"]())
+    fully_shard(model.prompt_encoder["default"])
+    peft.save(model, folder)
+    fresh: Any = get_peft_model(base(), OTHERS["prompt"]())
+    fully_shard(fresh.prompt_encoder["default"])
+    peft.load(fresh, folder)
+    assert load_file(f"{folder}/{peft.WEIGHTS}").keys() == {"prompt_embeddings"}
+    return full(fresh.prompt_encoder["default"].embedding.weight)
+
+
+def test_sharded_prompts_are_saved_and_loaded(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job_prompt, str(tmp_path))
+    assert torch.equal(first, second)

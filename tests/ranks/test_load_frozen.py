@@ -94,7 +94,7 @@ def test_a_part_that_something_wrote_to_is_noticed(folder: Path, pair: Pair) -> 
 def job_unequal(folder: str) -> str:
     torch.manual_seed(torch.distributed.get_rank())
     model = Pair()
-    anyrank.freeze(model.encoder)
+    anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(model, f"{folder}/all.safetensors")
     return str(caught.value)
@@ -122,3 +122,97 @@ def test_a_part_on_meta_and_a_source_that_holds_other_values(folder: Path, pair:
             with pytest.raises(anyrank.LoadError, match=r"encoder.0.weight: is frozen"):
                 anyrank.load(model, folder / f"{name}.safetensors")
             assert model.head.weight.is_meta
+
+
+# -- without a source: loaded with the parent ------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_part_without_a_source_is_loaded_with_its_parent(
+    folder: Path, pair: Pair, on_meta: bool
+) -> None:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Pair()
+    anyrank.freeze(model.encoder)
+    report = anyrank.load(model, folder / "all.safetensors")
+    assert torch.equal(model.encoder[0].weight, pair.encoder[0].weight)
+    assert torch.equal(model.encoder[1].running_mean, pair.encoder[1].running_mean)
+    assert report.own_code_not_run == {}
+    with anyrank.Checkpoints(folder / "run", anyrank.TrainState(model)) as ckpts:
+        ckpts.save()  # which compares the part with what was loaded
+    with pytest.raises(
+        anyrank.LoadError, match=r"missing in the source \(7\):\n  encoder.0.weight"
+    ):
+        anyrank.load(
+            model,
+            folder / "head.safetensors",
+            rename={"bias": "head.bias", "weight": "head.weight"},
+        )
+
+
+def job_filled(folder: str) -> bool:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Pair()
+    anyrank.freeze(model.encoder)
+    sharded: Any = fully_shard(model)
+    anyrank.load(sharded, f"{folder}/all.safetensors", verify=True)
+    other = Pair()
+    anyrank.freeze(other.encoder)
+    anyrank.load(fully_shard(other), sharded.state_dict())  # of sharded tensors: a sync
+    return torch.equal(model.encoder[0].weight, other.encoder[0].weight)
+
+
+def test_parts_that_differed_between_ranks_and_are_filled_are_equal(folder: Path) -> None:
+    assert run_ranks(2, job_filled, str(folder)) == [True, True]
+
+
+def test_a_part_with_a_source_inside_of_one_without(folder: Path, pair: Pair) -> None:
+    with anyrank.meta():
+        model: Any = nn.ModuleDict({"outer": Pair()})
+    anyrank.freeze(model["outer"].encoder, source=folder / "encoder.safetensors")
+    anyrank.freeze(model["outer"])
+    head = {f"outer.head.{name}": tensor for name, tensor in pair.head.state_dict().items()}
+    report = anyrank.load(model, head)
+    assert list(report.frozen) == ["outer.encoder"]
+    assert torch.equal(model["outer"].encoder[0].weight, pair.encoder[0].weight)
+    assert torch.equal(model["outer"].head.weight, pair.head.weight)
+
+
+# -- sources that are another model's --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["error", "init", "keep"])
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("held", ["nothing", "a part"])
+def test_a_source_that_does_not_hold_its_part_is_an_error(
+    folder: Path, pair: Pair, held: str, on_meta: bool, missing: Any
+) -> None:
+    state = pair.encoder.state_dict()
+    kept = {"0.weight": state["0.weight"]} if held == "a part" else {"x": torch.ones(1)}
+    save_file(kept, folder / "other.safetensors")
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Pair()
+    anyrank.freeze(model.encoder, source=folder / "other.safetensors")
+    given = pair.state_dict() if on_meta else {"head.weight": pair.head.weight.detach()}
+    with pytest.raises(
+        anyrank.LoadError, match=r"encoder: is frozen with source .*other.* which does not hold"
+    ):
+        anyrank.load(model, given, missing=missing)
+
+
+class Shifted(nn.Linear):
+    """Its checkpoints hold one less."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] + 1
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_code_of_a_part_without_a_source_is_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Sequential(Shifted(2, 2)))
+    anyrank.freeze(model[0])
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    assert anyrank.load(model, state).own_code == ["0.0"]
+    assert (model[0][0].weight == 1).all()  # type: ignore[index]
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()

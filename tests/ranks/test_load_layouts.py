@@ -160,3 +160,36 @@ def test_each_machine_may_have_a_copy_of_the_file_of_its_own(tmp_path: Any) -> N
     torch.save(nn.Linear(40, 40).state_dict(), tmp_path / "1" / "w.pt")
     with pytest.raises(RanksFailed, match="is another file here than where its header"):
         run_ranks(2, job_own_copy, str(tmp_path), False)
+
+
+def twice(fill: float) -> Any:
+    """One module under two names."""
+    shared = nn.Linear(3, 3)
+    nn.init.constant_(shared.weight, fill)
+    return nn.Sequential(shared, nn.ReLU(), shared)
+
+
+def job_registered_twice(folder: str) -> None:
+    whole = twice(1.0)
+    if torch.distributed.get_rank() == 0:
+        torch.save(whole.state_dict(), f"{folder}/w.pt")
+    torch.distributed.barrier()
+    with anyrank.meta():
+        sharded = twice(0.0)
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    report = anyrank.load(sharded, f"{folder}/w.pt")
+    assert report.tied == {"0.weight": ["2.weight"], "0.bias": ["2.bias"]}
+    assert (sharded[2].weight.full_tensor() == 1).all()
+    other: Any = fully_shard(twice(0.0))
+    anyrank.load(other, sharded.state_dict())  # of which no rank has all bytes
+    assert (other[2].weight.full_tensor() == 1).all()
+    plain = DistributedDataParallel(twice(0.0))
+    anyrank.sync(plain, other)
+    assert (plain.module[2].weight == 1).all()
+    anyrank.convert(other, f"{folder}/out.pt", to="torch")
+    twice(0.0).load_state_dict(torch.load(f"{folder}/out.pt"))
+
+
+def test_a_module_that_is_registered_twice_is_a_tie_in_every_layout(tmp_path: Any) -> None:
+    run_ranks(2, job_registered_twice, str(tmp_path))

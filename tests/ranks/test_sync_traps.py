@@ -123,7 +123,7 @@ def job_frozen() -> None:
     torch.manual_seed(0)
     src, dst = net(), net()
     before = dst[0].weight.clone()
-    anyrank.freeze(dst[0])
+    anyrank.freeze(dst[0], source="elsewhere.safetensors")
     words = "0.bias, 0.weight: frozen in dst, and src holds other values"
     refused(words, lambda: anyrank.sync(on(1, dst), on(0, src)))
     assert torch.equal(dst[0].weight, before)
@@ -131,9 +131,11 @@ def job_frozen() -> None:
     report = anyrank.sync(on(1, dst), on(0, src))
     assert report.frozen == ["0.weight", "0.bias"]
     fixed = net().requires_grad_(False)  # not trained, and weights all the same
+    anyrank.freeze(fixed[0])  # without a source: given what src has, as from a file
     anyrank.sync(on(1, fixed), on(0, src))
     if dist.get_rank() == 1:
         assert torch.equal(dst[2].weight, fixed[2].weight)
+        assert torch.equal(dst[0].weight, fixed[0].weight)
         assert not fixed[0].weight.requires_grad
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import ntpath
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import anyrank
@@ -207,6 +210,55 @@ def test_extra_state_is_given_to_its_module(tmp_path: Path, in_file: bool) -> No
     assert report.own_code == ["1._extra_state"]
 
 
+class Holding(nn.Linear):
+    """Its extra state is whatever it was given."""
+
+    held: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.held
+
+    def set_extra_state(self, state: Any) -> None:
+        self.held = state
+
+
+EXTRAS: dict[str, Any] = {
+    "tensor": torch.arange(4),
+    "view": torch.arange(12.0).reshape(3, 4).t(),
+    "empty": torch.zeros(0),
+    "bytes": b"\x00z\xff",
+    "no bytes": b"",
+    "bytes inside": {"b": b"zz", "n": (1, None)},
+    "set": {1, 2},
+    "dtype": torch.float16,
+}
+
+
+@pytest.mark.parametrize("kind", ["dict", "zip", "legacy"])
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extra_state_that_is_a_tensor_or_bytes_is_given(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    saved, model = (nn.Sequential(nn.Linear(2, 2), Holding(2, 2)) for _ in range(2))
+    saved[1].held = EXTRAS[name]
+    source: Any = saved.state_dict()
+    if kind != "dict":
+        zipped = kind == "zip"
+        torch.save(source, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+        source = tmp_path / "w.pt"
+    report = anyrank.load(model, source)
+    held: Any = model[1].held
+    assert type(held) is type(EXTRAS[name])
+    same = torch.equal if isinstance(held, torch.Tensor) else lambda a, b: a == b
+    assert same(held, EXTRAS[name])
+    assert report.own_code == ["1._extra_state"]
+    assert not report.unexpected
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if isinstance(held, torch.Tensor):  # which no module of this model takes
+        with pytest.raises(anyrank.LoadError, match=r"unexpected.*\n  1\._extra_state"):
+            anyrank.load(plain, source)
+
+
 def test_extra_state_that_is_no_plain_data_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,6 +282,33 @@ def test_the_table_that_was_not_chosen_is_in_the_report(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in skipped] == ["model_ema", "step"]
 
 
+@pytest.mark.parametrize("name", ["model", "net"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_of_an_app_state_are_found(tmp_path: Path, name: str) -> None:
+    """As torch's recipe for DCP and torchtitan write them: one Stateful that holds all."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    kept = {"app": {name: weights, "optimizer": moments, "step": 3}}
+    dcp.save(kept, checkpoint_id=tmp_path / "w")
+    other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    report = anyrank.load(other, tmp_path / "w")
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+    assert any("app.optimizer" in line for line in report.skipped)
+    anyrank.convert(tmp_path / "w", tmp_path / "out", model=other)
+    assert anyrank.diff(model.state_dict(), tmp_path / "out")
+
+
+def test_weights_below_two_names_are_not_chosen_between(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    given = {f"{name}.model.{key}": t for name in ("a", "b") for key, t in state.items()}
+    with pytest.raises(anyrank.LoadError, match=r"a\.model\.weight"):
+        anyrank.load(nn.Linear(2, 2), given)
+
+
 def test_weights_beside_a_stray_tensor_are_found(tmp_path: Path) -> None:
     """As Sana's training script writes them: the generator's state is a tensor."""
     state = nn.Linear(2, 2).state_dict()
@@ -243,6 +322,64 @@ def test_weights_beside_a_stray_tensor_are_found(tmp_path: Path) -> None:
         anyrank.load(nn.Linear(3, 3), tmp_path / "w.pth")
     with pytest.raises(anyrank.LoadError, match=r"source\['state_dict'\]"):
         anyrank.load(nn.Linear(2, 2), kept)
+
+
+BESIDE: dict[str, Any] = {
+    "a set": lambda: {1, "x"},
+    "a frozenset": lambda: frozenset([1]),
+    "a complex number": lambda: 1j,
+    "a bytearray": lambda: bytearray(b"x"),
+    "bytes": lambda: b"x",
+    "a range": lambda: range(3),
+}
+BYTELESS: dict[str, Any] = {
+    "a sparse tensor": lambda: torch.eye(2).to_sparse(),
+    "a sparse tensor: ": lambda: torch.eye(2).to_sparse_csr(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a nested tensor: ": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "a quantised tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "a quantised tensor: ": lambda: torch.quantize_per_channel(
+        torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8
+    ),
+    "a tensor on meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kind", BESIDE | BYTELESS)
+def test_what_stands_beside_the_weights_is_passed_over_by_name(
+    tmp_path: Path, kind: str, zipped: bool
+) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    beside = (BESIDE | BYTELESS)[kind]()
+    path = tmp_path / "w.pt"
+    words = kind if kind in BYTELESS else "not among the weights"
+    for kept in ({**state, "x": beside}, {"state_dict": dict(state), "x": beside}):
+        try:
+            torch.save(kept, path, _use_new_zipfile_serialization=zipped)
+        except Exception as error:
+            pytest.skip(f"torch does not save it: {error!r:.80}")
+        report = anyrank.load(nn.Linear(2, 2), path)
+        assert [line for line in report.skipped if line.startswith(f"x: {words}")]
+    if kind in BYTELESS:
+        torch.save({**state, "weight": beside}, path)
+        with pytest.raises(anyrank.LoadError, match=rf"(?s)missing.*weight: {kind.strip()}"):
+            anyrank.load(nn.Linear(2, 2), path)
+        torch.save({"weight": beside}, path)
+        with pytest.raises(anyrank.LoadError, match=rf"no dense tensors; weight: {kind.strip()}"):
+            anyrank.load(nn.Linear(2, 2), path)
+
+
+def test_names_that_the_user_allows_may_be_of_any_kind(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "x": ntpath.join}, tmp_path / "w.pt")
+    allowed = [(ntpath.join, "ntpath.join"), torch.sparse_coo]
+    with torch.serialization.safe_globals(allowed):
+        assert anyrank.inspect(tmp_path / "w.pt").tensors
+    with pytest.raises(anyrank.UnsafeFile, match=r"ntpath\.join"):
+        anyrank.inspect(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

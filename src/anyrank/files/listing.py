@@ -219,10 +219,10 @@ def versions_of(table: Any) -> dict[str, int]:
 
 
 def _is_plain(value: Any, depth: int = 16) -> bool:
-    if isinstance(value, (list, tuple, dict)) and depth:
+    if isinstance(value, (list, tuple, dict, set, frozenset)) and depth:
         parts: Any = value
         inner = [*parts.keys(), *parts.values()] if isinstance(value, dict) else parts
-        return type(parts) in (list, tuple, dict, OrderedDict) and all(
+        return type(parts) in (list, tuple, dict, OrderedDict, set, frozenset) and all(
             _is_plain(part, depth - 1) for part in inner
         )
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)

@@ -91,6 +91,13 @@ class Record(Inert):
 
 
 @dataclass(frozen=True, slots=True)
+class Bytesless:
+    """Stands for a tensor that is no strided view of bytes; `kind` says which, and the way out."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
 class DTensorRef:
     """A rank's share of a DTensor: its local tensor, and the pickled description of the whole."""
 
@@ -116,10 +123,14 @@ STORAGES = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "QInt8Storage": torch.int8,
+    "QUInt8Storage": torch.uint8,
+    "QInt32Storage": torch.int32,
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
 
+NOT_WEIGHTS = "not among the weights"
 # Plain data that training scripts store along with weights. Never constructed, so never harmful.
 INERT_MODULES = (
     "argparse.",
@@ -141,13 +152,11 @@ INERT_MODULES = (
     "enum.",
     "typing.Any",
     "uuid.UUID",
-    "_codecs.encode",
     "_io.BytesIO",
-    "builtins.set",
-    "builtins.frozenset",
-    "builtins.complex",
     "builtins.bytearray",
     "builtins.slice",
+    "builtins.range",
+    "builtins.xrange",
     "builtins.dict",
     "builtins.list",
     "builtins.int",
@@ -157,6 +166,9 @@ INERT_MODULES = (
     "torch.serialization._get_layout",
     "torch.torch_version.TorchVersion",
     "torch.Generator",
+    "torch.per_",  # quantisation schemes
+    "torch.nested._internal.",
+    "torch._dynamo.decorators._DimRange",
 )
 
 
@@ -193,6 +205,17 @@ def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state
     return DTensorRef(local, spec) if isinstance(local, TensorRef) else Inert()
 
 
+def _bytesless(kind: str) -> Callable[..., Bytesless]:
+    return lambda *args: Bytesless(kind)
+
+
+def _encoded(text: Any = "", encoding: str = "latin1", *rest: Any) -> Any:
+    """Bytes, which older pickles spell as text."""
+    if isinstance(text, str) and encoding in ("latin1", "latin-1"):
+        return text.encode("latin1")
+    return text if isinstance(text, bytes) else Inert()
+
+
 TABLE: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "torch.Size": tuple,
@@ -206,6 +229,18 @@ TABLE: dict[str, Any] = {
     "torch.nn.parameter.Parameter": Inert,
     "torch.nn.parameter.Buffer": Inert,
     "torch.Tensor": Inert,
+    "torch._utils._rebuild_sparse_tensor": _bytesless("sparse tensor: save its .to_dense()"),
+    "torch._utils._rebuild_qtensor": _bytesless("quantised tensor: save its .dequantize()"),
+    "torch._utils._rebuild_nested_tensor": _bytesless("nested tensor: save its .unbind()"),
+    "torch.nested._internal.nested_tensor._rebuild_njt": _bytesless(
+        "nested tensor: save its .unbind()"
+    ),
+    "torch._utils._rebuild_meta_tensor_no_storage": _bytesless("tensor on meta, without values"),
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "builtins.bytes": _encoded,
+    "_codecs.encode": _encoded,
     "torch.storage.UntypedStorage": StorageType(torch.uint8),
     **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
     **{f"torch.storage.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
@@ -242,6 +277,7 @@ class TensorUnpickler(pickle.Unpickler):
             ) from error
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        module_name = "builtins" if module_name == "__builtin__" else module_name  # of Python 2
         name = f"{module_name}.{global_name}"
         if name in self.table:
             return self.table[name]
@@ -280,7 +316,8 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     """The table of weights in a checkpoint, and what else it holds.
 
     It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state may lie alongside the weights.
+    do, the one with more of them: a generator's state may lie alongside the weights. What else it
+    holds is said with the reason why it is not among them.
 
     Raises:
         LoadError: there is none.
@@ -294,15 +331,25 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     for name in NESTED:
         inner = entries.get(name)
         if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
-            return inner, [str(key) for key in entries if key != name]
+            table = cast("dict[Any, Any]", inner)
+            others = {key: value for key, value in entries.items() if key != name}
+            others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
+            return table, [_why_not(*entry) for entry in others.items()]
     if direct:
-        extras = extras_of(entries)
-        return entries, [str(k) for k in entries if k not in direct and str(k) not in extras]
+        known = {*direct, *extras_of(entries)}
+        return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
+    for key, value in entries.items():
+        if isinstance(value, Bytesless):
+            raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
         f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
+
+
+def _why_not(key: Any, value: Any) -> str:
+    return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
 
 
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
@@ -332,6 +379,7 @@ def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tens
 def _trusted_by_user() -> set[str]:
     names: set[str] = set()
     for entry in torch.serialization.get_safe_globals():
-        value = entry[0] if isinstance(entry, tuple) else entry
-        names.add(f"{value.__module__}.{value.__qualname__}")
+        value, name = entry if isinstance(entry, tuple) else (entry, "")
+        own = (getattr(value, part, "") for part in ("__module__", "__qualname__"))
+        names.add(name or ".".join(own))
     return names

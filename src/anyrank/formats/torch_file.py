@@ -65,7 +65,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         (read.info,),
         tensors,
         checksums=read.checksums,
-        skipped=tuple(f"{key}: not among the weights" for key in others),
+        skipped=tuple(others),
         extras=pickles.extras_of(table),
         versions=versions_of(table),
     )

@@ -17,6 +17,7 @@ from anyrank.loading.exchange import move
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
+from anyrank.model.adapter_base import recompute_token_rows
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.dora import is_magnitude, recompute_magnitudes
 from anyrank.model.memory_meter import Meter
@@ -219,25 +220,35 @@ class _Executor:
             measured = (*self.meter.peaks(), self.meter.seconds())
             return (self.bytes_read, self.bytes_sent, *measured), renewed
 
+        own_code = self.match.own_code
+        if own_code.tensor_keys:
+            first = (self.plan.decision.readers or self.ranks.ranks)[0]
+            own_code.extras |= self.ranks.from_one(
+                "reading extra state", lambda: own_code.read_extras(self.match.listing), first
+            )
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
-        own_code = self.ranks.own(
-            "running the modules' own code", lambda: self.match.own_code.run(self.share.filled())
+        ran = self.ranks.own(
+            "running the modules' own code", lambda: own_code.run(self.share.filled())
         )
-        self._recompute_magnitudes()
+        if ran.ran:
+            self.share.remember_frozen()
+        self._recompute_adapters()
         self._make_adapters_alike()
         self.share.move_buffers()
         renewed = sorted({name for _, names in answers for name in names})
         measured = [each for each, _ in answers]
-        return LoadResult(self.share.rules, rebuilt, renewed, own_code, measured)
+        return LoadResult(self.share.rules, rebuilt, renewed, ran, measured)
 
-    def _recompute_magnitudes(self) -> None:
-        """Compute the magnitudes of DoRA's new adapters, of which all ranks have the same."""
+    def _recompute_adapters(self) -> None:
+        """Compute what new adapters have of the base weights, of which all ranks have the same."""
         targets = self.match.tensors
         for indices, trained_too in ((self.match.initialise, True), (self.match.keep, False)):
             mine = [targets[index] for index in indices if is_magnitude(targets[index])]
             if mine:
                 self.share.rules.update(recompute_magnitudes(mine, trained_too))
+        filled = {id(target.tensor) for target in self.share.filled()}
+        self.share.rules.update(recompute_token_rows(targets, filled))
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""

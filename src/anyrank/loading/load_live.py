@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.files.listing import Listing
+from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.loading.report import LoadReport
 from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
@@ -30,12 +30,16 @@ def load_live(
         LoadError: as `anyrank.load`.
     """
     given: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
-    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
+    }
     if options.layout is not None:  # it is of the model; sharded tensors know theirs
         options = replace(options, layout=(options.layout, None))
     done = execute_sync(model, tensors, options, ranks, meter)
     own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
-    skipped = [f"{key}: not a tensor" for key in given if key not in tensors]
+    skipped = [f"{key}: not a tensor of the model" for key in given if key not in tensors]
     shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}
     return LoadReport(
         **shared,

@@ -37,9 +37,8 @@ def adapter_rule(
     Raises:
         LoadError: the values do not come from a `reset_*` of the layer alone.
     """
-    adapter, config = _config_of(place)
-    kind = plain_class(layer)
-    method = kind.__module__.split(".")[2] if kind.__module__.startswith("peft.tuners.") else ""
+    adapter, config = config_of(place)
+    kind, method = plain_class(layer), method_of(layer)
     flag = next((n for n in ("init_lora_weights", "init_weights") if hasattr(config, n)), None)
     flag = flag or f"init_{method}_weights"
     choice = getattr(config, flag, True)
@@ -69,7 +68,13 @@ def adapter_rule(
     return f"{kind.__name__}.{name}", lambda: rule(adapter, *given)
 
 
-def _config_of(place: Registration) -> tuple[str, Any]:
+def method_of(layer: nn.Module) -> str:
+    """The PEFT method that a layer's class is of; "" for the layers that several have."""
+    module = plain_class(layer).__module__
+    return module.split(".")[2] if module.startswith("peft.tuners.") else ""
+
+
+def config_of(place: Registration) -> tuple[str, Any]:
     """The adapter that a place belongs to, and its config."""
     below = place.names[0].split(".")
     owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]

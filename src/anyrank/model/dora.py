@@ -40,13 +40,13 @@ def recompute_magnitudes(targets: Iterable[ModelTensor], trained_too: bool) -> d
     for target in targets:
         place = target.registrations[0]
         layer, adapter = _layer_of(place)
-        a, b = (_whole(weight) for weight in _factors(layer, adapter))
+        a, b = (whole(weight) for weight in _factors(layer, adapter))
         if not trained_too and a.any() and b.any():
             continue
         fresh: Any = _bare(place.module)
         base = _bare(layer.get_base_layer())
         for name, weight in layer.get_base_layer().named_parameters(recurse=False):
-            base._parameters[name] = nn.Parameter(_whole(weight), requires_grad=False)
+            base._parameters[name] = nn.Parameter(whole(weight), requires_grad=False)
         with torch.no_grad():
             scaling = layer.scaling[adapter]
             fresh.update_layer(base_layer=base, lora_A=a, lora_B=b, scaling=scaling)
@@ -70,7 +70,8 @@ def _factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, gathered if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

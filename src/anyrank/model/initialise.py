@@ -68,7 +68,8 @@ class Initialiser:
                 self._stand_in(target.registrations[0].module), target.registrations[0].attribute
             )
         finally:
-            for place, old in zip(target.registrations, on_meta, strict=True):
+            # Backwards: two places are the same one in a module that is registered twice.
+            for place, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
                 self._swap(place, old)
         if value.shape != blank.shape or value.is_meta or _is_blank(value):
             return None

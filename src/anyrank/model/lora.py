@@ -126,8 +126,10 @@ def _check_weight(weight: ModelTensor) -> None:
     """Raises LoadError: a weight to which nothing can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")
-    if len(weight.registrations) > 1:
-        others = ", ".join(place.name for place in weight.registrations[1:])
+    first, *places = weight.registrations
+    tied = [place.name for place in places if place.module is not first.module]
+    if tied:
+        others = ", ".join(tied)
         raise LoadError(
             f"{weight.name}: is tied with {others}, and its adapter changes one of them: untie "
             "them, or leave the layer out of the adapter"

@@ -14,7 +14,10 @@ from anyrank.files.listing import Listing, join
 from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import frozen_parts
+from anyrank.model.adapter_base import stale_adapters
+from anyrank.model.adapter_rules import BASE_FIRST
 from anyrank.model.conversions import converted, declared_ignorable
+from anyrank.model.fits import misfit, unwritable
 from anyrank.model.options import Options
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merged_layers
@@ -26,10 +29,10 @@ from anyrank.tensors.names import (
     wrong_prefix,
 )
 from anyrank.tensors.quantised import is_small, is_wide, scaled
-from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
+STALE = "PEFT may have computed these adapters from the base weights, which would be replaced"
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
 
@@ -118,7 +121,8 @@ def match_model(
     retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
-    of_no_use = set(ignored)
+    own_code = OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename))
+    of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:  # the other names of a tensor that is tied in the source
         used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
         of_no_use |= {k for k, t in listing.tensors.items() if used.issuperset(_files(t))}
@@ -131,24 +135,28 @@ def match_model(
     if merged:
         title = "adapters are merged into these layers: call unmerge_adapter() first"
         problems.append(listed(title, merged))
-    if problems:
-        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    keep = sorted(set(missing).difference(initialise))
+    stale = stale_adapters(tensors, stored, keep, is_live)
+    if stale:
+        problems.append(listed(STALE, stale) + f"\n  to go on: {BASE_FIRST}")
+    if problems:
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
         tensors=tensors,
         listing=listing,
         stored=stored,
         compared=compared,
         initialise=initialise,
-        keep=sorted(set(missing).difference(initialise)),
+        keep=keep,
         missing=[tensors[i].name for i in absent],
         unexpected=unexpected,
         duplicates=found.duplicates,
         ignored=ignored,
         frozen=frozen,
         retie=retie,
-        own_code=OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename)),
+        own_code=own_code,
     )
 
 
@@ -198,14 +206,16 @@ def _frozen_sources(
         own = dequantised(list_source(source), _held(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
+        lacking = [targets[i].name for i in indices if id(targets[i].tensor) not in keys]
+        if lacking:
+            title = f"{name or 'the model'}: is frozen with source {source}, which does not hold"
+            raise LoadError(listed(title, lacking) + "\n  freeze it with the file that holds it")
         prefix = f"{name}/"  # no key of the source can be meant by it
         listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
         for index in indices:
-            key = keys.get(id(targets[index].tensor))
-            if key is not None:
-                if index in stored:
-                    compared[index] = stored[index]
-                stored[index] = listing.tensors[prefix + key]
+            if index in stored:
+                compared[index] = stored[index]
+            stored[index] = listing.tensors[prefix + keys[id(targets[index].tensor)]]
         frozen[name] = str(source)
     for index in [index for index in stored if is_pinned(targets[index])]:
         compared[index] = stored.pop(index)
@@ -213,9 +223,11 @@ def _frozen_sources(
 
 
 def is_pinned(target: ModelTensor) -> bool:
-    """Whether a tensor belongs to a frozen part that is whole and real: never written to."""
+    """Whether a tensor belongs to a frozen part with a source, whole and real: never written to."""
     info: Any = getattr(target.frozen, "anyrank_frozen", None)
-    return info is not None and info.tensors is not None and not target.is_meta
+    if info is None or info.source is None:
+        return False
+    return info.tensors is not None and not target.is_meta
 
 
 def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
@@ -289,7 +301,7 @@ def _problems(
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
     for index, tensor in stored:
-        line = unwritable(targets[index]) or _misfit(targets[index], tensor, options.cast)
+        line = unwritable(targets[index]) or misfit(targets[index], tensor, options.cast)
         if line:
             lines.append(line)
     return lines
@@ -321,57 +333,6 @@ def _quantised(
         for stored in wide
         if is_small(stored.dtype) and scaled(listing.tensors, stored.name)
     ]
-
-
-def unwritable(target: ModelTensor) -> str | None:
-    """Why the elements of a real tensor cannot be written to."""
-    tensor = target.tensor
-    if target.is_meta or target.layout is not None:
-        return None
-    if tensor.is_inference():
-        return (
-            f"{target.name}: is an inference tensor, which cannot be written to: build the model "
-            "outside torch.inference_mode()"
-        )
-    if problem := lazy_view(target):
-        return problem
-    strides = tensor.stride()
-    pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
-    if any(size > 1 and stride == 0 for size, stride in pairs):
-        return (
-            f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
-        )
-    return None
-
-
-def _misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
-    if stored.shape != target.shape:
-        return (
-            f"{target.name}: the model has shape {list(target.shape)}, "
-            f"the source {list(stored.shape)} ({stored.name})"
-        )
-    have, want = stored.dtype, target.dtype
-    if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
-        return None
-    if have.is_complex and want.is_complex:
-        return None
-    if _holds_all_of(want, have):
-        return None
-    return (
-        f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
-        "by itself: ask for it with cast='any'"
-    )
-
-
-def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
-    """Whether every value of one integer dtype is a value of another."""
-    floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
-    if floats or want == torch.bool:
-        return False
-    if have == torch.bool:
-        return True
-    small, large = torch.iinfo(have), torch.iinfo(want)
-    return large.min <= small.min and small.max <= large.max
 
 
 def listed(title: str, items: list[str], hints: Near | None = None) -> str:

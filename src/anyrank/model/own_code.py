@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
-from anyrank.model.tensors import ModelTensor
+from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.reader import Reader
+from anyrank.model.tensors import ModelTensor, plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
+from anyrank.tensors.walk import places
 
-OF_LIBRARIES = ("torch.", "transformers.")
-EXTRA = "_extra_state"
+OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,35 @@ class OwnCodeRun:
 
 
 class OwnCode:
-    """The modules of a model that have such code, and what a source holds for them."""
+    """The modules of a model that have such code, and what a source holds for them.
+
+    Attributes:
+        tensor_keys: keys of the source that are the extra state of a module, and tensors.
+        extras: extra state by name, as `Listing.extras` has it.
+    """
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
         path, top = _below_wrappers(model)
-        self.whole = top if _is_own(_definer(type(top), "load_state_dict")) else None
-        self.modules = list(_outermost(model)) if self.whole is None else [(path, top)]
-        self.takers = [(n, m) for n, m in model.named_modules() if _takes_extra(type(m))]
+        own = _is_own(_definer(plain_class(top), "load_state_dict"))
+        self.whole = top if own else None
+        self.modules = list(_outermost(model, set())) if self.whole is None else [(path, top)]
+        self.takers = [(n, m) for n, m in places(model) if _takes_extra(type(m))]
         self.extras = {
             name: value for key, value in listing.extras.items() for name in candidates(rename(key))
         }
+        known = {name for path, _ in self.takers for name in candidates(_extra_key(path))}
+        found = [(key, t) for key, t in listing.tensors.items() if _is_extra(key)]
+        named = [(key, name, t) for key, t in found for name in candidates(rename(key))]
+        self.tensor_keys = {key for key, name, _ in named if name in known}
+        self.tensors = {name: stored for _, name, stored in named if name in known}
         self.versions = {
             name: version for path, version in listing.versions.items() for name in candidates(path)
         }
+
+    def read_extras(self, listing: Listing) -> dict[str, tuple[Any]]:
+        """The extra state that is a tensor, by the names that a module may have for it."""
+        with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+            return {name: (reader.read(stored),) for name, stored in self.tensors.items()}
 
     def run(self, filled: list[ModelTensor]) -> OwnCodeRun:
         """Run it on what was loaded, which is in place.
@@ -66,8 +84,8 @@ class OwnCode:
         for target in filled if ours else ():
             for place in target.registrations:
                 owner = next((id(m) for m in place.path if id(m) in ours), None)
-                if owner is not None:
-                    below = f"{ours[owner]}." if ours[owner] else ""
+                below = f"{ours[owner]}." if owner is not None and ours[owner] else ""
+                if owner is not None and place.names[0].startswith(below):
                     entry = (target, place.names[0].removeprefix(below))
                     inside.setdefault(owner, []).append(entry)
         done = OwnCodeRun()
@@ -101,7 +119,7 @@ class OwnCode:
             ) from error
 
     def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
-        key = f"{path}.{EXTRA}".lstrip(".")
+        key = _extra_key(path)
         name = next((name for name in candidates(key) if name in self.extras), None)
         if name is None:
             return
@@ -114,6 +132,14 @@ class OwnCode:
         except Exception as error:
             raise LoadError(f"{_title(path)}: set_extra_state fails: {error}") from error
         done.ran.append(_title(key))
+
+
+def _extra_key(path: str) -> str:
+    return f"{path}.{EXTRA_STATE}".lstrip(".")
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
 
 
 def _below_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
@@ -137,13 +163,19 @@ def _takes_others(module: nn.Module) -> bool:
     return False
 
 
-def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    override = _is_own(_definer(type(model), "_load_from_state_dict"))
+def _outermost(
+    model: nn.Module, seen: set[nn.Module], path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The first modules from the root, each once, that have such code."""
+    override = _is_own(_definer(plain_class(model), "_load_from_state_dict"))
+    if model in seen:
+        return
+    seen.add(model)
     if override or any(map(_is_own, _hooks(model))):
         yield path, model
         return
     for name, child in model.named_children():
-        yield from _outermost(child, f"{path}.{name}".lstrip("."))
+        yield from _outermost(child, seen, f"{path}.{name}".lstrip("."))
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -169,11 +201,16 @@ def _takes_extra(kind: type[nn.Module]) -> bool:
 def _obstacle(mine: list[tuple[ModelTensor, str]]) -> str:
     if any(target.layout is not None for target, _ in mine):
         return "is sharded, and its own load_state_dict code was not run"
-    if any(target.frozen is not None for target, _ in mine):
+    if any(_has_source(target.frozen) for target, _ in mine):
         return "is frozen, and its own load_state_dict code was not run"
     if any(WRAPPERS.intersection(name.split(".")) for _, name in mine):
         return "has wrapped parts, and its own load_state_dict code was not run"
     return ""
+
+
+def _has_source(part: Any) -> bool:
+    """Whether a frozen part's values are not its parent's to load."""
+    return part is not None and part.anyrank_frozen.source is not None
 
 
 def _plain(path: str) -> str:

@@ -104,9 +104,15 @@ class Share:
                 self._own[index].copy_(values)
         renewed = replace([*replacements, *new])
         self._tie_again()
-        for part in {id(p): p for t in self.filled() if (p := t.frozen) is not None}.values():
-            remember(part)
+        self.remember_frozen()
         return renewed
+
+    def remember_frozen(self) -> None:
+        """Record what the frozen parts hold that were filled."""
+        paths = [place.path for target in self.filled() for place in target.registrations]
+        for part in {module: None for path in paths for module in path}:
+            if "anyrank_frozen" in part.__dict__:
+                remember(part)
 
     def _tie_again(self) -> None:
         targets = self.match.tensors
@@ -121,5 +127,6 @@ class Share:
             return
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
+                moved = target.tensor.to(self.device)
                 for place in target.registrations:
-                    setattr(place.module, place.attribute, target.tensor.to(self.device))
+                    setattr(place.module, place.attribute, moved)

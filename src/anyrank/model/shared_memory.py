@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.model.match import ModelMatch, unwritable
+from anyrank.model.fits import unwritable
+from anyrank.model.match import ModelMatch
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor

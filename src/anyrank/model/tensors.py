@@ -19,6 +19,7 @@ from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_groups
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
+PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of PEFT's prompt methods, but for the adapter
 Path: TypeAlias = "tuple[nn.Module, ...]"
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
@@ -70,16 +71,17 @@ class ModelTensor(ShardedTensor):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The modules and tensors of a model, each once, before anything is made of them.
+    """The modules and tensors of a model, before anything is made of them.
 
     Attributes:
-        modules: parents first.
+        modules: parents first; one that is registered under several names, once for each.
         paths: of each module, the modules from the root to it, both included.
-        frozen: of each module, the one passed to `freeze()` that it belongs to, if any.
+        frozen: of each module, the one passed to `freeze()` that it belongs to, if any: the
+            innermost with a source of its own, else the outermost.
         steps: of each module, its class, the number of its parent, and its name there.
         places: of each entry, the number of its module, its name there, its kind, and the number of
             its tensor.
-        tensors: in the order in which they are found.
+        tensors: each once, in the order in which they are found.
     """
 
     modules: list[nn.Module]
@@ -127,16 +129,16 @@ def walk_tensors(model: nn.Module) -> Walk:
     what the optimizer updates.
     """
     walk = Walk([], [], [], [], [], [])
-    seen: set[int] = set()
 
     def visit(
         module: nn.Module, parent: int, name: str, path: Path, frozen: nn.Module | None
     ) -> None:
-        if id(module) in seen:  # a module used twice holds the same tensors: one place is enough
+        if any(module is each for each in path):  # it refers to a parent, which torch allows
             return
-        seen.add(id(module))
         number, path, own = len(walk.modules), (*path, module), module.__dict__
-        frozen = frozen or (module if "anyrank_frozen" in own else None)
+        info = own.get("anyrank_frozen")
+        if info is not None and (frozen is None or info.source is not None):
+            frozen = module
         walk.modules.append(module)
         walk.paths.append(path)
         walk.frozen.append(frozen)
@@ -189,9 +191,10 @@ def facts_of(walk: Walk) -> Any:
                     places_in_groups(mesh),
                 )
             facts += (placements, meshes[id(mesh)])
-    parts: list[bool] = []  # whether each module belongs to a frozen part that has its values
+    parts: list[bool] = []  # whether each module belongs to a frozen part that is never written to
     for part in walk.frozen:
-        parts.append(part is not None and part.__dict__["anyrank_frozen"].tensors is not None)
+        info = None if part is None else part.__dict__["anyrank_frozen"]
+        parts.append(info is not None and info.tensors is not None and info.source is not None)
     return tuple(walk.steps), tuple(parts), tuple(walk.places), tuple(facts)
 
 
@@ -264,16 +267,26 @@ def put_together(walk: Walk, description: Description) -> list[ModelTensor]:
 def _names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
     """The names, and those without the adapter's, under which PEFT saves it."""
     adapter = next((m for m in path if is_peft(m) and hasattr(m, "active_adapters")), None)
+    known: set[str] = set(getattr(adapter, "active_adapters", ()))
     names = [*plain]
-    if adapter is not None:
-        parts = plain[-1].split(".")
-        known: set[str] = set(getattr(adapter, "active_adapters", ()))
-        short = [p for p in parts if p not in known]
-        if len(known) == 1 and len(short) != len(parts):
-            names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
-            if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
-                names.append(".".join(short[:-1]))
+    if len(known) == 1 and known.intersection(plain[-1].split(".")):
+        raw, short = (
+            [p for p in name.split(".") if p not in known] for name in (plain[0], plain[-1])
+        )
+        names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
+        names.append(".".join(raw))
+        if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+            names.append(".".join(short[:-1]))
+        if short == PROMPTS and _is_saved_whole(path[-2]):
+            names.append("prompt_embeddings")
     return tuple(dict.fromkeys(names))
+
+
+def _is_saved_whole(encoder: nn.Module) -> bool:
+    """Whether PEFT saves the embedding of a prompt encoder, and not what others compute of it."""
+    return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
+        True for _ in encoder.parameters(recurse=False)
+    )
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -301,7 +314,8 @@ def _is_wrapping(module: nn.Module, child: str) -> bool:
         return True
     if is_peft(module):
         inner = child == "base_model" and hasattr(module, "peft_config")
-        return inner or child in PEFT_SEGMENTS or (child == "model" and _is_tuner(module))
+        outer = child in PEFT_SEGMENTS or child == "token_adapter"
+        return inner or outer or (child == "model" and _is_tuner(module))
     return False
 
 
@@ -311,12 +325,18 @@ def _is_tuner(module: nn.Module) -> bool:
 
 
 def _is_adapter(name: str, path: Path) -> bool:
-    """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps."""
+    """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps, or
+    beside the model in what holds all of it (prompts, tables that layers share).
+    """
     parts = name.split(".")
     for depth, module in enumerate(path):
         below = parts[depth:]
-        layer = is_peft(module) and not hasattr(module, "peft_config")
-        if layer and not _is_tuner(module) and hasattr(module, "active_adapters"):
+        if not is_peft(module):
+            continue
+        if hasattr(module, "peft_config") or _is_tuner(module):
+            if not _is_wrapping(module, below[0]):
+                return True
+        elif hasattr(module, "active_adapters"):
             return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
     return False
 

@@ -27,6 +27,7 @@ from anyrank.model.tensors import (
     describe,
     facts_of,
     find_tensors,
+    is_peft,
     plain_class,
     put_together,
     walk_tensors,
@@ -234,7 +235,8 @@ def _is_merged(tensor: ModelTensor) -> bool:
 
 def _scaling(tensor: ModelTensor) -> float | None:
     """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
-    layer: Any = next((m for m in tensor.registrations[0].path if hasattr(m, "scaling")), None)
+    path = tensor.registrations[0].path
+    layer: Any = next((m for m in path if is_peft(m) and hasattr(m, "scaling")), None)
     if not tensor.adapter or layer is None:
         return None
     parts = tensor.name.split(".")

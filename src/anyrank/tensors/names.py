@@ -101,15 +101,23 @@ NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", 
 
 
 def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
-    """The prefix under which the weights are, when no key means a tensor of the model by itself."""
+    """The prefix under which the weights are, when no key means a tensor of the model by itself.
+
+    Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
+    """
     keys = list(keys)
-    if any(name in known for key in keys for name in candidates(key)):
+    if _any_known(keys, "", known):
         return None
-    for part in NESTED:
-        inner = (key.removeprefix(f"{part}.") for key in keys if key.startswith(f"{part}."))
-        if any(name in known for key in inner for name in candidates(key)):
-            return f"{part}."
-    return None
+    outer = {f"{key.partition('.')[0]}." for key in keys}
+    above = ("", *outer) if len(outer) == 1 else ("",)
+    prefixes = (f"{first}{name}." for first in above for name in NESTED)
+    return next((prefix for prefix in prefixes if _any_known(keys, prefix, known)), None)
+
+
+def _any_known(keys: Iterable[str], prefix: str, known: Collection[str]) -> bool:
+    """Whether what follows a prefix means a tensor of the model, for any key that has it."""
+    inner = (key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+    return any(name in known for key in inner for name in candidates(key))
 
 
 # A tensor of the model as the matcher sees it: for each place that has it (several when it is tied)

@@ -1,4 +1,4 @@
-"""The modules of a model, each once, frozen parts included."""
+"""The modules of a model, frozen parts included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 def walk(
     module: nn.Module, name: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module, in the order of `named_modules`, from which frozen parts hide.
+    """Name and module, each module once, in the order of `named_modules`, from which frozen parts
+    hide.
 
     Args:
         module: where to start; it comes first.
@@ -23,3 +24,15 @@ def walk(
         yield name, module
         for child_name, child in module.named_children():
             yield from walk(child, f"{name}.{child_name}" if name else child_name, seen)
+
+
+def places(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """As `walk`, with a module that is registered under several names once for each."""
+    if not any(module is each for each in above):  # it may refer to a parent
+        yield name, module
+        for child_name, child in module.__dict__["_modules"].items():
+            if child is not None:
+                below = f"{name}.{child_name}" if name else child_name
+                yield from places(child, below, (*above, module))

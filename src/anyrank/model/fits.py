@@ -1,0 +1,61 @@
+"""Whether what a source holds can be written into a tensor of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from anyrank.model.tensors import ModelTensor
+from anyrank.tensors.sharded_tensor import lazy_view
+from anyrank.tensors.spec import StoredTensor
+
+
+def unwritable(target: ModelTensor) -> str | None:
+    """Why the elements of a real tensor cannot be written to."""
+    tensor = target.tensor
+    if target.is_meta or target.layout is not None:
+        return None
+    if tensor.is_inference():
+        return (
+            f"{target.name}: is an inference tensor, which cannot be written to: build the model "
+            "outside torch.inference_mode()"
+        )
+    if problem := lazy_view(target):
+        return problem
+    strides = tensor.stride()
+    pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
+    if any(size > 1 and stride == 0 for size, stride in pairs):
+        return (
+            f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
+        )
+    return None
+
+
+def misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
+    """Why a tensor of the source does not fit, by its shape and dtype."""
+    if stored.shape != target.shape:
+        return (
+            f"{target.name}: the model has shape {list(target.shape)}, "
+            f"the source {list(stored.shape)} ({stored.name})"
+        )
+    have, want = stored.dtype, target.dtype
+    if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
+        return None
+    if have.is_complex and want.is_complex:
+        return None
+    if _holds_all_of(want, have):
+        return None
+    return (
+        f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
+        "by itself: ask for it with cast='any'"
+    )
+
+
+def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
+    """Whether every value of one integer dtype is a value of another."""
+    floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
+    if floats or want == torch.bool:
+        return False
+    if have == torch.bool:
+        return True
+    small, large = torch.iinfo(have), torch.iinfo(want)
+    return large.min <= small.min and small.max <= large.max

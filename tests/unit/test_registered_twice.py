@@ -1,0 +1,167 @@
+"""A module that is registered under two names is one tie for each of its tensors."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import anyrank
+
+KEYS = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def build() -> Any:
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(shared, nn.ReLU(), shared)
+
+
+def stored(kind: str, weights: dict[str, torch.Tensor], folder: Path) -> Any:
+    if kind == "dict":
+        return weights
+    if kind == "pt":
+        torch.save(weights, folder / "w.pt")
+    else:
+        save_file(
+            {key: tensor.clone() for key, tensor in weights.items()}, folder / "w.safetensors"
+        )
+    return folder / ("w.pt" if kind == "pt" else "w.safetensors")
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("kind", ["dict", "pt", "safetensors"])
+@pytest.mark.parametrize("held", [("0", "2"), ("0",), ("2",)])
+def test_a_source_may_hold_either_name_or_both(
+    tmp_path: Path, held: tuple[str, ...], kind: str, on_meta: bool
+) -> None:
+    state = build().state_dict()
+    assert list(state) == KEYS
+    weights = {key: tensor for key, tensor in state.items() if key[0] in held}
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build()
+    report = anyrank.load(model, stored(kind, weights, tmp_path))
+    assert model[0] is model[2]
+    assert torch.equal(model[0].weight, state["0.weight"])
+    assert report.tied == {"0.weight": ["2.weight"], "0.bias": ["2.bias"]}
+    assert report.tensors == 2
+    assert not report.unexpected
+    assert not anyrank.plan(build(), weights).unexpected
+
+
+def test_two_values_under_its_names_are_told_of_as_for_tied_tensors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = {key: torch.randn_like(tensor) for key, tensor in build().state_dict().items()}
+    with caplog.at_level(logging.WARNING, "anyrank.load"):
+        report = anyrank.load(build(), weights)
+    assert report.duplicates == {"2.weight": "0.weight", "2.bias": "0.bias"}
+    assert "not compared with the others" in caplog.text
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight are one tensor"):
+        anyrank.load(build(), weights, verify=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_converted_live_model_has_every_name_that_torch_asks_for(tmp_path: Path, to: str) -> None:
+    model = build()
+    path = tmp_path / ("w.pt" if to == "torch" else "w")
+    report = anyrank.convert(model, path, to=to)
+    assert report.tied == {"2.weight": "0.weight", "2.bias": "0.bias"}
+    other = build()
+    if to == "torch":
+        other.load_state_dict(torch.load(path))
+    else:
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=path)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert anyrank.diff(model.state_dict(), path)
+
+
+def test_a_conversion_by_a_model_takes_it_for_a_tie(tmp_path: Path) -> None:
+    model = build()
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=build())
+    anyrank.load(other := build(), tmp_path / "out")
+    assert torch.equal(other[0].bias, model[0].bias)
+
+
+def test_it_syncs_with_models_that_have_it_once_or_twice() -> None:
+    src = build()
+    untied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    anyrank.sync(untied, src)
+    assert torch.equal(untied[2].weight, src[0].weight)
+    for source in (untied, src, untied.state_dict()):
+        with torch.device("meta"):
+            dst = build()
+        anyrank.sync(dst, source)
+        assert torch.equal(dst[0].weight, src[0].weight)
+
+
+def test_a_run_saves_it_under_both_names_and_resumes(tmp_path: Path) -> None:
+    model = build()
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    names = [held.name.removeprefix("model.") for held in anyrank.inspect(tmp_path).tensors]
+    assert sorted(names) == sorted(KEYS)
+    others: tuple[Any, ...] = (build(), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    for other in others:
+        with anyrank.Checkpoints(tmp_path, anyrank.TrainState(other)) as ckpts:
+            if other[0] is other[2]:
+                ckpts.resume("must")
+                assert torch.equal(other[2].weight, model[2].weight)
+        anyrank.load(other, tmp_path)
+        assert torch.equal(other[2].weight, model[2].weight)
+
+
+def test_its_first_values_are_those_of_a_module_that_is_registered_once() -> None:
+    with torch.device("meta"):
+        once, twice = nn.Sequential(nn.Linear(3, 3)), build()
+    for model in (once, twice):
+        torch.manual_seed(0)
+        anyrank.materialize(model, device="cpu")
+    assert torch.equal(once[0].weight, twice[2].weight)
+
+
+class Doubling(nn.Linear):
+    """Its checkpoints hold half of the weight, and its extra state counts."""
+
+    count = 0
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, *rest: Any
+    ) -> None:
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_its_own_code_runs_once_on_what_was_loaded(apart: bool) -> None:
+    def make() -> Any:
+        shared = Doubling(2, 2)
+        inner = nn.Sequential(shared) if apart else shared
+        return nn.Sequential(shared, inner)
+
+    saved, model, wanted = make(), make(), make()
+    saved[0].count = 4
+    wanted.load_state_dict(saved.state_dict())
+    state = saved.state_dict()
+    anyrank.load(model, state)
+    assert torch.equal(model[0].weight, wanted[0].weight)
+    assert model[0].count == 4
+    second = "1.0" if apart else "1"
+    del state["0._extra_state"]
+    model[0].count = 0
+    anyrank.load(model, state)
+    assert model[0].count == 4, f"it stands under {second} as well"
