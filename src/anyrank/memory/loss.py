@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
-from anyrank.memory.module_state import modules_in
+from anyrank.memory.captured import Captured
 from anyrank.memory.tile import Tiled
 
 
@@ -215,7 +215,9 @@ def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     """The mesh of hidden states that a sharded head expects as a DTensor."""
     if not isinstance(hidden, DTensor):
         return None
-    sharded = any(isinstance(p, DTensor) for module in modules_in(fn) for p in module.parameters())
+    sharded = any(
+        isinstance(p, DTensor) for module in Captured(fn).modules for p in module.parameters()
+    )
     return hidden.device_mesh if sharded else None
 
 

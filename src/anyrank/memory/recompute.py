@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, name_of
-from anyrank.memory.module_state import ModuleState, modules_in
+from anyrank.memory.captured import Captured
+from anyrank.memory.module_state import ModuleState
 from anyrank.memory.offload import Offload, engine_of
 from anyrank.memory.region import Contexts, Region, SavedInputs
 from anyrank.memory.uncompiled import uncompiled
@@ -56,7 +57,8 @@ def recompute(
 
     Raises:
         RecomputeError: `fn` changed an argument in place. From backward: `fn` did not do the same
-            when called again, or a parameter or an argument was changed in between.
+            when called again, or a parameter, an argument or a captured tensor that it reads was
+            changed in between.
         MemoryError: the offload's pool is full and `on_full="raise"`, or the system has no host
             memory for it.
 
@@ -124,8 +126,8 @@ def record_region_eagerly(
     engine = engine_of(settings.offload) if settings.offload else None
     context_fn = settings.context_fn
     call = Call(fn, args, kwargs)
-    modules = modules_in(call.fn, call.leaves)
-    refuse_cache(call, modules, label)
+    captured = Captured(call.fn, call.leaves)
+    refuse_cache(call, captured.modules, label)
     tensorless = TensorlessCall(call)
     tensors = tensorless.tensors
     tensorless.drop_tensors()
@@ -139,7 +141,7 @@ def record_region_eagerly(
         lambda values: tensorless.run(tensorless.with_tensors(values)),
         inputs,
         AmbientState.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
-        ModuleState(modules),
+        ModuleState(captured),
         contexts=context_fn() if context_fn else None,
     )
     result = region.run(call)

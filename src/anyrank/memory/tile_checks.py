@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from anyrank.errors import RankError
 from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, flatten
+from anyrank.memory.captured import INTERNAL
 from anyrank.memory.tiling_dims import Tiling, dims_of_leaves, nonnegative_dim
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.walk import walk
@@ -162,9 +163,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> str:
     if a.shape != b.shape:
         return f"shape {list(a.shape)} for {list(b.shape)}"
     return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
-
-
-INTERNAL = frozenset(vars(nn.Module()))
 
 
 class SideResults:
