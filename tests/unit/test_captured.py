@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import types
 import weakref
 from collections.abc import Callable
@@ -249,3 +250,44 @@ def test_under_a_compiled_function_the_error_says_what_was_changed(x: torch.Tens
     with pytest.raises(anyrank.RecomputeError) as raised:
         result.sum().backward()
     assert "shift" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
+
+ARGUMENTS: dict[str, Callable[[torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "args[0]": lambda h: ((h,), {}),
+    "args[0]['h']": lambda h: (({"h": h},), {}),
+    "kwargs['h']": lambda h: ((), {"h": h}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_argument_changed_before_backward_is_refused_by_name(
+    name: str, outer: bool, requires_grad: bool, x: torch.Tensor
+) -> None:
+    linear = nn.Linear(WIDTH, WIDTH, dtype=D)
+    h = (x if requires_grad else x.detach()) * 2
+    args, kwargs = ARGUMENTS[name](h)
+
+    def fn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value: Any = [*args, *kwargs.values()][0]
+        return linear(value["h"] if isinstance(value, dict) else value).sin()
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return anyrank.recompute(fn, *args, **kwargs).cos()
+
+    result = anyrank.recompute(run, *args, **kwargs) if outer else run(*args, **kwargs)
+    h.detach().add_(1)
+    with pytest.raises(anyrank.RecomputeError, match=f"{re.escape(name)}, .* was changed in place"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("way", [by_tile, by_loss])
+def test_an_argument_of_tiles_changed_before_backward_is_refused(
+    way: Callable[..., torch.Tensor], x: torch.Tensor
+) -> None:
+    h = x * 2
+    result = way(nn.Linear(WIDTH, WIDTH, dtype=D), h)
+    h.detach().add_(1)
+    with pytest.raises(anyrank.RecomputeError, match=r"args\[0\], .* was changed in place"):
+        result.sum().backward()

@@ -117,7 +117,10 @@ def tiled_loss(
         each if dim is None else each.flatten(0, labels.ndim - 1)
         for dim, each in zip(cut, rest, strict=True)
     ]
-    run = functools.partial(checked, fn, mesh)
+
+    def run(hidden: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return checked(fn, mesh, hidden, labels, *rest)
+
     tiled = Tiled(run, name_of(head or fn), chunk_size, (0, 0, *cut), 0, grad_dtype, False)
     tiled.module, tiled.label = head, f"tiled_loss({name_of(head or fn)})"
     losses = tiled(flat, target, *more)

@@ -260,6 +260,7 @@ class SavedInputs:
         self.label = label
         self.grads = [tensor.requires_grad for tensor in tensors]
         self.versions = [version_of(tensor) for tensor in tensors]
+        self.alive = [weakref.ref(tensor) for tensor in tensors]
         self.shared: list[torch.Tensor] | None = None
         self.lock = threading.RLock()
         if pack is not None:
@@ -289,7 +290,8 @@ class SavedInputs:
         before. Restored tensors are shared until region 0, which backward reaches last.
 
         Raises:
-            RecomputeError, RuntimeError: a tensor was changed in place since.
+            RecomputeError: a tensor was changed in place since.
+            RuntimeError: of hooks for saved tensors.
         """
         with self.lock:
             tensors = self.shared
@@ -297,6 +299,7 @@ class SavedInputs:
                 try:
                     tensors = self.restore()
                 except RuntimeError as error:
+                    self.raise_if_changed(error)
                     error.add_note(f"while taking the inputs of {self.label} to recompute it")
                     raise
             self.shared = tensors if reader > 0 else None
@@ -304,6 +307,14 @@ class SavedInputs:
             tensor.detach().requires_grad_(grad)
             for tensor, grad in zip(tensors, self.grads, strict=True)
         ]
+
+    def raise_if_changed(self, error: RuntimeError) -> None:
+        """Raises RecomputeError: autograd raised `error` for a tensor that was changed."""
+        for n, (ref, before) in enumerate(zip(self.alive, self.versions, strict=True)):
+            tensor = ref()
+            if tensor is not None and version_of(tensor) != before:
+                how = f"{self.names(n)}, {text_of(tensor)}, was changed in place"
+                raise changed_error(self.label, how) from error
 
     def forget(self) -> None:
         """Drop restored tensors that no region of this backward pass has used."""
