@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,7 +124,7 @@ WAYS = [by_recompute, by_offload, nested, by_tile, by_loss]
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.randn(5, WIDTH, dtype=D, requires_grad=True)
+    return torch.rand(5, WIDTH, dtype=D, requires_grad=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -291,3 +293,62 @@ def test_an_argument_of_tiles_changed_before_backward_is_refused(
     h.detach().add_(1)
     with pytest.raises(anyrank.RecomputeError, match=r"args\[0\], .* was changed in place"):
         result.sum().backward()
+
+
+class Noisy(nn.Module):
+    """Draws from a generator that it has as an attribute."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.generators = [generator]
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * float(self.draw(self.generators[0]))).sin()
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default_rng": (lambda: np.random.default_rng(3), lambda g: g.random()),
+    "RandomState": (lambda: np.random.RandomState(3), lambda g: g.rand()),
+    "Random": (lambda: random.Random(3), lambda g: g.random()),
+    "torch": (lambda: torch.Generator().manual_seed(3), lambda g: torch.rand((), generator=g)),
+}
+Use = Callable[[Any, Callable[[Any], Any]], tuple[Callable[..., Any], tuple[Any, ...]]]
+USES: dict[str, Use] = {
+    "an argument": lambda g, draw: (lambda x, g: (x * float(draw(g))).sin(), (g,)),
+    "a variable": lambda g, draw: (lambda x: (x * float(draw(g))).sin(), ()),
+    "an attribute": lambda g, draw: (Noisy(g, draw), ()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_generator_draws_the_same_again_and_goes_on(
+    kind: str, use: str, tiled: bool, x: torch.Tensor
+) -> None:
+    make, draw = GENERATORS[kind]
+    drawn: list[Any] = []
+    for run in (lambda fn, *args: fn(*args), anyrank.recompute):
+        generator = make()
+        fn, rest = USES[use](generator, draw)
+        if tiled:
+            fn = anyrank.tile(fn, chunk_size=4, in_dims=0, out_dims=0)
+        result = run(fn, x, *rest)
+        torch.testing.assert_close(*derivative(result, x))
+        drawn.append(draw(generator))
+    assert drawn[0] == drawn[1]
+
+
+def derivative(result: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of sin(c x) for x by backward, and from the result itself."""
+    factor = result.detach().asin() / x.detach()
+    (mine,) = torch.autograd.grad(result.sum(), x)
+    return mine, factor * (factor * x.detach()).cos()
+
+
+def test_generators_that_are_none_are_refused(x: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="generators has a int"):
+        anyrank.recompute(torch.sin, x, generators=[3])
+    with pytest.raises(TypeError, match="generators has a int"):
+        anyrank.recompute_(nn.Sequential(nn.Tanh()), "*", generators=[3])

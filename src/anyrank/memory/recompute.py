@@ -18,6 +18,7 @@ from anyrank.memory.module_state import ModuleState
 from anyrank.memory.offload import Offload, engine_of
 from anyrank.memory.region import Contexts, Region, SavedInputs
 from anyrank.memory.uncompiled import uncompiled
+from anyrank.random_state.streams import Source, source_of
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def recompute(
     *args: Any,
     offload: Offload | None = None,
     context_fn: Callable[[], Contexts] | None = None,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     **kwargs: Any,
 ) -> T:
     """Activation checkpointing: call `fn(*args, **kwargs)`, keep only its arguments for backward.
@@ -39,7 +40,7 @@ def recompute(
     call.
 
     The second run sees the same random state (of the CPU, the accelerator, the devices of all
-    tensors among the arguments, and generators), autocast and default device. Tensors in lists,
+    tensors among the arguments, and of generators), autocast and default device. Tensors in lists,
     tuples, dicts, types registered with pytree and `functools.partial` are recomputed by an outer
     region and moved by an offload. Tensors in other containers, or captured by the function, stay
     where they are.
@@ -50,7 +51,8 @@ def recompute(
         offload: moves the arguments to host memory until backward.
         context_fn: returns a context for the first run and one for the others, as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
-        generators: random generators that `fn` uses, besides those among its arguments.
+        generators: random generators (of torch, of numpy, `random.Random`) that `fn` uses, besides
+            those among its arguments, captured variables and modules' attributes.
 
     Returns:
         What `fn` returns.
@@ -69,7 +71,7 @@ def recompute(
         y = anyrank.recompute(block, x)
         y.sum().backward()
     """
-    settings = RegionOptions(offload, context_fn, tuple(generators), resident_in(fn))
+    settings = RegionOptions(offload, context_fn, sources(generators), resident_in(fn))
     return record_region(fn, args, kwargs, name_of(fn), settings)
 
 
@@ -79,8 +81,24 @@ class RegionOptions:
 
     offload: Offload | None
     context_fn: Callable[[], Contexts] | None
-    generators: tuple[torch.Generator, ...]
+    generators: tuple[Source, ...]
     resident: Callable[[], Collection[int]]
+
+
+def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
+    """Generators as sources of random numbers.
+
+    Raises:
+        TypeError: one is no generator that can be set back.
+    """
+    found = [(each, source_of(each)) for each in generators]
+    for each, source in found:
+        if source is None:
+            raise TypeError(
+                f"generators has a {type(each).__name__}: give a torch.Generator, a generator of "
+                "numpy or a random.Random"
+            )
+    return tuple(source for _, source in found if source is not None)
 
 
 def resident_in(fn: Callable[..., Any]) -> Callable[[], Collection[int]]:
@@ -136,11 +154,11 @@ def record_region_eagerly(
         resident = settings.resident()
         pack = partial(engine.pack, names=tensorless.tensor_name, label=label, resident=resident)
     inputs = SavedInputs(tensors, tensorless.tensor_name, label, pack=pack)
-    drawn = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
+    generators = (*captured.generators, *settings.generators)
     region = Region(
         lambda values: tensorless.run(tensorless.with_tensors(values)),
         inputs,
-        AmbientState.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
+        AmbientState.now({tensor.device for tensor in tensors}, generators),
         ModuleState(captured),
         contexts=context_fn() if context_fn else None,
     )

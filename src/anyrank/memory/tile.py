@@ -167,7 +167,9 @@ class Tiled:
         for k in range(len(tiling.starts)):
             again = functools.partial(run_again, tensorless, tiling, k)
             state = ModuleState(captured, state)
-            region = Region(again, inputs, AmbientState.now(devices, ()), state, reader=k)
+            region = Region(
+                again, inputs, AmbientState.now(devices, captured.generators), state, reader=k
+            )
             leaves = take(chains, tiling, k)
             versions = versions_of(leaves)
             args, kwargs = call.arguments(leaves)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from anyrank.errors import RankError
 from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, flatten
-from anyrank.memory.captured import INTERNAL
+from anyrank.memory.captured import INTERNAL, Captured
 from anyrank.memory.tiling_dims import Tiling, dims_of_leaves, nonnegative_dim
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.walk import walk
@@ -107,7 +107,8 @@ def check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) ->
         ValueError: the results differ, or the function draws random numbers.
     """
     devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    with torch.no_grad(), AmbientState.now(devices, ()).restored():
+    generators = Captured(call.fn, call.leaves).generators
+    with torch.no_grad(), AmbientState.now(devices, generators).restored():
         k = 1
         probe = flatten(call.run(tiling.tile(k, call.leaves)))[0]
         result = call.run(call.leaves)

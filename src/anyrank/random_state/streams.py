@@ -183,10 +183,12 @@ class DeviceStream:
 
 
 def source_of(value: Any) -> Source | None:
-    """The source that a generator of torch, numpy or `random` is; None for any other value."""
+    """The source that a generator of torch, numpy or `random` is; None for any other value, and
+    for one without a state.
+    """
     if isinstance(value, torch.Generator):
         return TorchStream("given", value)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return PythonStream(value)
     numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
