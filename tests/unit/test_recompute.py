@@ -440,17 +440,6 @@ def test_a_function_that_changes_its_argument_is_refused() -> None:
         anyrank.recompute(lambda x: x[1].mul_(2).sin(), x=[None, x * 1])
 
 
-def test_an_argument_that_changes_before_backward_is_refused() -> None:
-    (x,) = leaves((4, WIDTH))
-    given = x * 1
-    result = anyrank.recompute(torch.sin, given).sum()
-    with torch.no_grad():
-        given.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-        result.backward()
-    assert "recompute" in caught.value.__notes__[0]
-
-
 def test_a_parameter_that_changes_before_backward_is_refused() -> None:
     module = Mlp().double()
     (x,) = leaves((4, WIDTH))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anyrank.memory.uncompiled import uncompiled
-from anyrank.random_state.streams import Stream, TorchStream, ambient, is_in_use
+from anyrank.random_state.streams import Source, ambient, is_in_use
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,21 @@ class Autocast:
 class AmbientState:
     """Recorded where a function runs, and restored where it runs again, maybe in another thread."""
 
-    random: tuple[tuple[Stream, Any], ...]  # with the state of each
+    random: tuple[tuple[Source, Any], ...]  # with the state of each
     autocast: tuple[Autocast, ...]
     device: torch.device
 
     @classmethod
     @uncompiled
-    def now(
-        cls, devices: Iterable[torch.device], generators: Sequence[torch.Generator]
-    ) -> AmbientState:
-        """The state of this thread, for the CPU, the current accelerator and the given devices."""
+    def now(cls, devices: Iterable[torch.device], generators: Iterable[Source]) -> AmbientState:
+        """The state of this thread, for the CPU, the current accelerator and the given devices, and
+        that of the function's own generators.
+        """
         known = set(devices) | current_accelerator()
         types = {device.type for device in known} | {"cpu"}
         streams = ambient(sorted(filter(is_in_use, known), key=str))
-        given = {id(each): TorchStream("given", each) for each in generators}
         return cls(
-            random=tuple((stream, stream.get()) for stream in (*streams, *given.values())),
+            random=tuple((stream, stream.get()) for stream in (*streams, *generators)),
             autocast=tuple(
                 Autocast(
                     each,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
-from anyrank.memory.module_state import modules_in
+from anyrank.memory.captured import Captured
 from anyrank.memory.tile import Tiled
 
 
@@ -117,7 +117,10 @@ def tiled_loss(
         each if dim is None else each.flatten(0, labels.ndim - 1)
         for dim, each in zip(cut, rest, strict=True)
     ]
-    run = functools.partial(checked, fn, mesh)
+
+    def run(hidden: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return checked(fn, mesh, hidden, labels, *rest)
+
     tiled = Tiled(run, name_of(head or fn), chunk_size, (0, 0, *cut), 0, grad_dtype, False)
     tiled.module, tiled.label = head, f"tiled_loss({name_of(head or fn)})"
     losses = tiled(flat, target, *more)
@@ -215,7 +218,9 @@ def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     """The mesh of hidden states that a sharded head expects as a DTensor."""
     if not isinstance(hidden, DTensor):
         return None
-    sharded = any(isinstance(p, DTensor) for module in modules_in(fn) for p in module.parameters())
+    sharded = any(
+        isinstance(p, DTensor) for module in Captured(fn).modules for p in module.parameters()
+    )
     return hidden.device_mesh if sharded else None
 
 

@@ -3,30 +3,26 @@
 A recomputed function reads its weights a second time. The tensors that autograd saves are checked
 elsewhere; a bias, an embedding or a buffer is not saved, and `torch.func.functional_call` has
 restored the module's own weights by then. So the first run records which tensors the modules had,
-and the second uses the same: replaced tensors are restored, changed ones are an error.
+and the second uses the same: replaced tensors are restored, changed ones are an error. Captured
+tensors cannot be restored: a changed one that is read is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, cast
+from collections.abc import Generator
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.errors import RecomputeError
+from anyrank.memory.captured import Captured, Watch, changed_error, text_of
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
-from anyrank.tensors.walk import walk
 
 # Buffers up to this size are kept by value, so that changes in between (the statistics of a second
 # call, DDP's broadcast) do no harm. Larger ones are compared by version.
 KEPT_BYTES = 64 << 10
-MAX_OBJECTS = 1000  # visited while searching for the modules of a function
 
 
 class RecordedTensor:
@@ -44,40 +40,38 @@ class RecordedTensor:
 
 
 class ModuleState:
-    """The tensors of some modules, from before a function runs for the first time.
+    """The tensors that a function captures, from before it runs for the first time.
 
     Args:
-        modules: as returned by `modules_in`.
+        captured: its modules and other tensors.
         before: the state of an earlier tile of the same call, whose copies are still valid.
     """
 
     @uncompiled
-    def __init__(self, modules: Iterable[nn.Module], before: ModuleState | None = None) -> None:
+    def __init__(self, captured: Captured, before: ModuleState | None = None) -> None:
         self.parameters: list[RecordedTensor] = []
         self.buffers: list[RecordedTensor] = []
         known = (
             {} if before is None else {(id(each.owner), each.key): each for each in before.buffers}
         )
-        seen = set[nn.Module]()
-        for top in modules:
-            for name, module in walk(top, "", seen):
-                prefix = f"{name}." if name else ""
-                parameters: dict[str, Any] = vars(module)["_parameters"]
-                for key, tensor in parameters.items():
-                    if tensor is not None:
-                        self.parameters.append(
-                            RecordedTensor(parameters, key, prefix + key, tensor)
-                        )
-                buffers: dict[str, Any] = vars(module)["_buffers"]
-                for key, tensor in buffers.items():
-                    if tensor is not None:
-                        each = RecordedTensor(buffers, key, prefix + key, tensor)
-                        each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
-                        self.buffers.append(each)
+        for name, module in captured.named:
+            prefix = f"{name}." if name else ""
+            parameters: dict[str, Any] = vars(module)["_parameters"]
+            for key, tensor in parameters.items():
+                if tensor is not None:
+                    self.parameters.append(RecordedTensor(parameters, key, prefix + key, tensor))
+            buffers: dict[str, Any] = vars(module)["_buffers"]
+            for key, tensor in buffers.items():
+                if tensor is not None:
+                    each = RecordedTensor(buffers, key, prefix + key, tensor)
+                    each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
+                    self.buffers.append(each)
+        self.watch = Watch(captured.tensors)
 
     @uncompiled
-    def drop_unused_copies(self) -> None:
+    def settle(self) -> None:
         """After the first run: drop copies of large buffers that it did not change."""
+        self.watch.settle()
         for each in self.buffers:
             if each.tensor.nbytes > KEPT_BYTES and not has_changed(each):
                 each.copy = None
@@ -94,11 +88,9 @@ class ModuleState:
         if changed:
             each = changed[0]
             kind = "parameter" if each in self.parameters else "buffer"
-            raise RecomputeError(
-                f"{label}: {kind} {each.name}, {str(each.tensor.dtype).removeprefix('torch.')}"
-                f"{list(each.tensor.shape)}, was changed in place between forward and backward (an "
-                "optimizer step, a load): the recomputation would see different values; run "
-                "backward first"
+            raise changed_error(
+                label,
+                f"{kind} {each.name}, {text_of(each.tensor)}, was changed in place",
             )
         undo: list[tuple[RecordedTensor, Any]] = []
         try:
@@ -114,7 +106,8 @@ class ModuleState:
                     # A copy of the copy: this run may change it, as batch norm does without a new
                     # version.
                     each.owner[each.key] = each.tensor if each.copy is None else each.copy.clone()
-            yield
+            with self.watch.refused(label):
+                yield
         finally:
             for each, now in undo:
                 each.owner[each.key] = now
@@ -144,58 +137,3 @@ def copy_of(
         return None
     with torch.no_grad():
         return each.tensor.detach().clone()
-
-
-def modules_in(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Module]:
-    """The modules that a function runs, as far as can be seen: itself, its owner, its arguments,
-    its captured variables and its globals. If it names children of a captured module
-    (`self.block(x)`), these children alone.
-    """
-    found: dict[int, nn.Module] = {}
-    waiting: list[Any] = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
-    seen = set[int]()
-    while waiting and len(seen) < MAX_OBJECTS:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module):
-            found[id(each)] = each
-        elif isinstance(each, functools.partial):
-            waiting += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, types.MethodType):
-            owner = each.__self__
-            waiting += [owner] if isinstance(owner, nn.Module) else used_by(each.__func__, owner)
-        elif isinstance(each, types.FunctionType):
-            waiting += captured_by(each)
-        elif isinstance(each, list | tuple):
-            waiting += cast("list[Any]", each)[:MAX_OBJECTS]
-        elif isinstance(each, dict):
-            waiting += list(cast("dict[Any, Any]", each).values())[:MAX_OBJECTS]
-        elif callable(each) and not isinstance(each, type):
-            waiting += used_by(getattr(type(each), "__call__", None), each)  # noqa: B004
-    return list(found.values())
-
-
-def used_by(method: Any, owner: Any) -> list[Any]:
-    """What a method captures, and the attributes it uses of its owner, which is not a module."""
-    if not isinstance(method, types.FunctionType):
-        return [getattr(owner, "__wrapped__", None)]
-    known: dict[str, Any] = getattr(owner, "__dict__", {})
-    return [method, *(known[name] for name in method.__code__.co_names if name in known)]
-
-
-def captured_by(fn: types.FunctionType) -> Generator[Any]:
-    """The values of a function's cells, defaults and used globals."""
-    if (fn.__module__ or "").partition(".")[0] == "torch":
-        return
-    names = fn.__code__.co_names
-    values = [fn.__globals__[name] for name in names if name in fn.__globals__]
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            values.append(cell.cell_contents)
-    values += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    for value in values:
-        known = dict(value.named_children()) if isinstance(value, nn.Module) else {}
-        children = [known[name] for name in names if name in known]
-        yield from children or [value]

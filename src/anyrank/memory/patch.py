@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anyrank.memory.offload import Offload
-from anyrank.memory.recompute import RegionOptions, record_region, resident_in
+from anyrank.memory.recompute import RegionOptions, record_region, resident_in, sources
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.tensors.names import WRAPPERS, candidates, near
@@ -109,7 +109,7 @@ def recompute_(
     *,
     offload: Offload | None = None,
     context_fn: Callable[[], Contexts] | None = None,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
 ) -> Handle:
     """Recompute the modules that match a pattern in backward, in place: see `recompute`.
 
@@ -137,7 +137,7 @@ def recompute_(
         handle.remove()
     """
     modules = find_modules(model, pattern)
-    settings = RegionOptions(offload, context_fn, tuple(generators), resident_in(model))
+    settings = RegionOptions(offload, context_fn, sources(generators), resident_in(model))
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return record_region(forward, args, kwargs, name, settings)

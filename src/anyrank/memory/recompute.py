@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, name_of
-from anyrank.memory.module_state import ModuleState, modules_in
+from anyrank.memory.captured import Captured
+from anyrank.memory.module_state import ModuleState
 from anyrank.memory.offload import Offload, engine_of
 from anyrank.memory.region import Contexts, Region, SavedInputs
 from anyrank.memory.uncompiled import uncompiled
+from anyrank.random_state.streams import Source, source_of
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def recompute(
     *args: Any,
     offload: Offload | None = None,
     context_fn: Callable[[], Contexts] | None = None,
-    generators: Iterable[torch.Generator] = (),
+    generators: Iterable[Any] = (),
     **kwargs: Any,
 ) -> T:
     """Activation checkpointing: call `fn(*args, **kwargs)`, keep only its arguments for backward.
@@ -38,7 +40,7 @@ def recompute(
     call.
 
     The second run sees the same random state (of the CPU, the accelerator, the devices of all
-    tensors among the arguments, and generators), autocast and default device. Tensors in lists,
+    tensors among the arguments, and of generators), autocast and default device. Tensors in lists,
     tuples, dicts, types registered with pytree and `functools.partial` are recomputed by an outer
     region and moved by an offload. Tensors in other containers, or captured by the function, stay
     where they are.
@@ -49,14 +51,16 @@ def recompute(
         offload: moves the arguments to host memory until backward.
         context_fn: returns a context for the first run and one for the others, as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
-        generators: random generators that `fn` uses, besides those among its arguments.
+        generators: random generators (of torch, of numpy, `random.Random`) that `fn` uses, besides
+            those among its arguments, captured variables and modules' attributes.
 
     Returns:
         What `fn` returns.
 
     Raises:
         RecomputeError: `fn` changed an argument in place. From backward: `fn` did not do the same
-            when called again, or a parameter or an argument was changed in between.
+            when called again, or a parameter, an argument or a captured tensor that it reads was
+            changed in between.
         MemoryError: the offload's pool is full and `on_full="raise"`, or the system has no host
             memory for it.
 
@@ -67,7 +71,7 @@ def recompute(
         y = anyrank.recompute(block, x)
         y.sum().backward()
     """
-    settings = RegionOptions(offload, context_fn, tuple(generators), resident_in(fn))
+    settings = RegionOptions(offload, context_fn, sources(generators), resident_in(fn))
     return record_region(fn, args, kwargs, name_of(fn), settings)
 
 
@@ -77,8 +81,24 @@ class RegionOptions:
 
     offload: Offload | None
     context_fn: Callable[[], Contexts] | None
-    generators: tuple[torch.Generator, ...]
+    generators: tuple[Source, ...]
     resident: Callable[[], Collection[int]]
+
+
+def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
+    """Generators as sources of random numbers.
+
+    Raises:
+        TypeError: one is no generator that can be set back.
+    """
+    found = [(each, source_of(each)) for each in generators]
+    for each, source in found:
+        if source is None:
+            raise TypeError(
+                f"generators has a {type(each).__name__}: give a torch.Generator, a generator of "
+                "numpy or a random.Random"
+            )
+    return tuple(source for _, source in found if source is not None)
 
 
 def resident_in(fn: Callable[..., Any]) -> Callable[[], Collection[int]]:
@@ -124,8 +144,8 @@ def record_region_eagerly(
     engine = engine_of(settings.offload) if settings.offload else None
     context_fn = settings.context_fn
     call = Call(fn, args, kwargs)
-    modules = modules_in(call.fn, call.leaves)
-    refuse_cache(call, modules, label)
+    captured = Captured(call.fn, call.leaves)
+    refuse_cache(call, captured.modules, label)
     tensorless = TensorlessCall(call)
     tensors = tensorless.tensors
     tensorless.drop_tensors()
@@ -134,12 +154,12 @@ def record_region_eagerly(
         resident = settings.resident()
         pack = partial(engine.pack, names=tensorless.tensor_name, label=label, resident=resident)
     inputs = SavedInputs(tensors, tensorless.tensor_name, label, pack=pack)
-    drawn = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
+    generators = (*captured.generators, *settings.generators)
     region = Region(
         lambda values: tensorless.run(tensorless.with_tensors(values)),
         inputs,
-        AmbientState.now({tensor.device for tensor in tensors}, (*drawn, *settings.generators)),
-        ModuleState(modules),
+        AmbientState.now({tensor.device for tensor in tensors}, generators),
+        ModuleState(captured),
         contexts=context_fn() if context_fn else None,
     )
     result = region.run(call)

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState
+from anyrank.memory.captured import changed_error, text_of
 from anyrank.memory.module_state import ModuleState
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
@@ -54,7 +55,7 @@ class Region:
         inputs: what the function starts from; `reader` is the region's number among those that
             share the inputs.
         ambient: the random state, autocast and device of both runs.
-        state: the modules' tensors, of both runs.
+        state: the captured tensors, of both runs.
         contexts: one context for the first run and one for the others (selective policies).
     """
 
@@ -87,7 +88,7 @@ class Region:
         """The first run, on the tensors that require gradients."""
         with saved_tensors_hooks(self.pack, self.unpack), self.contexts[0]:
             result = first()
-        self.state.drop_unused_copies()
+        self.state.settle()
         return result
 
     def pack(self, tensor: torch.Tensor) -> Holder:
@@ -111,6 +112,9 @@ class Region:
     def recompute(self) -> None:
         """Run the function again for the values of all holders that are alive."""
         count = 0
+        changed = {
+            n: now for n, meta in enumerate(self.metas) if (now := meta.version_if_changed())
+        }
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
@@ -120,6 +124,8 @@ class Region:
             value = tensor.detach()
             if self.holders[count]() is not None:
                 self.metas[count].check(tensor, self.label)
+                if count in changed:
+                    self.metas[count].check_version(tensor, changed[count], self.label)
                 self.values[count] = (value, version_of(value))
             count += 1
             if count == len(self.holders):
@@ -138,11 +144,11 @@ class Region:
             self.contexts[1],
         ):
             self.again(tensors)
-        if count != len(self.holders):
-            raise RecomputeError(
-                f"{self.label} saved {len(self.holders)} tensors for backward at first, and "
-                f"{count} when it was recomputed: {SAME_AGAIN}"
-            )
+            if count != len(self.holders):
+                raise RecomputeError(
+                    f"{self.label} saved {len(self.holders)} tensors for backward at first, and "
+                    f"{count} when it was recomputed: {SAME_AGAIN}"
+                )
 
     def forget(self) -> None:
         """Drop what this backward pass computed and did not use."""
@@ -150,39 +156,52 @@ class Region:
 
 
 class TensorMeta:
-    """Shape, dtype, device and version of a saved tensor, without its values."""
+    """Shape, dtype, device and version of a saved tensor, without its values.
 
-    __slots__ = ("device", "dtype", "parameter", "shape")
+    A tensor that the function has not made itself is saved as the same object again: then both runs
+    must have seen the same version.
+    """
+
+    __slots__ = ("alive", "device", "dtype", "shape", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.parameter = parameter_version(tensor)
+        self.version = version_of(tensor)
+        self.alive = weakref.ref(base_of(tensor))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def check(self, tensor: torch.Tensor, label: str) -> None:
         """Raises RecomputeError: the tensor differs from the first run's."""
-        now = TensorMeta(tensor)
-        if (self.shape, self.dtype, self.device) != (now.shape, now.dtype, now.device):
+        if (self.shape, self.dtype, self.device) != (tensor.shape, tensor.dtype, tensor.device):
             raise RecomputeError(
-                f"{label} saved a {self} on {self.device} for backward at first, and a {now} on "
-                f"{now.device} in its place when it was recomputed: {SAME_AGAIN}"
-            )
-        if None not in (self.parameter, now.parameter) and self.parameter != now.parameter:
-            raise RecomputeError(
-                f"a parameter {self} of {label} was changed in place between forward and backward "
-                "(an optimizer step, a load): the recomputation would see different values; run "
-                "backward first"
+                f"{label} saved a {self} on {self.device} for backward at first, and a "
+                f"{text_of(tensor)} on {tensor.device} in its place when it was recomputed: "
+                f"{SAME_AGAIN}"
             )
 
+    def version_if_changed(self) -> int:
+        """The version of the first run's tensor if it is alive and was changed since, else 0."""
+        tensor = self.alive()
+        now = 0 if tensor is None else version_of(tensor)
+        return now if now != self.version else 0
 
-def parameter_version(tensor: torch.Tensor) -> int | None:
-    """Version of the parameter that a tensor is, or is a view of; else None."""
-    base = tensor._base if tensor._is_view() else tensor
-    return base._version if isinstance(base, torch.nn.Parameter) else None
+    def check_version(self, tensor: torch.Tensor, before: int, label: str) -> None:
+        """Raises RecomputeError: it is the first run's tensor, changed before the second run, whose
+        version was `before` then. What the second run has overwritten itself has a later one.
+        """
+        base = base_of(tensor)
+        if base is self.alive() and version_of(base) == before:
+            kind = "parameter" if isinstance(base, torch.nn.Parameter) else "captured tensor"
+            raise changed_error(label, f"a {kind}, {self}, was changed in place")
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this one is a view of, or itself."""
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def clear_after_backward(owner: Region | SavedInputs) -> None:
@@ -241,6 +260,7 @@ class SavedInputs:
         self.label = label
         self.grads = [tensor.requires_grad for tensor in tensors]
         self.versions = [version_of(tensor) for tensor in tensors]
+        self.alive = [weakref.ref(tensor) for tensor in tensors]
         self.shared: list[torch.Tensor] | None = None
         self.lock = threading.RLock()
         if pack is not None:
@@ -270,7 +290,8 @@ class SavedInputs:
         before. Restored tensors are shared until region 0, which backward reaches last.
 
         Raises:
-            RecomputeError, RuntimeError: a tensor was changed in place since.
+            RecomputeError: a tensor was changed in place since.
+            RuntimeError: of hooks for saved tensors.
         """
         with self.lock:
             tensors = self.shared
@@ -278,6 +299,7 @@ class SavedInputs:
                 try:
                     tensors = self.restore()
                 except RuntimeError as error:
+                    self.raise_if_changed(error)
                     error.add_note(f"while taking the inputs of {self.label} to recompute it")
                     raise
             self.shared = tensors if reader > 0 else None
@@ -285,6 +307,14 @@ class SavedInputs:
             tensor.detach().requires_grad_(grad)
             for tensor, grad in zip(tensors, self.grads, strict=True)
         ]
+
+    def raise_if_changed(self, error: RuntimeError) -> None:
+        """Raises RecomputeError: autograd raised `error` for a tensor that was changed."""
+        for n, (ref, before) in enumerate(zip(self.alive, self.versions, strict=True)):
+            tensor = ref()
+            if tensor is not None and version_of(tensor) != before:
+                how = f"{self.names(n)}, {text_of(tensor)}, was changed in place"
+                raise changed_error(self.label, how) from error
 
     def forget(self) -> None:
         """Drop restored tensors that no region of this backward pass has used."""

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, flatten, name_of
-from anyrank.memory.module_state import ModuleState, modules_in
+from anyrank.memory.captured import Captured
+from anyrank.memory.module_state import ModuleState
 from anyrank.memory.region import Region, SavedInputs
 from anyrank.memory.tile_checks import (
     SideResults,
@@ -104,7 +105,7 @@ class Tiled:
         self.label = f"tile({label})"
         self.arguments = TiledArguments(fn, in_dims, self.label)
         self.module = module_of(self.arguments.fn)
-        if grad_dtype is not None and not modules_in(fn):
+        if grad_dtype is not None and not Captured(fn).modules:
             raise TypeError(
                 f"grad_dtype needs the parameters of a module, and none was found in {label}: "
                 "pass the module, or a function that captures it, or leave grad_dtype out"
@@ -128,7 +129,7 @@ class Tiled:
             check_independence(call, tiling, self.out_dims, self.label)
             self.check = False
         if not torch.is_grad_enabled():
-            side = SideResults(modules_in(self.arguments.fn, call.leaves))
+            side = SideResults(Captured(self.arguments.fn, call.leaves).modules)
             for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
                 versions = versions_of(leaves)
@@ -156,17 +157,19 @@ class Tiled:
         tensors = tensorless.tensors
         tensorless.drop_tensors()
         devices = {tensor.device for tensor in tensors}
-        modules = modules_in(self.arguments.fn, call.leaves)
+        captured = Captured(self.arguments.fn, call.leaves)
         weights = None
         if self.grad_dtype is not None:
-            weights = WideWeights(modules, call.fn, self.grad_dtype)
-        side = SideResults(modules)
+            weights = WideWeights(captured.modules, call.fn, self.grad_dtype)
+        side = SideResults(captured.modules)
         state = None
         chains = list(call.leaves)
         for k in range(len(tiling.starts)):
             again = functools.partial(run_again, tensorless, tiling, k)
-            state = ModuleState(modules, state)
-            region = Region(again, inputs, AmbientState.now(devices, ()), state, reader=k)
+            state = ModuleState(captured, state)
+            region = Region(
+                again, inputs, AmbientState.now(devices, captured.generators), state, reader=k
+            )
             leaves = take(chains, tiling, k)
             versions = versions_of(leaves)
             args, kwargs = call.arguments(leaves)

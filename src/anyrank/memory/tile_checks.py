@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from anyrank.errors import RankError
 from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, flatten
+from anyrank.memory.captured import INTERNAL, Captured
 from anyrank.memory.tiling_dims import Tiling, dims_of_leaves, nonnegative_dim
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.walk import walk
@@ -106,7 +107,8 @@ def check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) ->
         ValueError: the results differ, or the function draws random numbers.
     """
     devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    with torch.no_grad(), AmbientState.now(devices, ()).restored():
+    generators = Captured(call.fn, call.leaves).generators
+    with torch.no_grad(), AmbientState.now(devices, generators).restored():
         k = 1
         probe = flatten(call.run(tiling.tile(k, call.leaves)))[0]
         result = call.run(call.leaves)
@@ -162,9 +164,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> str:
     if a.shape != b.shape:
         return f"shape {list(a.shape)} for {list(b.shape)}"
     return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
-
-
-INTERNAL = frozenset(vars(nn.Module()))
 
 
 class SideResults:

@@ -22,16 +22,8 @@ from anyrank.world.device import rank_device
 MT_WORDS = 624  # of a Mersenne twister's state
 
 
-class Stream(Protocol):
-    """One source of random numbers.
-
-    Attributes:
-        name: as checkpoints and reports call it.
-        algorithm: what its state is the state of, the kind of device included.
-    """
-
-    name: str
-    algorithm: str
+class Source(Protocol):
+    """What random numbers come from."""
 
     def get(self) -> Any:
         """Its state, in its owner's own form."""
@@ -40,6 +32,18 @@ class Stream(Protocol):
     def put(self, state: Any) -> None:
         """Go on from a state that `get` or `decode` returned."""
         ...
+
+
+class Stream(Source, Protocol):
+    """One source of random numbers, of which a process has one.
+
+    Attributes:
+        name: as checkpoints and reports call it.
+        algorithm: what its state is the state of, the kind of device included.
+    """
+
+    name: str
+    algorithm: str
 
     def seed(self, number: int) -> None:
         """Start anew from a 64-bit number."""
@@ -55,20 +59,23 @@ class Stream(Protocol):
 
 
 class PythonStream:
-    """The `random` module's own generator."""
+    """The `random` module's own generator, or one that a user made."""
 
     name, algorithm = "python", "mt19937"
 
+    def __init__(self, generator: Any = random) -> None:
+        self.random = generator
+
     def get(self) -> Any:
-        version, words, gauss = random.getstate()
+        version, words, gauss = self.random.getstate()
         return version, array("I", words), gauss  # 2.5 KB, where a tuple of integers takes 20
 
     def put(self, state: Any) -> None:
         version, words, gauss = state
-        random.setstate((version, tuple(words), gauss))
+        self.random.setstate((version, tuple(words), gauss))
 
     def seed(self, number: int) -> None:
-        random.seed(number)
+        self.random.seed(number)
 
     def encode(self, state: Any) -> tuple[list[Any], bytes]:
         version, words, gauss = state
@@ -82,12 +89,12 @@ class PythonStream:
 
 
 class NumpyStream:
-    """numpy's global generator. For processes that have loaded numpy."""
+    """numpy's global generator, or a `RandomState`. For processes that have loaded numpy."""
 
     name, algorithm = "numpy", "mt19937"
 
-    def __init__(self) -> None:
-        self.random: Any = sys.modules["numpy"].random
+    def __init__(self, generator: Any = None) -> None:
+        self.random: Any = generator or sys.modules["numpy"].random
 
     def get(self) -> Any:
         return self.random.get_state(legacy=False)
@@ -109,6 +116,19 @@ class NumpyStream:
         if type(place) is not int or not 0 <= place <= MT_WORDS or len(words) != MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
         return ("MT19937", words, place, int(bool(has_gauss)), float(gauss))
+
+
+class NumpyGenerator:
+    """A generator that a user made by `numpy.random.default_rng`."""
+
+    def __init__(self, generator: Any) -> None:
+        self.bits = generator.bit_generator
+
+    def get(self) -> Any:
+        return self.bits.state
+
+    def put(self, state: Any) -> None:
+        self.bits.state = state
 
 
 class TorchStream:
@@ -160,6 +180,20 @@ class DeviceStream:
 
     def decode(self, values: Any, data: bytes) -> Any:
         return checked_state(data, self.device)
+
+
+def source_of(value: Any) -> Source | None:
+    """The source that a generator of torch, numpy or `random` is; None for any other value, and
+    for one without a state.
+    """
+    if isinstance(value, torch.Generator):
+        return TorchStream("given", value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return PythonStream(value)
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
+        return None
+    return NumpyGenerator(value) if isinstance(value, numpy.Generator) else NumpyStream(value)
 
 
 def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:

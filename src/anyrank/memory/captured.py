@@ -1,0 +1,299 @@
+"""What a function uses besides its arguments: modules, random generators, and captured tensors.
+
+A captured tensor that is changed in place before backward would change gradients without an error.
+So the first run records the tensors that a function can reach by name, with their versions. Where
+one has changed, the second run looks at each operation, and refuses the first that reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, without a public module
+
+from anyrank.errors import RecomputeError
+from anyrank.memory.arguments import flatten
+from anyrank.memory.uncompiled import uncompiled
+from anyrank.random_state.streams import Source, source_of
+from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.walk import walk
+
+INTERNAL = frozenset(vars(nn.Module()))
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+MAX_OBJECTS = 1000  # visited in one search
+
+
+class Place(NamedTuple):
+    """Where a function finds a value: in a cell, or in an entry of a dict, list or tuple.
+
+    `names` are those by which the function uses parts of the value; None for all of it.
+    """
+
+    owner: Any
+    key: Any
+    name: str
+    names: Collection[str] | None = None
+    is_variable: bool = False
+
+    def value(self) -> Any:
+        """What is there now; None for nothing."""
+        try:
+            return self.owner.cell_contents if self.key is None else self.owner[self.key]
+        except (KeyError, IndexError, ValueError):  # deleted; an empty cell
+            return None
+
+    def part(self, owner: Any, key: Any, name: str = "") -> Place:
+        """The place of a part of the value."""
+        return Place(owner, key, f"{self.name}{name or f'.{key}'}", self.names)
+
+
+class Captured:
+    """What can be seen of it: a function's own module, its arguments, captured variables, used
+    globals, defaults, and the attributes that it names.
+
+    Attributes:
+        modules: those that the function runs. If it names children of a captured module
+            (`self.block(x)`), these children alone.
+        named: these modules and all in them, each once, with its name.
+        tensors: where tensors are, besides the parameters and buffers of these modules.
+        generators: random generators of torch, numpy and `random`.
+    """
+
+    @uncompiled
+    def __init__(self, fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> None:
+        self.modules: list[nn.Module] = []
+        self.named: list[tuple[str, nn.Module]] = []
+        self.tensors: list[Place] = []
+        self.generators: list[Source] = []
+        given = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
+        waiting = [Place(given, n, type(each).__name__) for n, each in enumerate(given)]
+        seen = set[tuple[int, int]]()
+        seen_modules = set[nn.Module]()
+        while waiting and len(seen) < MAX_OBJECTS:
+            place = waiting.pop()
+            value = place.value()
+            if self.keep(place, value) or (id(value), id(place.names)) in seen:
+                continue
+            seen.add((id(value), id(place.names)))
+            if isinstance(value, nn.Module):
+                children = named_children(place, value)
+                waiting += children
+                if not children:
+                    self.add_module(value, seen_modules)
+            else:
+                waiting += reached_from(place, value)
+
+    def keep(self, place: Place, value: Any) -> bool:
+        """Whether the value is a tensor or a generator, which is kept then."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(place)
+        elif (source := source_of(value)) is not None:
+            self.generators.append(source)
+        else:
+            return False
+        return True
+
+    def add_module(self, top: nn.Module, seen: set[nn.Module]) -> None:
+        """A module with all its submodules, and what their plain attributes hold."""
+        if any(top is each for each in self.modules):
+            return
+        self.modules.append(top)
+        for name, module in walk(top, "", seen):
+            self.named.append((name, module))
+            own = vars(module)
+            for key in own.keys() - INTERNAL:
+                value = own[key]
+                if type(value) not in PLAIN:
+                    place = Place(own, key, f"attribute {name}.{key}".replace(" .", " "))
+                    if not self.keep(place, value):
+                        for item in items_of(place, value):
+                            self.keep(item, item.value())
+
+
+def reached_from(place: Place, value: Any) -> list[Place]:
+    """The parts of a value, which is no module, that the function may use."""
+    if isinstance(value, functools.partial):
+        given = (*items_of(place, value.args), *items_of(place, value.keywords))
+        return [Place((value.func,), 0, place.name), *given]
+    if isinstance(value, types.MethodType):
+        if isinstance(value.__self__, nn.Module):
+            return [Place((value.__self__,), 0, place.name)]
+        return [*used_by(value.__func__, value.__self__)]
+    if isinstance(value, types.FunctionType):
+        return [*captured_by(value)]
+    if isinstance(value, list | tuple | dict):
+        return [*items_of(place, value)]
+    if isinstance(value, type | types.ModuleType):
+        return []
+    reached = list[Place]()
+    known: dict[str, Any] = getattr(value, "__dict__", {})
+    if place.names is not None:
+        reached += [place.part(known, name) for name in place.names if name in known]
+    else:  # of an argument, tensors and generators: not all that a config or a trainer holds
+        shown = list(known.items())[:MAX_OBJECTS]
+        kept = [key for key, part in shown if isinstance(part, torch.Tensor) or source_of(part)]
+        reached += [place.part(known, key) for key in kept]
+    if callable(value):
+        reached += used_by(getattr(type(value), "__call__", None), value)  # noqa: B004
+    return reached
+
+
+def items_of(place: Place, value: Any) -> Generator[Place]:
+    """The places of the items of a list, tuple or dict."""
+    if isinstance(value, list | tuple):
+        for n in range(min(len(cast("list[Any]", value)), MAX_OBJECTS)):
+            yield place.part(value, n, f"[{n}]")
+    elif isinstance(value, dict):
+        for key in list(cast("dict[Any, Any]", value))[:MAX_OBJECTS]:
+            yield place.part(value, key, f"[{key!r}]")
+
+
+def used_by(method: Any, owner: Any) -> Generator[Place]:
+    """What a method captures, and the attributes it uses of its owner, which is not a module."""
+    if not isinstance(method, types.FunctionType):
+        yield Place((getattr(owner, "__wrapped__", None),), 0, type(owner).__name__)
+        return
+    yield from captured_by(method)
+    known: dict[str, Any] = getattr(owner, "__dict__", {})
+    names = method.__code__.co_names
+    for name in names:
+        if name in known:
+            yield Place(known, name, f"attribute {name} of {type(owner).__name__}", names)
+
+
+def captured_by(fn: types.FunctionType) -> Generator[Place]:
+    """The places of a function's globals, cells and defaults."""
+    if (fn.__module__ or "").partition(".")[0] == "torch":
+        return
+    names = fn.__code__.co_names
+    for name in names:
+        if name in fn.__globals__:
+            yield Place(fn.__globals__, name, f"variable {name}", names, is_variable=True)
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        yield Place(cell, None, f"variable {name}", names, is_variable=True)
+    for n in range(len(fn.__defaults__ or ())):
+        yield Place(fn.__defaults__, n, f"default {n} of {fn.__name__}", names)
+    for name in fn.__kwdefaults__ or ():
+        yield Place(fn.__kwdefaults__, name, f"default {name} of {fn.__name__}", names)
+
+
+def named_children(place: Place, module: nn.Module) -> list[Place]:
+    """Children of a captured module that the function names, and what else of it that names.
+
+    None if it names no child, or a method of the module's class, which may use any of them.
+    """
+    own = vars(module)
+    names = place.names or ()
+    children = [
+        place.part(own["_modules"], name) for name in names if own["_modules"].get(name) is not None
+    ]
+    if not children or any(
+        isinstance(getattr(type(module), name, None), types.FunctionType)
+        and not hasattr(nn.Module, name)
+        for name in names
+    ):
+        return []
+    for group in (own["_parameters"], own["_buffers"], own):
+        children += [place.part(group, name) for name in names if group.get(name) is not None]
+    return children
+
+
+class Watch:
+    """The captured tensors of a function, from before it runs for the first time.
+
+    Tensors are held weakly. What the first run itself changes or replaces is not watched.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.places = [
+            (place, weakref.ref(tensor), version_of(tensor))
+            for place in places
+            if isinstance(tensor := place.value(), torch.Tensor)
+        ]
+
+    def settle(self) -> None:
+        """After the first run: what it changed is its own."""
+        self.places = [
+            (place, then, version)
+            for place, then, version in self.places
+            if (now := place.value()) is then() and version_of(now) == version
+        ]
+
+    def changed(self) -> list[tuple[torch.Tensor, str]]:
+        """Tensors that differ now, and how."""
+        found: list[tuple[torch.Tensor, str]] = []
+        for place, then, version in self.places:
+            now = place.value()
+            if not isinstance(now, torch.Tensor):
+                continue
+            if now is then():
+                if version_of(now) != version:
+                    found.append((now, f"{place.name}, {text_of(now)}, was changed in place"))
+            elif place.is_variable:  # an attribute may be a cache that has grown
+                found.append((now, f"{place.name}, {text_of(now)}, was assigned anew"))
+        return found
+
+    @contextlib.contextmanager
+    def refused(self, label: str) -> Generator[None]:
+        """Inside, an operation that reads a tensor which has changed raises RecomputeError."""
+        changed = self.changed()
+        try:
+            with RefuseReads(changed, label) if changed else contextlib.nullcontext():
+                yield
+        except RecomputeError as error:  # compiled functions run otherwise while that looks on
+            for _, how in changed:
+                error.add_note(f"{how} between forward and backward")
+            raise
+
+
+class RefuseReads(TorchDispatchMode):
+    """Looks at each operation. Taking a view, or overwriting a tensor, reads nothing."""
+
+    def __init__(self, changed: Iterable[tuple[torch.Tensor, str]], label: str) -> None:
+        super().__init__()
+        self.how = {storage_of(tensor): how for tensor, how in changed}
+        self.label = label
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = storages_in((args, kwargs)) & self.how.keys()
+        for each in read and read - storages_in(result):
+            raise changed_error(self.label, self.how[each])
+        return result
+
+
+def storages_in(values: Any) -> set[Any]:
+    return {storage_of(each) for each in flatten(values)[0] if isinstance(each, torch.Tensor)}
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What a tensor and its views share; a tensor without a storage itself."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse
+        return tensor
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def changed_error(label: str, how: str) -> RecomputeError:
+    """The error for a value that is no longer that of the first run."""
+    return RecomputeError(
+        f"{label}: {how} between forward and backward, and the recomputation would see different "
+        "values: run backward first (before an optimizer step or a load), or write to a clone"
+    )
