@@ -197,3 +197,23 @@ def test_a_value_that_json_cannot_carry_is_refused_at_the_save(tmp_path: Path) -
     ):
         save(tmp_path, anyrank.TrainState(model, optimizer))
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("cut", ["swapped", "split", "joined"])
+def test_a_scheduler_whose_optimizer_has_other_groups_is_refused(tmp_path: Path, cut: str) -> None:
+    def build(cuts: list[list[int]]) -> anyrank.TrainState:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        every = [*model.parameters()]
+        groups = [{"params": [every[n] for n in cut]} for cut in cuts]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return anyrank.TrainState(model, optimizer, scheduler=scheduler)
+
+    cuts = {"swapped": [[2, 3], [0, 1]], "split": [[0, 1], [2], [3]], "joined": [[0, 1, 2, 3]]}
+    save(tmp_path, build([[0, 1], [2, 3]]))
+    resume(tmp_path, build([[0, 1], [2, 3]]))
+    text = r"scheduler: goes by the order of optimizer's groups.*skip=\['scheduler'\]"
+    with pytest.raises(anyrank.CheckpointError, match=text):
+        resume(tmp_path, build(cuts[cut]))
+    report = resume(tmp_path, build(cuts[cut]), skip=["scheduler"])
+    assert report.components["optimizer"] == "exact"

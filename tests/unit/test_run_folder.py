@@ -379,6 +379,33 @@ def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPat
     assert [signal.getsignal(number) for number in WATCHED] == before
 
 
+def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
+    wishes: tuple[PendingSignals, list[int]],
+) -> None:
+    first, reached = wishes
+    second, dropped = PendingSignals(), PendingSignals()
+    second.watch()
+    dropped.watch()
+    del dropped
+    signal.raise_signal(signal.SIGTERM)
+    assert (first.take(), second.take()) == (signal.SIGTERM, signal.SIGTERM)
+    first.restore()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (first.take(), second.take()) == (None, signal.SIGUSR1)
+    second.restore()
+    signal.raise_signal(signal.SIGUSR1)
+    assert reached == [signal.SIGUSR1]
+
+
+def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
+    wishes: tuple[PendingSignals, list[int]],
+) -> None:
+    made, reached = wishes
+    PendingSignals.watching.discard(made)  # as of a run that was dropped without being closed
+    signal.raise_signal(signal.SIGTERM)
+    assert reached == [signal.SIGTERM]
+
+
 def test_a_signal_between_any_two_instructions_is_not_lost(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:

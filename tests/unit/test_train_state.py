@@ -547,6 +547,103 @@ def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, number: signal
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("how", ["with", "close"])
+def test_a_sigterm_after_the_last_boundary_reaches_the_process_at_the_end(
+    tmp_path: Path, how: str
+) -> None:
+    reached: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: reached.append(number))
+    try:
+        state = anyrank.TrainState(*build())
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            ckpts.step_done()
+            signal.raise_signal(signal.SIGTERM)  # as in a last evaluation
+            if how == "close":
+                ckpts.save()
+                ckpts.close()
+            assert reached == ([] if how == "with" else [signal.SIGTERM])
+        assert reached == [signal.SIGTERM]
+        assert [one.step for one in ckpts.saved()] == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("where", ["commit", "_advance"])
+def test_a_step_that_was_interrupted_while_it_was_counted_is_not_trained_again(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    loader = anyrank.ElasticLoader(torch.randn(16, 4), global_batch=4, microbatch=2)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def train(ckpts: anyrank.Checkpoints, interrupted: int | None = None) -> None:
+        for step in ckpts.steps(until=3):
+            for x in step.microbatches(model):
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.number == interrupted:
+                monkeypatch.setattr(loader, where, interrupt)
+
+    with anyrank.Checkpoints(tmp_path, state, every=1) as ckpts:
+        with pytest.raises(KeyboardInterrupt):
+            train(ckpts, 1)
+        monkeypatch.undo()
+        for call in (lambda: train(ckpts), ckpts.step_done, ckpts.save):
+            with pytest.raises(anyrank.CheckpointError, match="interrupted while it was counted"):
+                call()
+        ckpts.resume("must")
+        train(ckpts)
+        assert [one.step for one in ckpts.saved()] == [3, 2, 1]
+
+
+class Counts(nn.Linear):
+    """A module with a value of its own in its state_dict()."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "count"] = torch.ones(())
+
+
+class Whole(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), "count": torch.ones(())}
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update({f"{prefix}count": torch.ones(())})
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Counts(4, 4),
+        lambda: nn.Sequential(nn.Linear(4, 4), Counts(4, 4)),
+        lambda: Whole(4, 4),
+        hooked,
+    ],
+    ids=["override", "inside", "state_dict", "hook"],
+)
+def test_what_only_a_modules_own_code_saves_is_refused_by_name(tmp_path: Path, make: Any) -> None:
+    with pytest.raises(anyrank.CheckpointError, match=r"by its own code.*count: register them"):
+        save(tmp_path, anyrank.TrainState(make()))
+
+
+def test_own_code_that_adds_nothing_is_saved_as_ever(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    model.register_state_dict_post_hook(lambda *_: None)
+    state = anyrank.TrainState(torch.compile(model, backend="eager"))
+    save(tmp_path, state)
+    assert resume(tmp_path, state).components["model"] == "exact"
+
+
 def test_what_differs_is_logged_as_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

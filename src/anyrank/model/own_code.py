@@ -1,4 +1,4 @@
-"""Code of modules that runs in `load_state_dict`: hooks, overrides, and extra state.
+"""Code of modules that runs in `load_state_dict` or `state_dict`: hooks, overrides, extra state.
 
 `load` moves bytes and does not go through `load_state_dict`. A module that would change values on
 the way is given the loaded values again, through its own code, where it holds its tensors whole;
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from anyrank.model.tensors import ModelTensor, plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
 from anyrank.tensors.walk import places
 
+LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
 
 
@@ -134,6 +135,26 @@ class OwnCode:
         done.ran.append(_title(key))
 
 
+def added_to_state_dict(module: nn.Module, targets: Iterable[ModelTensor]) -> list[str]:
+    """Keys that its modules' own code adds to `state_dict()`, and that are no tensors of it.
+
+    `targets` are all of its tensors. Extra state is no such key.
+    """
+    names = ("_state_dict_hooks", "_state_dict_pre_hooks")
+    if not any(
+        _is_own(_definer(plain_class(inner), method))
+        for inner in module.modules()
+        for method in ("state_dict", "_save_to_state_dict")
+    ) and not any(_is_own(hook) for m in module.modules() for hook in _hooks(m, names)):
+        return []
+    known = {name for target in targets for name in target.flat_names()}
+    return [
+        key
+        for key in module.state_dict()
+        if not _is_extra(key) and known.isdisjoint(candidates(key))
+    ]
+
+
 def _extra_key(path: str) -> str:
     return f"{path}.{EXTRA_STATE}".lstrip(".")
 
@@ -178,8 +199,7 @@ def _outermost(
         yield from _outermost(child, seen, f"{path}.{name}".lstrip("."))
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    names = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+def _hooks(module: nn.Module, names: Sequence[str] = LOAD_HOOKS) -> list[Any]:
     return [hook for name in names for hook in vars(module)[name].values()]
 
 

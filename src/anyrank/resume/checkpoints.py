@@ -267,8 +267,9 @@ class Checkpoints:
                 check_complete(self._state.data)
             return self._writer.failed, self._signals.take(), *self._writer.due()
 
-        flags = ranks.together("completing the step", here)
-        self._counter.count()
+        with self._counter.at_boundary():
+            flags = ranks.together("completing the step", here)
+            self._counter.count()
         mine, signals = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
         try:
             if any(flag[0] for flag in flags):
@@ -370,6 +371,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._release()
+        self._signals.pass_on()
 
     def _release(self) -> None:
         self._signals.restore()
@@ -395,3 +397,4 @@ class Checkpoints:
             self.wait()
         finally:
             self._release()
+        self._signals.pass_on()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
+EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # of `break` and `return`; the second from CPython 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
 
@@ -151,7 +153,20 @@ class StepCounter:
         elif on_purpose and is_complete(step):
             self.count()
         else:
-            run_parts(self._state).unusable = lost_step(step, on_purpose)
+            why = EARLY_STEP if on_purpose else "an exception left it after the optimizer's step"
+            run_parts(self._state).unusable = lost_step(step.number, why)
+
+    @contextlib.contextmanager
+    def at_boundary(self) -> Generator[None]:
+        """What is interrupted in here (Ctrl-C) leaves a step that moved the state, uncounted."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            why = "it was interrupted while it was counted"
+            run_parts(self._state).unusable = lost_step(self._state.step, why)
+            raise
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
@@ -221,14 +236,9 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     return lambda: state.epoch >= limit
 
 
-def lost_step(step: Step, on_purpose: bool) -> str:
+def lost_step(number: int, why: str) -> str:
     """What is wrong with a state that a step moved without being counted."""
-    why = (
-        "the optimizer stepped before all of its microbatches were run"
-        if on_purpose
-        else "an exception left it after the optimizer's step"
-    )
-    return f"step {step.number} does not count, and moved the weights: {why}"
+    return f"step {number} does not count, and moved the weights: {why}"
 
 
 def writes_to(state: TrainState) -> int:

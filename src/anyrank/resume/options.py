@@ -13,6 +13,11 @@ from anyrank.resume.select_step import VERIFY
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.ranks import Ranks
 
+RENAMED = (
+    "for a run whose model has other names now, start a new run from its weights: "
+    "anyrank.load(model, path, rename=...)"
+)
+
 
 @dataclass(frozen=True)
 class ResumeArguments:
@@ -48,7 +53,7 @@ class ResumeArguments:
             if isinstance(given, str) or not isinstance(given, Sequence):
                 raise TypeError(f"{name}={given!r}: give a list of names")
         if self.rename is not None and self.path is None:
-            raise ValueError("rename= is for another tool's checkpoint: give its path")
+            raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMED}")
         renamer(self.rename)
 
     def agree(self, ranks: Ranks) -> None:

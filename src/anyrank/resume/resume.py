@@ -10,7 +10,7 @@ from anyrank.files.storage import absolute
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import is_step, steps_of
 from anyrank.resume.adopt import adopt
-from anyrank.resume.options import ResumeArguments
+from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
 from anyrank.resume.select_step import StepSearch
 from anyrank.saving.peers import PeerMemory
@@ -89,7 +89,9 @@ def _from_elsewhere(
         resuming = adopt(state, path, arguments, ranks)
         return _resumed(resuming, resuming.report(folder, verify), ranks)
     if arguments.rename is not None:
-        raise ValueError(f"rename= is for another tool's checkpoint, and {path} is a run's")
+        raise ValueError(
+            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMED}"
+        )
     other = RunFolder(store_for(found[0]), found[0])
     search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
     resuming = resume_newest(state, search, ranks, arguments)

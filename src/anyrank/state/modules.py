@@ -16,6 +16,7 @@ from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.model.allocate import allocate, default_device, device_for
+from anyrank.model.own_code import added_to_state_dict
 from anyrank.model.replace import put_in_place
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.json_codec import from_json, to_json
@@ -62,7 +63,7 @@ def save_module(
 
     Raises:
         CheckpointError: a tensor on meta, sparse or quantised, a conj or neg view, or two of one
-            name.
+            name; values that only the module's own code knows.
         LoadError: a frozen part was written to; a tensor whose bytes cannot be placed.
     """
     frozen: dict[str, Any] = {}
@@ -79,6 +80,15 @@ def save_module(
         raise CheckpointError(
             listed(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
+        )
+    added = added_to_state_dict(module, targets)
+    if added:
+        raise CheckpointError(
+            listed(
+                f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
+                added,
+            )
+            + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
         )
     named = [in_part(part, target) for target in mine]
     for target in named:

@@ -24,11 +24,17 @@ from anyrank.state.opaque import (
     overrides,
     save_opaque,
 )
+from anyrank.state.optimizer_groups import (
+    IMPLEMENTATION,
+    Names,
+    are_regrouped,
+    check_options,
+    fit_groups,
+)
 from anyrank.state.part_types import (
     Matched,
     Saved,
     Stored,
-    differences,
     hold_to_save,
     layout_digest,
     listed,
@@ -44,10 +50,7 @@ from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
-# How a step is computed, not what: a run goes on with what its optimizer is made with now.
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 How = Literal["like", "replicated", "plain"]  # as its parameter, or whole on the same mesh, or so
-Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
@@ -145,7 +148,8 @@ def match_optimizer(
         return Matched(stored.moved("", ""), problems=[problem])
     matched = Matched(stored.moved("", ""))
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
+    groups, fresh = fit_groups(part, optimizer, record, names, stored, matched.problems)
+    matched.is_regrouped = are_regrouped(groups, len(record["groups"]))
     unknown = [name for name in record["state"] if name not in by_name]
     if unknown:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
@@ -169,7 +173,7 @@ def match_optimizer(
         if number is not None
     ]
     for number, (group, saved) in enumerate(pairs):
-        matched.problems += _check_options(f"{part}: group {number}", saved, group)
+        matched.problems += check_options(f"{part}: group {number}", saved, group)
     extra = _table(record["extra"], other)
     matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
     if fresh:
@@ -206,83 +210,6 @@ def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{str(tree)[:80]} is no table of an optimizer's")
     return cast("dict[Any, Any]", value)
-
-
-def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters of a saved group that are of another kind than the optimizer's.
-
-    Raises:
-        CorruptCheckpoint: its learning rate is absent, or none.
-    """
-    lr = saved.get("lr", ...)
-    if "lr" in now and _kind_of(lr) not in ("number", "None"):
-        found = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
-        raise CorruptCheckpoint(f"{where} has {found} in the checkpoint, which is damaged")
-    return [
-        f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
-        "optimizer as it was"
-        for key in sorted(saved.keys() & now.keys() - {*IMPLEMENTATION})
-        if len({_kind_of(saved[key]), _kind_of(now[key])} - {"None"}) > 1
-    ]
-
-
-def _kind_of(value: Any) -> str:
-    """The kind of a hyperparameter, within which its type may change."""
-    if isinstance(value, int | float | torch.Tensor):
-        return "number"
-    if isinstance(value, list | tuple):
-        return "sequence"
-    return "None" if value is None else type(value).__name__
-
-
-def _fit_groups(
-    part: str,
-    optimizer: Optimizer,
-    record: Any,
-    names: Names,
-    stored: Stored,
-    problems: list[str],
-) -> tuple[list[int | None], list[str]]:
-    """For each group of the optimizer, the saved group whose hyperparameters it takes; and the
-    parameters that start fresh. A group of these alone keeps its own hyperparameters.
-    """
-    home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
-    chosen: list[int | None] = []
-    seen: set[str] = set()
-    fresh: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        members = [names[id(parameter)].name for parameter in group["params"]]
-        seen.update(members)
-        new = [name for name in members if name not in home]
-        unasked = [name for name in new if not stored.is_fresh(name)]
-        if unasked:
-            problems.append(
-                listed(f"{part}: parameters that the checkpoint's had not", unasked)
-                + f": if they are to start anew, resume with fresh={unasked[:1]!r}, or a pattern"
-            )
-            continue
-        fresh += new
-        sources = sorted({home[name] for name in members if name in home})
-        if not sources:
-            alone = bool(members) or number >= len(record["groups"])
-            chosen.append(None if alone else number)
-            continue
-        first = record["groups"][sources[0]]["options"]
-        for other in sources[1:]:
-            options = record["groups"][other]["options"]
-            if options != first:
-                problems.append(
-                    f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
-                    f"of the checkpoint, whose hyperparameters differ ("
-                    f"{differences(first, options)}): group them as they were"
-                )
-        chosen.append(sources[0])
-    gone = [name for name in home if name not in seen]
-    if gone:
-        problems.append(
-            listed(f"{part}: parameters of the checkpoint's that it no longer has", gone)
-        )
-    return chosen, fresh
 
 
 class _Taker:

@@ -56,6 +56,7 @@ class Matched:
         fills: memory that is filled, the same list on all ranks.
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
+        is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
         has_meta_buffers: whether buffers that no checkpoint holds are on meta.
     """
 
@@ -63,6 +64,7 @@ class Matched:
     fills: list[Fill] = field(default_factory=list[Fill])
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
+    is_regrouped: bool = False
     has_meta_buffers: bool = False
 
 

@@ -257,6 +257,7 @@ class RunParts:
                 matched[part] = match_optimizer(part, value, record, stored, names, rank)
             else:
                 matched[part] = match_stateful(part, cast("Stateful", value), record, stored, rank)
+        self._check_schedulers(matched)
         loader, data = matched.get("data"), self.parts.get("data")
         if loader and not stored.same_ranks and not isinstance(data, Position):
             loader.outcome = Outcome(
@@ -265,6 +266,20 @@ class RunParts:
                 "it knows what that means here, and samples may be repeated or lost",
             )
         return matched
+
+    def _check_schedulers(self, matched: Mapping[str, Matched]) -> None:
+        """Refuse schedulers, which count groups, for an optimizer that has them otherwise."""
+        regrouped = {
+            id(self.parts[name]): name for name, part in matched.items() if part.is_regrouped
+        }
+        for name, part in matched.items():
+            optimizer = regrouped.get(id(getattr(self.parts[name], "optimizer", None)))
+            if optimizer is not None:
+                part.problems.append(
+                    f"{name}: goes by the order of {optimizer}'s groups, which are not those of "
+                    f"the checkpoint: make them in the same order, or leave {name} as it is with "
+                    f"skip=[{name!r}]"
+                )
 
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
