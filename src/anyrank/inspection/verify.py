@@ -112,7 +112,8 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         TypeError: neither path, list of paths nor dict of tensors, or finite is no bool.
     """
     check_source(source)
-    if finite not in (True, False):
+    given: object = finite
+    if not isinstance(given, bool):
         raise TypeError(f"finite={finite!r}: give True or False")
     found = _Found([], set())
     path = name_of(source)
