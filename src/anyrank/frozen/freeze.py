@@ -86,7 +86,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         TypeError: no module; a TorchScript module, whose class cannot change; a source that is no
             path.
     """
-    given: object = module
+    given: Any = module  # whatever it is
     if not isinstance(given, nn.Module):
         raise TypeError(f"freeze() takes a torch.nn.Module, not {type(given).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
