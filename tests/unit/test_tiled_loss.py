@@ -427,6 +427,13 @@ def test_every_form_refuses_a_smoothing_out_of_range(
         anyrank.tiled_loss(head(), hidden, labels, chunk_size=4, label_smoothing=smoothing, **form)
 
 
+@pytest.mark.parametrize("option", ["chunk_size", "grad_dtype"])
+def test_options_of_another_type_are_refused(option: str) -> None:
+    hidden, labels = data(10)
+    with pytest.raises(TypeError, match=f"{option}=2.5: give a"):
+        anyrank.tiled_loss(head(), hidden, labels, **{option: 2.5})
+
+
 def test_an_argument_that_cannot_be_cut_is_refused() -> None:
     hidden, labels = data(10)
     with pytest.raises(ValueError, match=r"argument 0 after labels is \[3\]"):

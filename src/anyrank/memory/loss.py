@@ -23,6 +23,8 @@ from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
 from anyrank.memory.captured import Captured
 from anyrank.memory.tile import Tiled
+from anyrank.memory.tile_weights import check_grad_dtype
+from anyrank.memory.tiling_dims import check_chunk_size
 
 
 def tiled_loss(
@@ -95,6 +97,7 @@ def tiled_loss(
         loss.backward()
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
+    check_grad_dtype(grad_dtype)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
     mesh = mesh_for(fn, hidden)
     hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
@@ -268,8 +271,7 @@ def check(
         raise ValueError(f'reduction={reduction!r}: give "mean", "sum" or "none"')
     if impl not in ("auto", "recompute", "fused"):
         raise ValueError(f'impl={impl!r}: give "auto", "recompute" or "fused"')
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: give at least 1 token")
+    check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor) and count is not None and count < 0:
         raise ValueError(f"count={count}: give at least 0 tokens")
     if count is not None and reduction != "mean":

@@ -84,6 +84,15 @@ class RegionOptions:
     generators: tuple[Source, ...]
     resident: Callable[[], Collection[int]]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.offload, Offload | None):
+            raise TypeError(f"offload={self.offload!r}: give an anyrank.Offload")
+        if self.context_fn is not None and not callable(self.context_fn):
+            raise TypeError(
+                f"context_fn={self.context_fn!r}: give a function that returns two contexts, as "
+                "create_selective_checkpoint_contexts of torch.utils.checkpoint does"
+            )
+
 
 def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
     """Generators as sources of random numbers.
