@@ -105,6 +105,30 @@ def test_every_family_computes_the_same_with_all_three(family: str) -> None:
     assert_close(loss_and_grads(model), plain)
 
 
+BLOOM = transformers.BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=96)
+MPT = transformers.MptConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=96, max_seq_len=32)
+
+
+@pytest.mark.parametrize("config", [BLOOM, MPT])
+def test_mlps_that_add_a_residual_are_tiled_with_it(config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    plain = loss_and_grads(model)
+    assert len(tile_mlps(model, 5).names) == 2
+    assert_close(loss_and_grads(model), plain)
+
+
+def test_mlps_that_need_all_rows_at_a_time_stay_whole_and_are_named(caplog: Any) -> None:
+    model = transformers.RwkvModel(
+        transformers.RwkvConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2)
+    )
+    with pytest.raises(ValueError, match="no MLP to tile"):
+        tile_mlps(model)
+    assert (
+        "2 modules stay whole, as blocks.0.feed_forward, whose forward takes state" in caplog.text
+    )
+
+
 def test_the_number_of_items_divides_the_tiled_loss() -> None:
     model = make("llama")
     plain = model(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,60 @@ def test_what_is_no_model_and_no_source() -> None:
 def test_a_mesh_that_has_no_such_ranks(mesh: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"a mesh of 2x3 has 6 ranks|not a positive number"):
         anyrank.plan(nn.Linear(3, 3), WEIGHTS, **mesh)
+
+
+@pytest.mark.parametrize("mesh", [3, (), {}, object(), float("nan"), True, lambda: 3])
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(TypeError, match=r"mesh=.*: give the sizes of its axes"):
+        anyrank.plan(nn.Linear(3, 3), WEIGHTS, mesh=mesh)
+    with pytest.raises(ValueError, match="world_size=0 is not a positive number"):
+        anyrank.plan(nn.Linear(3, 3), WEIGHTS, world_size=0)
+
+
+RENAMES: list[tuple[Any, str]] = [
+    ({1: "x"}, "rename= takes keys and names as text, not 1: 'x'"),
+    ({"x": None}, "rename= takes keys and names as text, not 'x': None"),
+    ([("x", 3)], "3 is no text to put in place"),
+]
+
+
+@pytest.mark.parametrize(("rename", "words"), RENAMES)
+def test_a_rename_that_is_not_of_texts(rename: Any, words: str, tmp_path: Path) -> None:
+    calls: list[Any] = [
+        lambda: load(rename=rename),
+        lambda: anyrank.plan(nn.Linear(3, 3), WEIGHTS, rename=rename),
+        lambda: anyrank.sync(nn.Linear(3, 3), nn.Linear(3, 3), rename=rename),
+        lambda: anyrank.convert(WEIGHTS, tmp_path / "out", rename=rename),
+        lambda: anyrank.convert(nn.Linear(3, 3), tmp_path / "out", rename=rename),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=re.escape(words)):
+            call()
+
+
+def test_a_layout_function_that_fails_is_named() -> None:
+    def layout() -> None: ...
+
+    with pytest.raises(anyrank.LoadError, match=r"layout= failed for weight: TypeError: "):
+        load(layout=layout)
+
+
+@pytest.mark.parametrize("given", [3, None, "x", {}, torch.ones(1), lambda: 3])
+def test_what_is_no_module_and_no_path(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"freeze\(\) takes a torch.nn.Module, not "):
+        anyrank.freeze(given)
+    if given != "x":
+        for src in (WEIGHTS, nn.Linear(3, 3)):
+            with pytest.raises(TypeError, match="dst= takes a path or a URL, not "):
+                anyrank.convert(src, given)
+        with pytest.raises(TypeError, match=r"device= takes a torch.device or its name, not "):
+            anyrank.materialize(nn.Linear(3, 3), device=[given])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"finite=.*: give True or False"):
+            anyrank.verify(WEIGHTS, finite=given)
+    with pytest.raises(
+        TypeError, match=r"source= takes a path, a URL or a list of files, not 1 in"
+    ):
+        anyrank.freeze(nn.Linear(3, 3), source=[1])  # type: ignore[list-item]
 
 
 def test_a_wrong_argument_of_materialize() -> None:

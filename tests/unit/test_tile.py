@@ -519,8 +519,8 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], st
     "a dim that is no int": (
         {"in_dims": (1.5,)},
         lambda t: t(X),
-        ValueError,
-        "dims 1.5 do not",
+        TypeError,
+        "an int or None, not 1.5",
     ),
     "no such dim": ({"in_dims": 3}, lambda t: t(X), ValueError, r"no dim 3 in \[2, 10, 6\]"),
     "too many": ({"in_dims": (1, 1)}, lambda t: t(X), ValueError, "2 entries for 1 positional"),
@@ -560,6 +560,25 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
     options, call, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         call(anyrank.tile(Mlp(), **{"chunk_size": 4, **options}))
+
+
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "give at least 1 row": {"chunk_size": -3},
+    "chunk_size=2.5: give an int": {"chunk_size": 2.5},
+    "an int or None, not 'a'": {"out_dims": {"x": "a"}},
+    "='a': a dim is an int or None": {"dim": "a"},
+    r"in_dims names \['rows'\], and the arguments are x": {"in_dims": {"rows": 0}},
+    "grad_dtype=torch.int32: give a floating": {"grad_dtype": torch.int32},
+    "grad_dtype='float32': give a floating": {"grad_dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_OPTIONS)
+def test_wrong_options_are_refused_before_a_module_is_patched(message: str) -> None:
+    model = nn.Sequential(Mlp())
+    with pytest.raises((TypeError, ValueError), match=message):
+        anyrank.tile_(model, "*", **BAD_OPTIONS[message])
+    assert "forward" not in vars(model[0])
 
 
 @dataclasses.dataclass

@@ -166,15 +166,6 @@ def test_what_is_cut_along_with_the_labels_can_be_said(in_dims: Any) -> None:
     assert seen == list(zip(*lengths, strict=True))
 
 
-@pytest.mark.parametrize("impl", ["fused", "recompute"])
-def test_labels_of_32_bits(impl: Any) -> None:
-    module = head()
-    hidden, labels = data(9)
-    ours = anyrank.tiled_loss(module, hidden, labels.int(), chunk_size=4, impl=impl)
-    plain = full(module, hidden, labels)
-    assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
-
-
 class Lora(nn.Module):
     """A head with an adapter on a frozen base."""
 
@@ -397,6 +388,50 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
     options = {"labels": labels, "chunk_size": 4, **options}
     with pytest.raises(ValueError, match=message):
         anyrank.tiled_loss(fn, hidden, **options)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"impl": "fused"},
+    {"impl": "recompute"},
+    {"reduction": "none"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_every_form_takes_labels_of_any_integers(dtype: torch.dtype, form: dict[str, Any]) -> None:
+    module = head()
+    hidden, labels = data(10, ignored=0)
+    plain = full(module, hidden, labels)
+    mine = anyrank.tiled_loss(module, hidden, labels.to(dtype), chunk_size=4, **form).mean()
+    assert_close(with_grads(mine, module, hidden), with_grads(plain, module, hidden))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool])
+def test_every_form_refuses_labels_that_are_no_integers(
+    dtype: torch.dtype, form: dict[str, Any]
+) -> None:
+    hidden, labels = data(10)
+    with pytest.raises(TypeError, match=f"labels are {dtype}: class indices are integers"):
+        anyrank.tiled_loss(head(), hidden, labels.to(dtype), chunk_size=4, **form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("smoothing", [-0.1, 1.5, float("nan")])
+def test_every_form_refuses_a_smoothing_out_of_range(
+    smoothing: float, form: dict[str, Any]
+) -> None:
+    hidden, labels = data(10)
+    with pytest.raises(ValueError, match="give a number from 0 to 1"):
+        anyrank.tiled_loss(head(), hidden, labels, chunk_size=4, label_smoothing=smoothing, **form)
+
+
+@pytest.mark.parametrize("option", ["chunk_size", "grad_dtype"])
+def test_options_of_another_type_are_refused(option: str) -> None:
+    hidden, labels = data(10)
+    with pytest.raises(TypeError, match=f"{option}=2.5: give a"):
+        anyrank.tiled_loss(head(), hidden, labels, **{option: 2.5})
 
 
 def test_an_argument_that_cannot_be_cut_is_refused() -> None:

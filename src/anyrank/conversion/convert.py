@@ -109,7 +109,10 @@ def convert(
 
     def checked() -> ConvertOptions:
         options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
-        given: Any = model  # whatever was given
+        path: Any = dst  # whatever was given, as is model
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"dst= takes a path or a URL, not {type(path).__name__}")
+        given: Any = model
         if not isinstance(given, nn.Module | None):
             raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
         if not isinstance(src, nn.Module):

@@ -83,8 +83,12 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         The same module object.
 
     Raises:
-        TypeError: a TorchScript module, whose class cannot change; a source that is no path.
+        TypeError: no module; a TorchScript module, whose class cannot change; a source that is no
+            path.
     """
+    given: Any = module  # whatever it is
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"freeze() takes a torch.nn.Module, not {type(given).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             "a TorchScript module cannot be frozen: its class is fixed; put it into a plain module "
@@ -209,7 +213,11 @@ def _paths(source: Any) -> str | tuple[str, ...]:
         return os.fspath(source)
     if not isinstance(source, Sequence):
         raise TypeError(f"source= takes a path, a URL or a list of files, not {type(source)}")
-    return tuple(os.fspath(path) for path in source)
+    paths: Sequence[Any] = source
+    for path in paths:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"source= takes a path, a URL or a list of files, not {path!r} in it")
+    return tuple(os.fspath(path) for path in paths)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
@@ -112,7 +113,8 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         TypeError: neither path, list of paths nor dict of tensors, or finite is no bool.
     """
     check_source(source)
-    if finite not in (True, False):
+    given: Any = finite  # whatever it is
+    if not isinstance(given, bool):
         raise TypeError(f"finite={finite!r}: give True or False")
     found = _Found([], set())
     path = name_of(source)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import anyrank
+
+log = logging.getLogger("anyrank.integrations")
 
 MLPS = ("mlp", "feed_forward", "ffn", "shared_expert", "shared_experts", "shared_mlp")
 
@@ -90,8 +94,10 @@ def tile_mlps(
     """Run the MLPs of a transformers model in tiles of tokens, as `anyrank.tile_` does.
 
     Finds dense MLPs, vision towers' and shared experts included, and the experts of MoE layers: of
-    these, the block around them stays whole, which computes the router's logits once. Each rank by
-    itself, before or after wrapping.
+    these, the block around them stays whole, which computes the router's logits once. An MLP that
+    takes more than rows and their residual (the height of an image, a state, a mask) may need all
+    rows at a time: it stays whole, and a warning names it. Each rank by itself, before or after
+    wrapping.
 
     Args:
         model: a model, wrapped or not; PEFT's too.
@@ -102,7 +108,7 @@ def tile_mlps(
         A handle whose `remove()` restores the model, and whose `names` lists the modules.
 
     Raises:
-        ValueError: the model has no module of such a name; names a way.
+        ValueError: the model has no such module; names a way.
 
     Example::
 
@@ -114,8 +120,7 @@ def tile_mlps(
     """
     inner, found, undo = _inner(model), list[str](), list[Callable[[], object]]()
     try:
-        for name, is_experts in _mlps(inner):
-            dims: dict[str, Any] = {"in_dims": (0, 0, 0), "out_dims": 0} if is_experts else {}
+        for name, dims in _mlps(inner):
             handle = anyrank.tile_(
                 inner, name, chunk_size=chunk_size, grad_dtype=grad_dtype, **dims
             )
@@ -129,7 +134,8 @@ def tile_mlps(
         hint = "anyrank.tile_(model, pattern) takes any module's name"
         if any(hasattr(part, "chunk_size_feed_forward") for part in inner.modules()):
             hint = f"make it with config.chunk_size_feed_forward, or {hint}"
-        raise ValueError(f"{type(inner).__name__} has no module named {', '.join(MLPS)}: {hint}")
+        names = ", ".join(MLPS)
+        raise ValueError(f"{type(inner).__name__} has no MLP to tile ({names}): {hint}")
     return MemoryHandle(found, undo)
 
 
@@ -264,11 +270,34 @@ def _inner(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"{type(model).__name__} holds no transformers model: give one")
 
 
-def _mlps(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Name of each MLP, and whether it is a layer's experts."""
+def _mlps(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of each MLP and of each layer's experts, and the dims of `tile_`."""
+    whole: dict[str, list[str]] = {}
     for name, part in model.named_modules():
         last = name.rpartition(".")[2]
         if last == "experts" and not isinstance(part, nn.ModuleList):
-            yield name, True
+            yield name, {"in_dims": (0, 0, 0), "out_dims": 0}
         elif last in MLPS and not hasattr(part, "experts"):
-            yield name, False
+            rows, *others = _arguments(part) or [""]
+            unknown = [each for each in others if each not in ("residual", "layer_idx")]
+            if unknown:
+                whole[name] = unknown
+            else:
+                yield name, {"in_dims": {rows: -2, "residual": -2}} if "residual" in others else {}
+    if whole:
+        name, arguments = next(iter(whole.items()))
+        log.warning(
+            "tile_mlps: %d modules stay whole, as %s, whose forward takes %s besides rows of "
+            "tokens; if each row is computed alone, give in_dims to anyrank.tile_",
+            len(whole),
+            name,
+            ", ".join(arguments),
+        )
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """Names of what a module's forward takes, without `*args` and `**kwargs`."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [
+        each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]

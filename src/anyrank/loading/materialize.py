@@ -161,6 +161,9 @@ def _check_no_source(tensor: ModelTensor) -> None:
 
 
 def _device_of(device: torch.device | str) -> torch.device:
+    given: Any = device  # whatever it is
+    if isinstance(given, bool) or not isinstance(given, (torch.device, str, int)):
+        raise TypeError(f"device= takes a torch.device or its name, not {type(given).__name__}")
     try:
         return torch.device(device)
     except RuntimeError as error:

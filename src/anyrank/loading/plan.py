@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -203,10 +203,13 @@ def _mesh_sizes(
         ValueError, TypeError: an argument that is no positive whole number, or a mesh that does not
             multiply to `world_size`.
     """
+    given: Any = mesh  # whatever it is
+    if given is not None and not (isinstance(given, Sequence) and given):
+        raise TypeError(f"mesh={given!r}: give the sizes of its axes, as (2, 4)")
     sizes = tuple(mesh) if mesh is not None else (1 if world_size is None else world_size,)
     for name, values in (
-        ("mesh", sizes),
         ("world_size", [world_size]),
+        ("mesh", sizes),
         ("ranks_per_node", [ranks_per_node]),
     ):
         for value in values:

@@ -72,7 +72,8 @@ class Captured:
         self.named: list[tuple[str, nn.Module]] = []
         self.tensors: list[Place] = []
         self.generators: list[Source] = []
-        given = [fn, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))]
+        others = (leaf for leaf in leaves if type(leaf) not in PLAIN)
+        given = [fn, *(leaf for leaf in others if not isinstance(leaf, torch.Tensor))]
         waiting = [Place(given, n, type(each).__name__) for n, each in enumerate(given)]
         seen = set[tuple[int, int]]()
         seen_modules = set[nn.Module]()
@@ -120,7 +121,8 @@ class Captured:
 def reached_from(place: Place, value: Any) -> list[Place]:
     """The parts of a value, which is no module, that the function may use."""
     if isinstance(value, functools.partial):
-        given = (*items_of(place, value.args), *items_of(place, value.keywords))
+        whole = place._replace(names=None)
+        given = (*items_of(whole, value.args), *items_of(whole, value.keywords))
         return [Place((value.func,), 0, place.name), *given]
     if isinstance(value, types.MethodType):
         if isinstance(value.__self__, nn.Module):
@@ -146,13 +148,15 @@ def reached_from(place: Place, value: Any) -> list[Place]:
 
 
 def items_of(place: Place, value: Any) -> Generator[Place]:
-    """The places of the items of a list, tuple or dict."""
+    """The places of the items of a list, tuple or dict, without those of plain data."""
     if isinstance(value, list | tuple):
-        for n in range(min(len(cast("list[Any]", value)), MAX_OBJECTS)):
-            yield place.part(value, n, f"[{n}]")
+        for n, item in enumerate(cast("list[Any]", value)[:MAX_OBJECTS]):
+            if type(item) not in PLAIN:
+                yield place.part(value, n, f"[{n}]")
     elif isinstance(value, dict):
-        for key in list(cast("dict[Any, Any]", value))[:MAX_OBJECTS]:
-            yield place.part(value, key, f"[{key!r}]")
+        for key, item in list(cast("dict[Any, Any]", value).items())[:MAX_OBJECTS]:
+            if type(item) not in PLAIN:
+                yield place.part(value, key, f"[{key!r}]")
 
 
 def used_by(method: Any, owner: Any) -> Generator[Place]:

@@ -23,6 +23,8 @@ from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
 from anyrank.memory.captured import Captured
 from anyrank.memory.tile import Tiled
+from anyrank.memory.tile_weights import check_grad_dtype
+from anyrank.memory.tiling_dims import check_chunk_size
 
 
 def tiled_loss(
@@ -56,7 +58,7 @@ def tiled_loss(
     Args:
         fn: a module from [t, H] to logits [t, V], or a function from a tile to losses.
         hidden: [..., H], any floating dtype.
-        labels: [...], class indices (or whatever a function `fn` expects).
+        labels: [...], class indices, integers (or whatever a function `fn` expects).
         rest: further arguments of a function: a tensor whose shape begins with that of `labels` is
             tiled like it, anything else (and any parameter) is passed whole; `in_dims` overrides.
         chunk_size: tokens of a tile.
@@ -95,11 +97,15 @@ def tiled_loss(
         loss.backward()
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
+    check_grad_dtype(grad_dtype)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
     mesh = mesh_for(fn, hidden)
     hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
     check_cut(cut, rest, labels)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    head = fn if isinstance(fn, nn.Module) else None
+    if head is not None:
+        target = target.long()
     obstacle = why_not_fused(fn, hidden, reduction)
     if impl == "fused" and obstacle:
         raise ValueError(f'impl="fused" does not apply: {obstacle}; use impl="auto"')
@@ -107,12 +113,8 @@ def tiled_loss(
         args = (flat, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
         total: Any = FusedLoss.apply(*args, grad_dtype)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
-    head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
-        fn, target = (
-            functools.partial(head_loss, head, ignore_index, label_smoothing),
-            target.long(),
-        )
+        fn = functools.partial(head_loss, head, ignore_index, label_smoothing)
     more = [
         each if dim is None else each.flatten(0, labels.ndim - 1)
         for dim, each in zip(cut, rest, strict=True)
@@ -269,8 +271,7 @@ def check(
         raise ValueError(f'reduction={reduction!r}: give "mean", "sum" or "none"')
     if impl not in ("auto", "recompute", "fused"):
         raise ValueError(f'impl={impl!r}: give "auto", "recompute" or "fused"')
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: give at least 1 token")
+    check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor) and count is not None and count < 0:
         raise ValueError(f"count={count}: give at least 0 tokens")
     if count is not None and reduction != "mean":
@@ -282,8 +283,20 @@ def check(
             raise ValueError(
                 "further arguments are for a function; a head is called with hidden states only"
             )
+        check_as_cross_entropy(labels, label_smoothing)
     elif label_smoothing:
         raise ValueError("label_smoothing is for a head: a function computes its own loss")
+
+
+def check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None:
+    """Raises TypeError, ValueError: torch's `cross_entropy` has no use for such indices either."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(
+            f"labels are {labels.dtype}: class indices are integers; give labels.long(), or a "
+            "function that computes the loss of other labels"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: give a number from 0 to 1")
 
 
 PRODUCT_ROWS = 8192  # of the vocabulary

@@ -128,6 +128,7 @@ def recompute_(
     Raises:
         ValueError: no module matches, a module that matches is never called, or is recomputed
             already.
+        TypeError: an option is none that `recompute` takes.
 
     Example::
 
@@ -172,7 +173,8 @@ def tile_(
         A handle whose `remove()` restores the modules, and whose `names` lists them.
 
     Raises:
-        ValueError: no module matches, a module that matches is never called, or is tiled already.
+        ValueError, TypeError: no module matches, a module that matches is never called, or is tiled
+            already; an option is none that `tile` takes.
 
     Example::
 
@@ -185,6 +187,8 @@ def tile_(
     modules = find_modules(model, pattern)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
     unchecked = set(modules) if check else set[str]()
+    for name, module in modules.items():  # options that do not fit are refused here
+        Tiled(module.forward, name, chunk_size, ins, outs, grad_dtype, False)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tiled = Tiled(forward, name, chunk_size, ins, outs, grad_dtype, name in unchecked)

@@ -22,6 +22,9 @@ from anyrank.random_state.streams import Source, source_of
 
 T = TypeVar("T")
 
+# They would be passed on to the function, which may swallow them.
+OF_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
+
 
 def recompute(
     fn: Callable[..., T],
@@ -58,6 +61,7 @@ def recompute(
         What `fn` returns.
 
     Raises:
+        TypeError: an option is of another type, or one of torch's `checkpoint` (`use_reentrant`).
         RecomputeError: `fn` changed an argument in place. From backward: `fn` did not do the same
             when called again, or a parameter, an argument or a captured tensor that it reads was
             changed in between.
@@ -71,6 +75,11 @@ def recompute(
         y = anyrank.recompute(block, x)
         y.sum().backward()
     """
+    if foreign := kwargs.keys() & OF_CHECKPOINT:
+        raise TypeError(
+            f"{min(foreign)} is an option of torch's checkpoint: leave it out, as recompute is "
+            "never reentrant, sets random numbers back, and compares what the second run saves"
+        )
     settings = RegionOptions(offload, context_fn, sources(generators), resident_in(fn))
     return record_region(fn, args, kwargs, name_of(fn), settings)
 
@@ -83,6 +92,16 @@ class RegionOptions:
     context_fn: Callable[[], Contexts] | None
     generators: tuple[Source, ...]
     resident: Callable[[], Collection[int]]
+
+    def __post_init__(self) -> None:
+        offload: Any = self.offload
+        if offload is not None and not isinstance(offload, Offload):
+            raise TypeError(f"offload={offload!r}: give an anyrank.Offload")
+        if self.context_fn is not None and not callable(self.context_fn):
+            raise TypeError(
+                f"context_fn={self.context_fn!r}: give a function that returns two contexts, as "
+                "create_selective_checkpoint_contexts of torch.utils.checkpoint does"
+            )
 
 
 def sources(generators: Iterable[Any]) -> tuple[Source, ...]:

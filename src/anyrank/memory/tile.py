@@ -22,8 +22,15 @@ from anyrank.memory.tile_checks import (
     check_independence,
     check_tile_counts,
 )
-from anyrank.memory.tile_weights import WideWeights, clone_view_grads
-from anyrank.memory.tiling_dims import JoinedResults, TakeTile, TiledArguments, Tiling
+from anyrank.memory.tile_weights import WideWeights, check_grad_dtype, clone_view_grads
+from anyrank.memory.tiling_dims import (
+    JoinedResults,
+    TakeTile,
+    TiledArguments,
+    Tiling,
+    check_chunk_size,
+    check_dims,
+)
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 
@@ -100,8 +107,9 @@ class Tiled:
         grad_dtype: torch.dtype | None,
         check: bool,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size}: give at least 1 row")
+        check_chunk_size(chunk_size, "row")
+        check_dims("out_dims", out_dims)
+        check_grad_dtype(grad_dtype)
         self.label = f"tile({label})"
         self.arguments = TiledArguments(fn, in_dims, self.label)
         self.module = module_of(self.arguments.fn)

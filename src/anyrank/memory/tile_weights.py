@@ -26,6 +26,12 @@ from anyrank.memory.uncompiled import uncompiled
 Maybe = torch.Tensor | None
 
 
+def check_grad_dtype(dtype: Any) -> None:
+    """Raises TypeError: no dtype of gradients."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"grad_dtype={dtype!r}: give a floating torch.dtype, as torch.float32")
+
+
 class WideSum:
     """The sum of one parameter's gradients, during one backward pass."""
 

@@ -9,7 +9,7 @@ buffer for each, so one tile's tensors are alive at a time.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -101,6 +101,21 @@ def members(value: Any) -> dict[Any, Any] | None:
     return None
 
 
+def check_dims(name: str, dims: Any) -> None:
+    """Raises TypeError: an entry is no dim."""
+    for each in flatten(dims)[0]:
+        if isinstance(each, bool) or not (each is None or isinstance(each, int)):
+            raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {each!r}")
+
+
+def check_chunk_size(chunk_size: Any, unit: str) -> None:
+    """Raises TypeError, ValueError: no size of a tile."""
+    if not hasattr(chunk_size, "__index__"):
+        raise TypeError(f"chunk_size={chunk_size!r}: give an int")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: give at least 1 {unit}")
+
+
 class TiledArguments:
     """The arguments of a function to which `in_dims` applies.
 
@@ -111,9 +126,14 @@ class TiledArguments:
     def __init__(self, fn: Callable[..., Any], in_dims: Any, label: str) -> None:
         if isinstance(in_dims, bool) or not isinstance(in_dims, int | tuple | dict):
             raise TypeError(f"in_dims={in_dims!r}: give an int, a tuple or a dict of names")
+        check_dims("in_dims", in_dims)
         self.fn, self.args, self.kwargs = unwrap(fn, (), {})
         self.in_dims: Any = in_dims
         self.label = label
+        if isinstance(in_dims, dict) and not any(
+            p.kind is p.VAR_KEYWORD for p in self.parameters()
+        ):
+            self.check_names(cast("dict[str, Any]", in_dims))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Dims]:
         """The call, and the dims of its leaves."""
@@ -147,20 +167,27 @@ class TiledArguments:
             return [], dict.fromkeys(list(kwargs)[:1], self.in_dims)
         return self.by_name(args, kwargs)
 
-    def by_name(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        named: dict[str, Any] = self.in_dims
+    def parameters(self) -> list[inspect.Parameter]:
+        """What the function takes besides the arguments of a `functools.partial`."""
         forward: Any = getattr(self.fn, "forward", self.fn)
-        known = list(inspect.signature(forward).parameters)[len(self.args) :]
-        names = known[: len(args)] + [""] * (len(args) - len(known))
-        absent = named.keys() - {*names, *kwargs}
-        unknown = absent - set(known)
-        if unknown:
+        return list(inspect.signature(forward).parameters.values())[len(self.args) :]
+
+    def check_names(self, given: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Raises ValueError: a name is no argument."""
+        known = [each.name for each in self.parameters()]
+        if unknown := set(given) - {*known, *others}:
             raise ValueError(
                 f"{self.label}: in_dims names {sorted(unknown)}, and the arguments are "
                 f"{', '.join(known)}"
             )
+
+    def by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        named: dict[str, Any] = self.in_dims
+        self.check_names(named, kwargs)
+        known = [each.name for each in self.parameters()]
+        names = known[: len(args)] + [""] * (len(args) - len(known))
         return [named.get(name) for name in names], {k: v for k, v in named.items() if k in kwargs}
 
 

@@ -196,6 +196,14 @@ def apply_layouts(
     return meshes
 
 
+def _answer(given: Callable[[str], Any], name: str) -> Any:
+    """What a function of the user's says of a name."""
+    try:
+        return given(name)
+    except Exception as error:
+        raise LoadError(f"layout= failed for {name}: {type(error).__name__}: {error}") from error
+
+
 def _chosen(
     tensors: Sequence[ModelTensor], given: GivenLayout, strict: bool
 ) -> list[tuple[int, RankMesh, tuple[Placement, ...]]]:
@@ -208,7 +216,7 @@ def _chosen(
         names = list(dict.fromkeys(every))
         value: Any = None
         if callable(given):
-            answers = (given(name) for name in names)
+            answers = (_answer(given, name) for name in names)
             value = next((answer for answer in answers if answer is not None), None)
         elif given is not None:
             keys = [k for k in given if any(n == k or fnmatch.fnmatchcase(n, k) for n in names)]

@@ -15,6 +15,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.model.adapter_rules import BASE_FIRST, adapter_rule, is_adapter_layer
+from anyrank.model.parametrised import before_parametrisation, originals_of, plain_stand_in
 from anyrank.model.tensors import ModelTensor, Registration, plain_class, plain_copy
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import derive
@@ -57,6 +58,9 @@ class Initialiser:
         """
         if 0 in target.shape:
             return "nothing to fill"
+        before = before_parametrisation(target)
+        if before is not None:
+            return self._fill_parametrised(target, before, local)
         blank = torch.empty(target.shape, dtype=target.dtype, device=local.device)
         _blank(blank)
         is_parameter = target.kind == "parameter"
@@ -73,10 +77,30 @@ class Initialiser:
                 self._swap(place, old)
         if value.shape != blank.shape or value.is_meta or _is_blank(value):
             return None
-        for piece in target.pieces:
-            part = local[Box(piece.local, piece.box.sizes).slices()]
-            part.copy_(value.detach()[piece.box.slices()])
+        _give(target, local, value)
         return name
+
+    def _fill_parametrised(
+        self, target: ModelTensor, before: ModelTensor, local: torch.Tensor
+    ) -> str | None:
+        """As `fill`, of what a parametrised tensor is computed from."""
+        self._stand_in(target.registrations[0].module)
+        try:
+            with plain_stand_in(self.stand_ins, before, local.device) as wanted, torch.no_grad():
+                _blank(wanted)
+                name = self._run(before, local.device)
+                if _is_blank(wanted):
+                    return None
+                value = originals_of(self.stand_ins, target, wanted.detach())
+        except LoadError:
+            raise
+        except Exception as error:  # of the parametrisation
+            raise LoadError(
+                f"{target.name}: its parametrisation gives it no first value ({error}): build and "
+                "initialise this module on the CPU, or load its weights"
+            ) from error
+        _give(target, local, value)
+        return f"{name}, parametrised"
 
     def _run(self, target: ModelTensor, device: torch.device) -> str | None:
         """Run the rules under the tensor's seed; the global generators keep their states."""
@@ -167,6 +191,13 @@ def check_adapters(model: nn.Module, targets: Iterable[ModelTensor]) -> None:
         local = torch.empty(target.local_shape, dtype=target.dtype, device="cpu")
         if initialiser.fill(target, local) is None:
             raise LoadError(f"{target.name}: {NO_ADAPTER_RULE}")
+
+
+def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a rank's share of a value into its memory."""
+    for piece in target.pieces:
+        part = local[Box(piece.local, piece.box.sizes).slices()]
+        part.copy_(value.detach()[piece.box.slices()])
 
 
 def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:

@@ -49,9 +49,16 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         return by_function
     if isinstance(rename, Mapping):
         table = dict(rename)
+        wrong = [(old, new) for old, new in table.items() if not _are_texts(old, new)]
+        if wrong:
+            old, new = wrong[0]
+            raise TypeError(f"rename= takes keys and names as text, not {old!r}: {new!r}")
         return lambda key: _by_table(key, table)
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is no text to put in place")
     except (re.error, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
@@ -64,6 +71,10 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         return key
 
     return by_pairs
+
+
+def _are_texts(*given: object) -> bool:
+    return all(isinstance(each, str) for each in given)
 
 
 def _by_table(key: str, table: dict[str, str]) -> str:
