@@ -31,7 +31,8 @@ from anyrank.resume.restore import Resuming
 from anyrank.resume.select_step import Candidate, Selected
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.optimizer import Names, match_optimizer
+from anyrank.state.optimizer import match_optimizer
+from anyrank.state.optimizer_groups import Names
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.stateful import match_stateful

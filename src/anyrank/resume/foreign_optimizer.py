@@ -17,7 +17,8 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
 from anyrank.state.json_codec import to_json
 from anyrank.state.opaque import is_opaque
-from anyrank.state.optimizer import IMPLEMENTATION, UNKNOWN, Names
+from anyrank.state.optimizer import UNKNOWN
+from anyrank.state.optimizer_groups import IMPLEMENTATION, Names
 from anyrank.state.part_types import listed
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
