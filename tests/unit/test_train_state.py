@@ -842,6 +842,22 @@ def test_an_average_that_moves_under_a_background_copy_is_saved_as_it_was(tmp_pa
     assert all(torch.equal(tensor, before[name]) for name, tensor in ema.state_dict().items())
 
 
+def test_a_background_save_outlives_an_interrupted_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(*build()), background=True) as ckpts:
+        ckpts.save()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "join", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ckpts.wait()
+        ckpts.wait()
+        assert [record.step for record in ckpts.stats()] == [0]
+
+
 def test_damaged_streams_are_damage(tmp_path: Path) -> None:
     save_one(tmp_path)
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(*build())) as ckpts:

@@ -132,9 +132,13 @@ class RunWriter:
             return
         self._background.watch(run_parts(state).optimizers())
         assert writers is not None
-        self._background.start(snapshot, ranks, writers)
-        self._background.stall += time.perf_counter() - start
         self._in_flight = snapshot
+        try:
+            self._background.start(snapshot, ranks, writers)
+        finally:  # an interrupt (Ctrl-C) does not lose sight of a thread that has started
+            if not self._background.is_started:
+                self._in_flight = None
+        self._background.stall += time.perf_counter() - start
 
     def _collect(self, ranks: Ranks) -> Snapshot:
         if isinstance(self._state.data, Position):
@@ -210,8 +214,14 @@ class RunWriter:
         """
         if self._background is None or self._in_flight is None:
             return
-        snapshot, self._in_flight = self._in_flight, None
-        self._note(self._background.wait(timeout), snapshot)
+        snapshot = self._in_flight
+        try:
+            record = self._background.wait(timeout)
+        except Exception:
+            self._in_flight = None
+            raise  # an interrupt (Ctrl-C) leaves the save in flight
+        self._in_flight = None
+        self._note(record, snapshot)
 
     def _note(self, record: SaveRecord, snapshot: Snapshot) -> None:
         self._state.run = snapshot.manifest.run

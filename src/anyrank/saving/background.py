@@ -168,6 +168,11 @@ class Background:
                 self.spoiled = error
 
     @property
+    def is_started(self) -> bool:
+        """Whether there is a save to be waited for."""
+        return self.thread is not None and self.thread.ident is not None
+
+    @property
     def failed(self) -> bool:
         """Whether a save has ended without a checkpoint."""
         return self.failure is not None
