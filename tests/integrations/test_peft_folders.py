@@ -288,3 +288,37 @@ def job_prompt(folder: str) -> torch.Tensor:
 def test_sharded_prompts_are_saved_and_loaded(tmp_path: Path) -> None:
     first, second = run_ranks(2, job_prompt, str(tmp_path))
     assert torch.equal(first, second)
+
+
+def job_names() -> None:
+    for config in OTHERS.values():
+        torch.manual_seed(1)
+        model, other = (get_peft_model(base(), config()) for _ in range(2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        fresh: Any = DistributedDataParallel(other)
+        anyrank.load(fresh, model.state_dict())
+        for name, tensor in fresh.module.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_peft_names_fill_a_model_in_ddp() -> None:
+    run_ranks(2, job_names)
+
+
+def test_a_run_with_trained_copies_resumes_and_is_loaded(tmp_path: Path) -> None:
+    model = adapted("head")
+    head = model.base_model.model.lm_head
+    assert not torch.equal(head.modules_to_save.default.weight, head.original_module.weight)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    for how in ("resume", "load"):
+        fresh = get_peft_model(base(), LoraConfig(**OPTIONS["head"]))
+        if how == "load":
+            anyrank.load(fresh, tmp_path)
+        else:
+            with anyrank.Checkpoints(tmp_path, anyrank.TrainState(fresh)) as ckpts:
+                ckpts.resume("must")
+        for name, tensor in fresh.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), (how, name)

@@ -166,6 +166,21 @@ def test_parts_that_differed_between_ranks_and_are_filled_are_equal(folder: Path
     assert run_ranks(2, job_filled, str(folder)) == [True, True]
 
 
+def job_nested(folder: str) -> bool:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Pair()
+    anyrank.freeze(model.encoder[0])  # type: ignore[arg-type]
+    anyrank.freeze(model.encoder)
+    anyrank.load(model, f"{folder}/all.safetensors", verify=True)
+    with anyrank.Checkpoints(f"{folder}/run", anyrank.TrainState(model)) as ckpts:
+        ckpts.save()  # which compares both parts with what was loaded
+    return True
+
+
+def test_parts_within_parts_are_filled_as_one(folder: Path) -> None:
+    assert run_ranks(2, job_nested, str(folder)) == [True, True]
+
+
 def test_a_part_with_a_source_inside_of_one_without(folder: Path, pair: Pair) -> None:
     with anyrank.meta():
         model: Any = nn.ModuleDict({"outer": Pair()})

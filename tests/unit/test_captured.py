@@ -169,6 +169,27 @@ def test_a_variable_that_each_turn_of_a_loop_assigns_anew_is_refused(x: torch.Te
         sum(result.sum() for result in results).backward()  # pyright: ignore
 
 
+def test_what_a_function_inside_names_is_watched(x: torch.Tensor) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return sum((x + row * GLOBAL).sin() for row in range(2))  # pyright: ignore
+
+    result = anyrank.recompute(fn, x)
+    GLOBAL.add_(1)
+    with pytest.raises(anyrank.RecomputeError, match="variable GLOBAL"):
+        result.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["itself", "captured", "its child"])
+def test_script_modules_are_recomputed(how: str, x: torch.Tensor) -> None:
+    norm = nn.BatchNorm1d(WIDTH, dtype=D)
+    layer: Any = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=D), norm))
+    ways = {"itself": layer, "captured": lambda x: layer(x) * 2, "its child": layer[0]}
+    plain = torch.autograd.grad(ways[how](x).sin().sum(), x)
+    result = anyrank.recompute(ways[how], x).sin().sum()
+    assert torch.equal(torch.autograd.grad(result, x)[0], plain[0])
+
+
 def test_a_parameter_named_beside_a_child_is_watched(x: torch.Tensor) -> None:
     layer = nn.Module()
     layer.linear = nn.Linear(WIDTH, WIDTH, dtype=D)

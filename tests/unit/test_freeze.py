@@ -15,7 +15,7 @@ from torch import nn
 
 import anyrank
 from anyrank.frozen.freeze import FrozenInfo, check_frozen, frozen_parts
-from anyrank.model.initialise import plain_class
+from anyrank.model.wrappers import plain_class
 
 SOURCE = "weights/vae.ckpt"
 

@@ -20,7 +20,8 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.model.conversions import FILE_NAMED, pretrained
-from anyrank.model.tensors import find_tensors, in_state_dict, plain_class, plain_copy
+from anyrank.model.tensors import find_tensors, in_state_dict
+from anyrank.model.wrappers import plain_class, plain_copy
 from anyrank.tensors.names import candidates, inner_prefix, near
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.symbolic import SymbolicTensor

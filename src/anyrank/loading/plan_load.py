@@ -159,9 +159,9 @@ def plan_load(
 
 def _summary(model: nn.Module, match: ModelMatch, options: Options, ranks: Ranks) -> _MatchSummary:
     tensors = match.tensors
-    held = [(i, t.frozen) for i, t in enumerate(tensors) if t.kind != "derived"]
+    left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
     # All ranks get the same for a part that is filled; of others each keeps its own.
-    filled = {part for _, part in held} - {part for i, part in held if i not in match.stored}
+    kept = {part for t in left for place in t.registrations for part in place.path}
     return _MatchSummary(
         digest=_digest(match) if ranks.size > 1 else "",
         coordinates=coordinates_of(tensors),
@@ -170,7 +170,7 @@ def _summary(model: nn.Module, match: ModelMatch, options: Options, ranks: Ranks
         frozen={
             name: part.anyrank_frozen.digest  # type: ignore[union-attr]
             for name, part in frozen_parts(model)
-            if part not in filled
+            if part in kept
         },
         buffer_bytes=options.buffer_bytes or default_buffer(tensors),
     )

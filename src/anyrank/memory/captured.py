@@ -166,7 +166,7 @@ def used_by(method: Any, owner: Any) -> Generator[Place]:
         return
     yield from captured_by(method)
     known: dict[str, Any] = getattr(owner, "__dict__", {})
-    names = method.__code__.co_names
+    names = names_in(method.__code__)
     for name in names:
         if name in known:
             yield Place(known, name, f"attribute {name} of {type(owner).__name__}", names)
@@ -176,7 +176,7 @@ def captured_by(fn: types.FunctionType) -> Generator[Place]:
     """The places of a function's globals, cells and defaults."""
     if (fn.__module__ or "").partition(".")[0] == "torch":
         return
-    names = fn.__code__.co_names
+    names = names_in(fn.__code__)
     for name in names:
         if name in fn.__globals__:
             yield Place(fn.__globals__, name, f"variable {name}", names, is_variable=True)
@@ -188,6 +188,13 @@ def captured_by(fn: types.FunctionType) -> Generator[Place]:
         yield Place(fn.__kwdefaults__, name, f"default {name} of {fn.__name__}", names)
 
 
+@functools.lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Globals and attributes that a function names, in functions and comprehensions in it too."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return tuple(dict.fromkeys(name for names in (code.co_names, *inner) for name in names))
+
+
 def named_children(place: Place, module: nn.Module) -> list[Place]:
     """Children of a captured module that the function names, and what else of it that names.
 
@@ -195,9 +202,8 @@ def named_children(place: Place, module: nn.Module) -> list[Place]:
     """
     own = vars(module)
     names = place.names or ()
-    children = [
-        place.part(own["_modules"], name) for name in names if own["_modules"].get(name) is not None
-    ]
+    inner = own["_modules"]
+    children = [place.part(inner, name) for name in names if name in inner]
     if not children or any(
         isinstance(getattr(type(module), name, None), types.FunctionType)
         and not hasattr(nn.Module, name)
@@ -205,7 +211,7 @@ def named_children(place: Place, module: nn.Module) -> list[Place]:
     ):
         return []
     for group in (own["_parameters"], own["_buffers"], own):
-        children += [place.part(group, name) for name in names if group.get(name) is not None]
+        children += [place.part(group, name) for name in names if name in group]
     return children
 
 

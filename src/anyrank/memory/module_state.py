@@ -38,6 +38,10 @@ class RecordedTensor:
         self.version = version_of(tensor)
         self.copy: torch.Tensor | None = None
 
+    def now(self) -> Any:
+        """What is in its place now. A ScriptModule's dicts have no `get`."""
+        return self.owner[self.key] if self.key in self.owner else None  # noqa: SIM401
+
 
 class ModuleState:
     """The tensors that a function captures, from before it runs for the first time.
@@ -95,12 +99,12 @@ class ModuleState:
         undo: list[tuple[RecordedTensor, Any]] = []
         try:
             for each in self.parameters:
-                now = each.owner.get(each.key)
+                now = each.now()
                 if isinstance(now, torch.Tensor) and is_replaced(each.tensor, now):
                     undo.append((each, now))
                     each.owner[each.key] = each.tensor
             for each in self.buffers:
-                now = each.owner.get(each.key)
+                now = each.now()
                 if now is not None:  # undone in any case: the function may assign to it again
                     undo.append((each, now))
                     # A copy of the copy: this run may change it, as batch norm does without a new
@@ -115,7 +119,7 @@ class ModuleState:
 
 def has_changed(each: RecordedTensor) -> bool:
     """Whether a tensor was changed or replaced since it was recorded."""
-    return version_of(each.tensor) != each.version or each.owner.get(each.key) is not each.tensor
+    return version_of(each.tensor) != each.version or each.now() is not each.tensor
 
 
 def is_replaced(then: torch.Tensor, now: torch.Tensor) -> bool:

@@ -143,7 +143,11 @@ class Region:
             self.state.restored(self.label),
             self.contexts[1],
         ):
-            self.again(tensors)
+            try:
+                self.again(tensors)
+            except RuntimeError:  # TorchScript makes one of RecomputationDone
+                if count != len(self.holders):
+                    raise
             if count != len(self.holders):
                 raise RecomputeError(
                     f"{self.label} saved {len(self.holders)} tensors for backward at first, and "

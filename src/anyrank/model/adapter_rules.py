@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.tensors import Registration, plain_class
+from anyrank.model.tensors import Registration
+from anyrank.model.wrappers import plain_class
 
 BASE_FIRST = "load the base model first, then add the adapter"
 _SHARED = ("lora", "adapter")  # middles of the names of rules that several methods inherit

@@ -17,7 +17,8 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.model.tensors import ModelTensor, in_state_dict, plain_copy
+from anyrank.model.tensors import ModelTensor, in_state_dict
+from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.model.tensors import ModelTensor, Registration, plain_class
+from anyrank.model.tensors import ModelTensor, Registration
+from anyrank.model.wrappers import plain_class
 from anyrank.tensors.box import Box
 
 TABLE = "lora_magnitude_vector"  # of a LoRA layer: adapter -> the module with its magnitudes

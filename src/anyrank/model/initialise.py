@@ -16,7 +16,8 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.model.adapter_rules import BASE_FIRST, adapter_rule, is_adapter_layer
 from anyrank.model.parametrised import before_parametrisation, originals_of, plain_stand_in
-from anyrank.model.tensors import ModelTensor, Registration, plain_class, plain_copy
+from anyrank.model.tensors import ModelTensor, Registration
+from anyrank.model.wrappers import plain_class, plain_copy
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import derive
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyrank.errors import LoadError
-from anyrank.model.tensors import ModelTensor, Registration, plain_class
+from anyrank.model.tensors import ModelTensor, Registration
+from anyrank.model.wrappers import plain_class
 
 KINDS = ("Linear", "Embedding")  # of peft.tuners.lora
 WAY_OUT = "merge with PEFT (merge_and_unload) before"

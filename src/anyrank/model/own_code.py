@@ -22,7 +22,8 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import ModelTensor, plain_class
+from anyrank.model.tensors import ModelTensor
+from anyrank.model.wrappers import plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
 from anyrank.tensors.walk import places
 

@@ -6,21 +6,27 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
+from anyrank.model.wrappers import (
+    Path,
+    is_adapter,
+    is_peft,
+    is_peft_class,
+    is_wrapping,
+    names_in_peft,
+    plain_of,
+)
 from anyrank.tensors.layout import Layout
-from anyrank.tensors.names import PEFT_SEGMENTS, WRAPPERS, TensorNames
+from anyrank.tensors.names import TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_groups
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
-PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of PEFT's prompt methods, but for the adapter
-Path: TypeAlias = "tuple[nn.Module, ...]"
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
@@ -172,7 +178,7 @@ def facts_of(walk: Walk) -> Any:
     None where the key would not show all: PEFT's layers change in ways of their own, and a tensor
     without a shape is an error.
     """
-    if any(map(_is_peft_class, {kind for kind, *_ in walk.steps})):
+    if any(map(is_peft_class, {kind for kind, *_ in walk.steps})):
         return None
     meshes: dict[int, tuple[Any, ...]] = {}
     facts: list[Any] = []
@@ -209,7 +215,7 @@ def describe(walk: Walk) -> Description:
         raw, clean = prefixes[parent] if prefixes else ("", "")
         if prefixes:
             raw += f"{name}."
-            clean += "" if _is_wrapping(walk.modules[parent], name) else f"{name}."
+            clean += "" if is_wrapping(walk.modules[parent], name) else f"{name}."
         prefixes.append((raw, clean))
         if frozen is None and _is_packed(kind):
             raise LoadError(
@@ -231,7 +237,7 @@ def describe(walk: Walk) -> Description:
         if raw != clean:
             names += (clean + attribute,)
         if in_peft[number]:
-            names = _names_in_peft(names, walk.paths[number])
+            names = names_in_peft(names, walk.paths[number])
         found.names.append(names)
         if index < len(found.held):
             continue
@@ -243,7 +249,7 @@ def describe(walk: Walk) -> Description:
             )
         layout, coordinate = layout_of(tensor, names[0])
         found.held.append((tuple(tensor.shape), layout, coordinate))
-        found.adapters.append(in_peft[number] and _is_adapter(names[0], walk.paths[number]))
+        found.adapters.append(in_peft[number] and is_adapter(names[0], walk.paths[number]))
     return found
 
 
@@ -264,81 +270,11 @@ def put_together(walk: Walk, description: Description) -> list[ModelTensor]:
     return found
 
 
-def _names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
-    """The names, and those without the adapter's, under which PEFT saves it."""
-    adapter = next((m for m in path if is_peft(m) and hasattr(m, "active_adapters")), None)
-    known: set[str] = set(getattr(adapter, "active_adapters", ()))
-    names = [*plain]
-    if len(known) == 1 and known.intersection(plain[-1].split(".")):
-        raw, short = (
-            [p for p in name.split(".") if p not in known] for name in (plain[0], plain[-1])
-        )
-        names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
-        names.append(".".join(raw))
-        if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
-            names.append(".".join(short[:-1]))
-        if short == PROMPTS and _is_saved_whole(path[-2]):
-            names.append("prompt_embeddings")
-    return tuple(dict.fromkeys(names))
-
-
-def _is_saved_whole(encoder: nn.Module) -> bool:
-    """Whether PEFT saves the embedding of a prompt encoder, and not what others compute of it."""
-    return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
-        True for _ in encoder.parameters(recurse=False)
-    )
-
-
-def is_peft(module: nn.Module) -> bool:
-    """Whether a module's class is of PEFT."""
-    return _is_peft_class(type(module))
-
-
-@cache
-def _is_peft_class(kind: type[nn.Module]) -> bool:
-    return _plain_of(kind).__module__.startswith("peft.")
-
-
 @cache
 def _is_packed(kind: type[nn.Module]) -> bool:
     """Whether a class is of those that torch.ao puts in place of a quantised layer."""
-    path = _plain_of(kind).__module__
+    path = plain_of(kind).__module__
     return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path
-
-
-def _is_wrapping(module: nn.Module, child: str) -> bool:
-    """Whether a child's name is a wrapper's doing, and not the model's."""
-    if child in WRAPPERS:
-        return True
-    if child == "module" and isinstance(module, DistributedDataParallel):
-        return True
-    if is_peft(module):
-        inner = child == "base_model" and hasattr(module, "peft_config")
-        outer = child in PEFT_SEGMENTS or child == "token_adapter"
-        return inner or outer or (child == "model" and _is_tuner(module))
-    return False
-
-
-def _is_tuner(module: nn.Module) -> bool:
-    """PEFT's middle layer between PeftModel and the user's model."""
-    return hasattr(module, "targeted_module_names")
-
-
-def _is_adapter(name: str, path: Path) -> bool:
-    """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps, or
-    beside the model in what holds all of it (prompts, tables that layers share).
-    """
-    parts = name.split(".")
-    for depth, module in enumerate(path):
-        below = parts[depth:]
-        if not is_peft(module):
-            continue
-        if hasattr(module, "peft_config") or _is_tuner(module):
-            if not _is_wrapping(module, below[0]):
-                return True
-        elif hasattr(module, "active_adapters"):
-            return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
-    return False
 
 
 def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
@@ -353,40 +289,3 @@ def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
             if any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
         }
     )
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user wrote, without those that FSDP2 and `freeze` put in front of it."""
-    return _plain_of(type(module))
-
-
-def plain_copy(module: nn.Module, made: dict[int, nn.Module] | None = None) -> Any:
-    """The same module tree in the classes that the user wrote; the copies share all else.
-
-    Args:
-        module: stays as it is.
-        made: gets the copy of each module, by the module's id.
-    """
-    made = {} if made is None else made
-    if id(module) not in made:
-        kind = plain_class(module)
-        copy: Any = kind.__new__(kind)
-        made[id(module)] = copy
-        copy.__dict__ = dict(module.__dict__)
-        copy.__dict__["_modules"] = {
-            name: None if child is None else plain_copy(child, made)
-            for name, child in module.__dict__["_modules"].items()
-        }
-    return made[id(module)]
-
-
-def _plain_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """`plain_class` of a class."""
-    while True:
-        order = kind.__mro__
-        if "anyrank_plain_class" in vars(kind):
-            kind = vars(kind)["anyrank_plain_class"]
-        elif FSDPModule in order[1:2]:
-            kind = order[2]
-        else:
-            return kind

@@ -184,8 +184,11 @@ def _fit_tensors(
     missing: list[str] = []
     fresh: list[str] = []
     used: set[str] = set()
+    # A copy that an adapter trains has the name of its original as well.
+    owners = {f"{part}.{place.name}": t for t in wanted for place in t.registrations}
     for target in wanted:
         names = [f"{part}.{name}" for name in target.flat_names()]
+        names = [name for name in names if owners.get(name, target) is target]
         key = next((name for name in (target.name, *names) if name in saved), None)
         if key is None:
             name = target.name.removeprefix(f"{part}.")

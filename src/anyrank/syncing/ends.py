@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import GivenLayout, apply_layouts
@@ -23,17 +22,14 @@ from anyrank.model.match import is_pinned
 from anyrank.model.tensors import (
     Description,
     ModelTensor,
-    Registration,
     describe,
     facts_of,
     find_tensors,
-    is_peft,
-    plain_class,
     put_together,
     walk_tensors,
 )
+from anyrank.model.wrappers import below_wrappers, is_peft, plain_class
 from anyrank.tensors.layout import Layout
-from anyrank.tensors.names import WRAPPERS
 from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
@@ -169,7 +165,11 @@ def _rows(
         if mesh not in meshes:
             meshes[mesh] = len(coordinates)
             coordinates.append(tensor.coordinate)
-        keys = tuple(dict.fromkeys(_key(place) for place in tensor.registrations))
+        keys = tuple(
+            dict.fromkeys(
+                below_wrappers(place.names[0], place.path) for place in tensor.registrations
+            )
+        )
         rows.append(
             Row(
                 keys,
@@ -281,16 +281,3 @@ def _as_module(given: Module) -> nn.Module:
     # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
     module.__dict__["_parameters"].update(given or {})
     return module
-
-
-def _key(place: Registration) -> str:
-    """The name of a place below torch's wrappers; what PEFT adds to names is kept, as is a dict's
-    key.
-    """
-    parts = place.names[0].split(".")
-    return ".".join(
-        part
-        for part, owner in zip(parts, (*place.path, *[None] * len(parts)), strict=False)
-        if not (part in WRAPPERS and owner is not None and part in owner.__dict__["_modules"])
-        and not (part == "module" and isinstance(owner, DistributedDataParallel))
-    )

@@ -174,7 +174,10 @@ def match_keys(
     result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
     adapters = {key: None for key, name in renamed.items() if of_adapter(name)}
-    for key in (*adapters, *(key for key in renamed if key not in adapters)):
+    # A trained copy that a run saved by its own name takes that, and not its original's.
+    trained = {key: None for key, name in renamed.items() if _TRAINED_COPY.search(name)}
+    first = {**adapters, **trained}
+    for key in (*first, *(key for key in renamed if key not in first)):
         hits = places.get(renamed[key])  # as most keys are names: 3 us faster than `candidates`
         if hits is None:
             hits = next((places[n] for n in candidates(renamed[key]) if n in places), None)
@@ -186,15 +189,17 @@ def match_keys(
             hits = copies or hits
         for hit in dict.fromkeys(hits):
             if hit in found:
-                if found[hit] in adapters and key not in adapters and len(hits) > 1:
+                known = found[hit]
+                is_copy = len(hits) > 1 and (known in adapters or known in trained)
+                if is_copy and key not in adapters:
                     continue
                 name = wanted[hit[0]][hit[1]][0]
                 raise LoadError(f"both {found[hit]} and {key} of the file mean {name}: rename one")
             found[hit] = key
     for (index, _), key in sorted(found.items()):
-        first = result.keys.setdefault(index, key)
-        if first != key:
-            result.duplicates[key] = first
+        used = result.keys.setdefault(index, key)
+        if used != key:
+            result.duplicates[key] = used
     direct = {index: key for index, key in result.keys.items() if key not in adapters}
     for index, want in enumerate(wanted):
         if index not in result.keys:
