@@ -95,7 +95,7 @@ class RunLock:
             if holder is not None and not _is_stale(holder):
                 raise CheckpointError(
                     f"{self.folder}: another run writes here: {_in_words(holder)}: stop it, or use "
-                    f"another folder; remove {LOCK} if it is surely dead"
+                    f"another folder; remove {LOCK} if it is surely dead, or a copy of its folder"
                 )
             if (seen is None or self._clear(seen)) and self._create():
                 return
