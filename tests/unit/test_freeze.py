@@ -440,3 +440,26 @@ def test_a_part_with_a_source_gets_no_initial_values(tmp_path: Path) -> None:
     anyrank.load(model["v"], tmp_path / "v.pt")
     anyrank.materialize(model)
     assert torch.equal(model["v"].weight, weights["weight"])
+
+
+def test_a_part_with_a_source_inside_of_one_without_is_saved_once_and_resumed(
+    tmp_path: Path,
+) -> None:
+    def build() -> Any:
+        return nn.ModuleDict({"outer": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+
+    model = build()
+    torch.save(model["outer"][1].state_dict(), tmp_path / "inner.pt")
+    with anyrank.meta():
+        other = build()
+    for each in (model, other):
+        anyrank.freeze(each["outer"][1], source=tmp_path / "inner.pt")
+        anyrank.freeze(each["outer"])
+    with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    names = sorted(tensor.name for tensor in anyrank.inspect(tmp_path / "run").tensors)
+    assert names == ["outer.0.bias", "outer.0.weight"]
+    with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(other)) as ckpts:
+        ckpts.resume("must")
+    for place in (0, 1):
+        assert torch.equal(other["outer"][place].weight, model["outer"][place].weight)
