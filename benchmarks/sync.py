@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import anyrank
 from anyrank.model.memory_meter import collector_paused
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import look
 from anyrank.syncing.planning import agree_plan
 from anyrank.testing import PeakMemory, run_ranks
@@ -198,7 +198,7 @@ def small(kind: str, repeats: int) -> dict[str, list[float]]:
         return look(ends[0], None, ranks), look(ends[1], None, ranks)
 
     def plan() -> object:
-        return agree_plan(look_at_both, Options(), ranks, None, 0)
+        return agree_plan(look_at_both, LoadOptions(), ranks, None, 0)
 
     times: dict[str, list[float]] = {}
     with open_ranks(None, "the benchmark") as ranks, collector_paused(), torch.no_grad():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from machine import describe_machine, load_average
 
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import Row
 from anyrank.syncing.flows import Card, Planner
 from anyrank.syncing.match import Filling, MatchedEnd, SourceTensor
@@ -91,7 +91,7 @@ def plan_of(rank: int, case: str) -> dict[str, float]:
         fillings.append(Filling(number, (strip,), torch.bfloat16, False))
     end = MatchedEnd(tuple(rows), tuple(fillings), SyncReport(), [])
     start, cpu_start = time.perf_counter(), time.process_time()
-    flows = Planner(cards, everyone, Options()).flows([end], [list(at[1])], sources)
+    flows = Planner(cards, everyone, LoadOptions()).flows([end], [list(at[1])], sources)
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "cpu_seconds": round(time.process_time() - cpu_start, 2),

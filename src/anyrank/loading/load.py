@@ -16,7 +16,7 @@ from anyrank.loading.plan_load import AgreedPlan, look_at_sources, plan_load
 from anyrank.loading.report import LoadReport
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter, collector_paused
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.model.verify import (
     check_files,
@@ -103,7 +103,7 @@ def load(
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(
+    options = LoadOptions(
         missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify, layout
     )
     # Under inference mode new parameters would never get gradients.

@@ -13,7 +13,7 @@ from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.loading.report import LoadReport
 from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.report import FillReport
 from anyrank.syncing.execute import execute_sync
@@ -22,7 +22,7 @@ from anyrank.world.ranks import Ranks
 
 
 def load_live(
-    model: nn.Module, source: object, options: Options, ranks: Ranks, meter: Meter
+    model: nn.Module, source: object, options: LoadOptions, ranks: Ranks, meter: Meter
 ) -> LoadReport:
     """Load from tensors that lie on several ranks. All ranks.
 

@@ -24,7 +24,7 @@ from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.match import ModelMatch
-from anyrank.model.options import STRATEGIES, Options, check_choice, check_count
+from anyrank.model.options import STRATEGIES, LoadOptions, check_choice, check_count
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import replicas
@@ -109,7 +109,7 @@ def plan(
         ValueError, TypeError: an argument that is wrong in itself, as for `load`; or a mesh that
             does not multiply to `world_size`.
     """
-    options = Options(
+    options = LoadOptions(
         missing, unexpected, cast, rename, strategy, buffer_bytes, None, verify, layout
     )
     if world_size is None and mesh is None:

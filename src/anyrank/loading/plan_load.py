@@ -22,7 +22,7 @@ from anyrank.model.dora import is_magnitude
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.initialise import check_adapters
 from anyrank.model.match import ModelMatch, match_model
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import check_alike
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
@@ -102,7 +102,7 @@ def plan_load(
     model: nn.Module,
     source: Source | None,
     ranks: Ranks,
-    options: Options,
+    options: LoadOptions,
     *,
     sources: Sequence[SourceInfo] | None = None,
     known: Listing | None = None,
@@ -157,7 +157,9 @@ def plan_load(
     )
 
 
-def _summary(model: nn.Module, match: ModelMatch, options: Options, ranks: Ranks) -> _MatchSummary:
+def _summary(
+    model: nn.Module, match: ModelMatch, options: LoadOptions, ranks: Ranks
+) -> _MatchSummary:
     tensors = match.tensors
     left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
     # All ranks get the same for a part that is filled; of others each keeps its own.

@@ -18,7 +18,7 @@ from anyrank.model.adapter_base import stale_adapters
 from anyrank.model.adapter_rules import BASE_FIRST
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.fits import misfit, unwritable
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merged_layers
 from anyrank.tensors.names import (
@@ -89,7 +89,7 @@ class ModelMatch:
 def match_model(
     model: nn.Module,
     listing: Listing,
-    options: Options,
+    options: LoadOptions,
     tensors: list[ModelTensor] | None = None,
 ) -> ModelMatch:
     """Match a model with a listing, by this rank alone.
@@ -277,7 +277,7 @@ def _problems(
     stored: list[tuple[int, StoredTensor]],
     absent: list[int],
     unexpected: list[str],
-    options: Options,
+    options: LoadOptions,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
     unfilled = [targets[i].name for i in absent]

@@ -25,7 +25,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """What the caller of `load`, `plan` or `sync` asked for; see there for each."""
 
     missing: str = "error"

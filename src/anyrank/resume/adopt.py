@@ -22,7 +22,7 @@ from anyrank.formats.foreign_formats import read_foreign
 from anyrank.loading.execute_load import execute_load
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
 from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
@@ -121,7 +121,7 @@ class Adopting(Resuming):
                 )
             return
         self.used.add(part)
-        options = Options(rename=self.arguments.rename)
+        options = LoadOptions(rename=self.arguments.rename)
         listing, tensors = self.source.model(part), None
         if self.inner.given.is_used:
             tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])

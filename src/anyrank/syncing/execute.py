@@ -15,7 +15,7 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.replace import Replacement
 from anyrank.model.share import Share
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
@@ -37,7 +37,7 @@ OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again 
 def execute_sync(
     dst: nn.Module | Mapping[str, Any] | None,
     src: nn.Module | Mapping[str, Any] | None,
-    options: Options,
+    options: LoadOptions,
     ranks: Ranks,
     meter: Meter,
     *,

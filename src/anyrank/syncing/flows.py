@@ -10,7 +10,7 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.model.match import ModelMatch
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import Added, End, Row
 from anyrank.syncing.match import (
     Filling,
@@ -116,7 +116,7 @@ class Card:
     held: int
 
 
-def renamed_by(names: Iterable[str], options: Options) -> dict[str, str]:
+def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
     """What `rename=` makes of each name."""
     rename = renamer(options.rename)
     return {name: rename(name) for name in names}
@@ -125,7 +125,7 @@ def renamed_by(names: Iterable[str], options: Options) -> dict[str, str]:
 class Planner:
     """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
 
-    def __init__(self, cards: Sequence[Card], ranks: Ranks, options: Options) -> None:
+    def __init__(self, cards: Sequence[Card], ranks: Ranks, options: LoadOptions) -> None:
         self.ranks = ranks
         self.options = options
         self.cards = dict(zip(ranks.ranks, cards, strict=True))

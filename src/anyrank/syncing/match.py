@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.model.match import LIVE, ModelMatch, listed, match_model
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.syncing.ends import End, Row
 from anyrank.syncing.report import SyncReport
@@ -145,7 +145,7 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
 
 
 def match_ends(
-    dst: End, sources: Sequence[SourceTensor], listing: Listing, options: Options
+    dst: End, sources: Sequence[SourceTensor], listing: Listing, options: LoadOptions
 ) -> tuple[ModelMatch, MatchedEnd]:
     """Match this rank's `dst` with `src`, by this rank alone.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import End, check_values
 from anyrank.syncing.flows import Card, Planner, SyncPlan, renamed_by
 from anyrank.world.failures import different
@@ -49,7 +49,7 @@ class Agreement:
 
 def agree_plan(
     look: Callable[[], tuple[End, End]],
-    options: Options,
+    options: LoadOptions,
     ranks: Ranks,
     version: int | None,
     held: int,

@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter, collector_paused
-from anyrank.model.options import Options
+from anyrank.model.options import LoadOptions
 from anyrank.syncing.execute import execute_sync
 from anyrank.syncing.report import SyncReport
 from anyrank.tensors.names import Rename
@@ -92,7 +92,9 @@ def sync(
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
     meter = Meter()
-    options = Options(missing, unexpected, cast, rename, verify=verify, layout=layout, merge=merge)
+    options = LoadOptions(
+        missing, unexpected, cast, rename, verify=verify, layout=layout, merge=merge
+    )
     # Under inference mode new parameters would never get gradients.
     with (
         torch.inference_mode(False),
@@ -107,7 +109,7 @@ def sync(
 
 
 def _agree_arguments(
-    ranks: Ranks, dst: Any, src: Any, options: Options, atomic: Any, version: Any
+    ranks: Ranks, dst: Any, src: Any, options: LoadOptions, atomic: Any, version: Any
 ) -> None:
     """Check the arguments, and compare them over the ranks. All ranks.
 
