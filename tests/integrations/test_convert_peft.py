@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import anyrank
 from anyrank.errors import LoadError
@@ -63,6 +64,32 @@ def test_an_adapter_is_merged_as_peft_does(tmp_path: Path, options: dict[str, An
     assert found.keys() == wanted.keys()
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trained_copy_of_an_embedding_is_not_tied_to_the_head_again(
+    tmp_path: Path, tied: bool
+) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "adapter")
+    sources, x = [tmp_path / "base", tmp_path / "adapter"], torch.arange(8)[None]
+    if tied:
+        with pytest.raises(LoadError, match=r"embed_tokens\.weight: was trained whole"):
+            anyrank.convert(sources, tmp_path / "out", merge=True)
+        return
+    anyrank.convert(sources, tmp_path / "out", merge=True)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(merged(x).logits, model(x).logits)
 
 
 def test_what_is_not_plain_lora_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
         "a b equal only_a only_b renamed shapes dtypes values digests data step steps_equal"
-        " steps_only to_json",
+        " steps_only unreadable to_json",
     ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),

@@ -236,3 +236,16 @@ def test_two_runs_are_compared_by_steps(tmp_path: Path) -> None:
     weights = anyrank.diff(tmp_path / "a/step-00000003", model.state_dict())
     assert not weights.only_a
     assert weights.values.keys() == {"weight"} or weights.values.keys() == {"weight", "bias"}
+
+
+def test_a_tensor_that_is_not_dense_is_neither_equal_nor_fine_nor_left_out(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(3).to_sparse(), "b": torch.ones(2)}, tmp_path / "sparse.pt")
+    torch.save({"b": torch.ones(2)}, tmp_path / "lack.pt")
+    for one, two in (("sparse", "lack"), ("lack", "sparse"), ("sparse", "sparse")):
+        found = anyrank.diff(tmp_path / f"{one}.pt", tmp_path / f"{two}.pt")
+        assert (bool(found), found.equal, [*found.unreadable]) == (False, 1, ["a"])
+        assert "a: a sparse tensor" in str(found)
+    (finding,) = anyrank.verify(tmp_path / "sparse.pt").findings
+    assert "a: is a sparse tensor" in finding.what
+    with pytest.raises(anyrank.LoadError, match=r"a: is a sparse tensor: save its \.to_dense\(\)"):
+        anyrank.convert(tmp_path / "sparse.pt", tmp_path / "out.safetensors")

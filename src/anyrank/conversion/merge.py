@@ -31,6 +31,9 @@ MOST_BYTES = 16 << 20  # of a configuration
 KEPT = 8  # factors that stay in memory
 # Values of init_lora_weights with which PEFT changes the base's weights as it adds the adapter.
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Classes of transformers with a head that may be tied to the embedding, and names of the head.
+HEADS = re.compile("LMHead|ForCausalLM|ForMaskedLM|ForConditionalGeneration|ForPreTraining")
+HEAD = re.compile("head|embed_out|output|decoder|prediction")
 FACTOR = re.compile(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
 )
@@ -66,6 +69,7 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
     config = _config(paths)
     adapter = {name: t for name, t in selection.tensors.items() if of_adapter(name)}
     base = {name: t for name, t in selection.tensors.items() if name not in adapter}
+    trained: list[str] = []  # whole
     if not adapter or not base:
         raise LoadError("merge=True takes [base, adapter]: a base, and a folder that PEFT saved")
     factors: dict[str, dict[str, StoredTensor]] = {}
@@ -75,12 +79,14 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
         if found is not None:
             factors.setdefault(found["module"], {})[found["kind"]] = stored
         elif name in base and base[name].shape == stored.shape:
-            base[name] = stored  # of a module that was trained whole
+            base[name] = stored
+            trained.append(name)
         else:
             raise LoadError(
                 f"{key}: is no factor of LoRA and no tensor of the base, so it cannot be merged: "
                 "merge with PEFT (merge_and_unload), and convert the result"
             )
+    _check_untied(trained, base, paths)
     added = {
         f"{module}.weight": _low_rank(module, kinds, base, config)
         for module, kinds in factors.items()
@@ -122,6 +128,35 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
             "(save_pretrained with path_initial_model_for_weight_conversion=, not for loftq)"
         )
     return {**config, "lora_alpha": alpha, "alpha_pattern": alphas}
+
+
+def _check_untied(
+    trained: Sequence[str], base: Mapping[str, StoredTensor], paths: Sequence[str]
+) -> None:
+    """Refuse a trained copy of an embedding whose head stays the embedding of the base.
+
+    The base's files have one matrix for both, and whoever opens the result would tie them again.
+    """
+    for path in paths:
+        storage, where = storage_for(path), join_path(path, "config.json")
+        if not storage.is_file(where):
+            continue
+        try:
+            config: Any = json.loads(read_whole(storage, where, MOST_BYTES))
+            rows = config.get("text_config", config).get("vocab_size")
+            has_head = any(HEADS.search(name) for name in config.get("architectures") or ())
+            is_tied = config.get("tie_word_embeddings", True)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise LoadError(f"{where}: is no configuration of a model ({error!r})") from error
+        of_words = [name for name, t in base.items() if len(t.shape) == 2 and t.shape[0] == rows]
+        stored = [name for name in of_words if HEAD.search(name)]
+        tied = [name for name in trained if name in of_words and not stored]
+        if has_head and is_tied and tied:
+            raise LoadError(
+                f"{tied[0]}: was trained whole (modules_to_save), and the base's head is tied to "
+                "its own, so that the result has two: merge with PEFT (merge_and_unload), and save "
+                "with tie_word_embeddings=False"
+            )
 
 
 def _low_rank(

@@ -42,7 +42,7 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
     """The weights of a source, by the names of the plain module.
 
     Raises:
-        LoadError: two keys get one name, or there are no weights.
+        LoadError: two keys get one name, there are no weights, or one of them is no dense tensor.
     """
     keys, skipped = _weights_of(listing)
     names = {key: _plain(rename(name)) for key, name in keys.items()}
@@ -57,6 +57,8 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
             raise LoadError(f"{key}: rename= gives it an empty name")
         owner[name] = key
         tensors[name] = listing.tensors[key]
+    for key, what in listing.unreadable.items():
+        raise LoadError(f"{key}: is {what}; then convert")
     if not tensors:
         raise LoadError("the source holds no weights")
     kept, tied = _ties(tensors)

@@ -89,6 +89,8 @@ class Listing:
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
         sums: index of a file -> where the checksums of its blocks are, in runs.
+        unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
+            quantised, nested) -> what it is; among `skipped` too.
         tables: first parts of keys that name a table of the checkpoint, and not a module, where the
             format tells them apart.
         quantisation: `quantization_config` of the config.json beside the weights.
@@ -103,6 +105,7 @@ class Listing:
     sums: dict[int, SumsFile] = field(default_factory=dict[int, SumsFile])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     versions: dict[str, int] = field(default_factory=dict[str, int])
+    unreadable: dict[str, str] = field(default_factory=dict[str, str])
     tables: frozenset[str] = frozenset()
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -164,6 +167,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     extras: dict[str, tuple[Any] | None] = {}
     versions: dict[str, int] = {}
     sums: dict[int, SumsFile] = {}
+    unreadable: dict[str, str] = {}
     quantisation: dict[str, Any] = {}
     all_skipped = list(skipped)
     for listing in listings:
@@ -174,6 +178,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         all_skipped += listing.skipped
         extras.update(listing.extras)
         versions.update(listing.versions)
+        unreadable.update(listing.unreadable)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         sums |= {base + number: where for number, where in listing.sums.items()}
         for key, stored in listing.tensors.items():
@@ -194,6 +199,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         sums,
         extras,
         versions,
+        unreadable,
         quantisation=quantisation,
     )
 

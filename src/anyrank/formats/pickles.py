@@ -352,6 +352,11 @@ def _why_not(key: Any, value: Any) -> str:
     return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
 
 
+def unreadable_in(table: Mapping[Any, Any]) -> dict[str, str]:
+    """Tensors of a table of weights whose bytes are not their values -> what they are."""
+    return {str(key): f"a {v.kind}" for key, v in table.items() if isinstance(v, Bytesless)}
+
+
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
     """The tensors of a table of weights: its own, or where it has none, those of nested tables."""
     if any(isinstance(value, TensorRef) for value in table.values()):

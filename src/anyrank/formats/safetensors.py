@@ -37,7 +37,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "F4": torch.float4_e2m1fn_x2,  # two elements a byte: the file counts halves, torch counts bytes
     "C64": torch.complex64,
-    "C128": torch.complex128,
 }
 
 

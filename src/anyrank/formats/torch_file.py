@@ -68,6 +68,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         skipped=tuple(others),
         extras=pickles.extras_of(table),
         versions=versions_of(table),
+        unreadable=pickles.unreadable_in(table),
     )
 
 

@@ -65,6 +65,8 @@ class DiffReport:
             fields are of; None if there is none.
         steps_equal: of two runs: the steps that are equal.
         steps_only: of two runs: the steps that only one of them has, which are not compared.
+        unreadable: tensors that were not compared, as they are not dense -> what they are; such
+            sources are not equal.
     """
 
     a: str
@@ -81,10 +83,11 @@ class DiffReport:
     step: int | None = None
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
+    unreadable: dict[str, str] = field(default_factory=dict[str, str])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
-        by_receipt = self.digests or self.data
+        by_receipt = self.digests or self.data or self.unreadable
         if self.steps_only and not self.steps_equal:
             return False
         return not (names or self.shapes or self.dtypes or self.values or by_receipt)
@@ -109,6 +112,7 @@ class DiffReport:
             ("values", [_in_words(name, each) for name, each in self.values.items()]),
             ("data", data_in_words(self.data) if self.data or self.digests else []),
             ("digest", self.digests),
+            ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ):
             lines += [f"  {title:<10}{printable(item)}" for item in items[:SHOWN]]
@@ -242,8 +246,9 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     values: dict[str, Difference] = {}
-    only_a = [name for name in a.tensors if name not in b.tensors]
-    only_b = [name for name in b.tensors if name not in a.tensors]
+    unread = {**a.unreadable, **b.unreadable}
+    only_a = [name for name in a.tensors if name not in b.tensors and name not in unread]
+    only_b = [name for name in b.tensors if name not in a.tensors and name not in unread]
     equal = 0
     with open_values(a) as in_a, open_values(b) as in_b:
         for name, ours in a.tensors.items():
@@ -276,6 +281,7 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
         shapes,
         dtypes,
         dict(sorted(values.items(), key=lambda item: -_size(item[1].largest))),
+        unreadable=unread,
     )
 
 

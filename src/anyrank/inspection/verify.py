@@ -130,6 +130,8 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         _verify_each(source, found)
         return VerifyReport(path, "", found.findings, 0, 0, ["structure"], [])
     _verify_listing(listing, finite, found)
+    for name, what in listing.unreadable.items():
+        found.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
     return _report(path, listing.format, found, [listing], [])
 
 
