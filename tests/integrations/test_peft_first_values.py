@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, get_peft_model
 from tests.integrations.families import build
+from torch.distributed.fsdp import fully_shard
 
 import anyrank
+from anyrank.testing import run_ranks
 
 # Methods whose rules run; of the others, those that PEFT builds on meta are refused.
 RIGHT = {
@@ -216,11 +219,32 @@ def test_rows_of_tokens_that_were_trained_stay_and_go_with_the_new_base() -> Non
     layer = model.base_model.model.model.embed_tokens.token_adapter
     with torch.no_grad():
         layer.trainable_tokens_delta["default"].fill_(7)
-    anyrank.load(model, dict(base().state_dict()))
+    report = anyrank.load(model, dict(base().state_dict()))
+    assert not [name for name in report.initialised if "delta" in name]
     assert (layer.trainable_tokens_delta["default"] == 7).all()
     model.merge_adapter()
     model.unmerge_adapter()  # puts the original rows back
     assert torch.equal(layer.base_layer.weight, base().model.embed_tokens.weight)
+
+
+def job_tokens(folder: str) -> None:
+    torch.manual_seed(torch.distributed.get_rank())  # another base on each rank
+    model = get_peft_model(
+        build("llama"), LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 3])
+    )
+    layer = model.base_model.model.model.embed_tokens.token_adapter
+    fully_shard(layer)
+    fully_shard(model)
+    report = anyrank.load(model, f"{folder}/w.pt")
+    assert [name for name in report.initialised if "delta" in name]
+    rows = torch.load(f"{folder}/w.pt")["model.embed_tokens.weight"][[1, 3]]
+    assert torch.equal(layer.trainable_tokens_delta["default"].full_tensor(), rows)
+    assert torch.equal(layer.trainable_tokens_original["default"], rows)
+
+
+def test_rows_of_tokens_are_those_of_a_sharded_base(tmp_path: Path) -> None:
+    torch.save(dict(base().state_dict()), tmp_path / "w.pt")
+    run_ranks(2, job_tokens, str(tmp_path))
 
 
 @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])

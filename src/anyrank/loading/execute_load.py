@@ -17,7 +17,7 @@ from anyrank.loading.exchange import move
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
-from anyrank.model.adapter_base import recompute_token_rows
+from anyrank.model.adapter_base import is_token_row, recompute_token_rows
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.dora import is_magnitude, recompute_magnitudes
 from anyrank.model.memory_meter import Meter
@@ -247,8 +247,11 @@ class _Executor:
             mine = [targets[index] for index in indices if is_magnitude(targets[index])]
             if mine:
                 self.share.rules.update(recompute_magnitudes(mine, trained_too))
-        filled = {id(target.tensor) for target in self.share.filled()}
-        self.share.rules.update(recompute_token_rows(targets, filled))
+        rows = [target for target in targets if is_token_row(target)]
+        if rows:
+            filled = {id(target.tensor) for target in self.share.filled()}
+            for rules in self.ranks.gather(recompute_token_rows(rows, filled)):
+                self.share.rules.update(rules)
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""

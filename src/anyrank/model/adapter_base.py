@@ -89,6 +89,12 @@ def _follows(place: Registration, layer: nn.Module) -> tuple[bool, bool]:
     return False, from_base or method not in (*INDEPENDENT, "lora")
 
 
+def is_token_row(target: ModelTensor) -> bool:
+    """Whether a tensor has copies of rows of an embedding."""
+    segments = target.registrations[0].names[0].split(".") if target.adapter else ()
+    return (TOKENS in segments or ORIGINALS in segments) and not target.is_meta
+
+
 def recompute_token_rows(targets: Iterable[ModelTensor], filled: set[int]) -> dict[str, str]:
     """Give copies of token embeddings (`trainable_token_indices`) the rows that are there now.
 
@@ -96,33 +102,31 @@ def recompute_token_rows(targets: Iterable[ModelTensor], filled: set[int]) -> di
     a sharded embedding is gathered.
 
     Args:
-        targets: all tensors of the model, in place.
+        targets: copies of rows, in place.
         filled: ids of the tensors that the source filled.
 
     Returns:
-        Name -> the rule that was run.
+        Name -> the rule that was run, by this rank.
     """
-    targets = [t for t in targets if t.adapter and not t.is_meta] if "peft" in sys.modules else []
-    rules: dict[str, str] = {}
+    targets, rules = list(targets), {}
     # The originals last: a row that differs from its original was trained.
     for table in (TOKENS, ORIGINALS):
         for target in targets:
             place = target.registrations[0]
-            layer: Any = next((m for m in reversed(place.path) if hasattr(m, TOKENS)), None)
-            if layer is None or table not in place.names[0].split("."):
+            if table not in place.names[0].split("."):
                 continue
+            layer: Any = next(m for m in reversed(place.path) if hasattr(m, TOKENS))
             weight = layer.get_base_layer().weight
             adapter = place.attribute
             if id(weight) not in filled or id(target.tensor) in filled:
                 continue
-            originals = layer.trainable_tokens_original[adapter]
-            if table == TOKENS and not torch.equal(whole(target.tensor), whole(originals)):
-                continue
             rows = whole(weight)[layer.token_indices[adapter]]
-            local = target.local()
+            originals, local = layer.trainable_tokens_original[adapter], target.local()
             for piece in target.pieces:
                 part = local[Box(piece.local, piece.box.sizes).slices()]
+                # By part: before the load the ranks may have had other bases.
+                if table == TOKENS and not torch.equal(part, originals[piece.box.slices()]):
+                    continue
                 part.copy_(rows[piece.box.slices()])
-            if table == TOKENS:
                 rules[target.name] = "rows of the embedding"
     return rules
