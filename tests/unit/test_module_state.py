@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -185,3 +186,124 @@ def test_random_numbers_of_python_and_numpy_are_drawn_again(draw: Callable[[], f
     assert drawn[0] == drawn[1]
     assert drawn[0] != after
     assert torch.equal(x.grad, drawn[0] * (x * drawn[0]).cos())
+
+
+class Once(nn.Module):
+    """Fills a buffer in its first run, and says so in a plain attribute, as a rotary table does."""
+
+    def __init__(self, by_length: bool) -> None:
+        super().__init__()
+        self.by_length, self.length = by_length, 0
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("table", torch.zeros(0 if by_length else 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table: Any = self.table
+        if self.by_length and len(x) > self.length:
+            self.length, self.is_set = len(x), True
+            self.register_buffer("table", torch.arange(1.0, len(x) + 1), persistent=False)
+        elif not self.by_length and not hasattr(self, "is_set"):
+            self.is_set = True
+            table.copy_(x.detach().mean(0))
+        scale: Any = self.table
+        return (
+            ((x @ self.weight).T * scale[: len(x)]).T.sin()
+            if self.by_length
+            else (x @ self.weight * scale).sin()
+        )
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_buffer_that_is_filled_once_is_filled_in_both_runs(by_length: bool) -> None:
+    torch.manual_seed(0)
+    plain = Once(by_length)
+    again = copy.deepcopy(plain)
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    sizes = (x, y) if by_length else (x,)
+    for net, call in ((plain, plain), (again, lambda x: anyrank.recompute(again, x))):
+        sum(call(each).sum() for each in sizes).backward()
+        assert net.is_set
+    assert torch.equal(plain.weight.grad, again.weight.grad)
+    assert torch.equal(plain.table, again.table)
+    assert plain.length == again.length
+
+
+def test_a_counter_beside_unchanged_buffers_counts_both_runs() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("table", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return (x * self.table).sin()
+
+    net = Counting()
+    anyrank.recompute(net, torch.randn(4, requires_grad=True)).sum().backward()
+    assert net.calls == 2
+
+
+def helper(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net.norm(net.inner(x))
+
+
+class Holder:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return helper(self.net, x)
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.net.inner(x))
+
+
+def whole_uses() -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
+    return {
+        "helper": lambda net: lambda x: helper(net, net.inner(x)),
+        "method": lambda net: Holder(net).both,
+        "lambda": lambda net: (lambda holder: lambda x: holder.both(x))(Holder(net)),
+    }
+
+
+@pytest.mark.parametrize("how", whole_uses())
+def test_a_module_that_is_handed_on_is_watched_whole(how: str) -> None:
+    """Its batch norm counts once, though the function names another child of it."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.inner, net.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    x = torch.randn(3, 4, requires_grad=True)
+    anyrank.recompute(whole_uses()[how](net), x).sum().backward()
+    assert int(net.norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("what", ["module", "function", "index"])
+def test_another_module_in_a_loops_variable_is_refused(what: str) -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    x = torch.randn(3, 4, requires_grad=True)
+    for n, layer in enumerate(layers):
+        if what == "module":
+            x = anyrank.recompute(lambda h: layer(h).sin(), x)  # noqa: B023
+        elif what == "index":
+            x = anyrank.recompute(lambda h: layers[n](h).sin(), x)  # noqa: B023
+        else:
+
+            def block(h: torch.Tensor) -> torch.Tensor:
+                return h + layer(h).sin()  # noqa: B023
+
+            x = anyrank.recompute(block, x)
+    text = "variable layer was assigned another module|has used other parameters"
+    with pytest.raises(anyrank.RecomputeError, match=text):
+        x.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_has_no_shape_or_no_dicts_yet_is_recomputed() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    x = torch.randn(3, 4, requires_grad=True)
+    anyrank.recompute(lazy, x).square().sum().backward()
+    assert lazy[0].weight.grad is not None
+    traced = torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))
+    anyrank.recompute(traced, x).sum().backward()
+    assert next(traced.parameters()).grad is not None

@@ -8,7 +8,9 @@ one has changed, the second run looks at each operation, and refuses the first t
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -26,6 +28,8 @@ from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.walk import walk
 
 INTERNAL = frozenset(vars(nn.Module()))
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", *ATTRIBUTES)
 PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 MAX_OBJECTS = 1000  # visited in one search
 
@@ -33,13 +37,15 @@ MAX_OBJECTS = 1000  # visited in one search
 class Place(NamedTuple):
     """Where a function finds a value: in a cell, or in an entry of a dict, list or tuple.
 
-    `names` are those by which the function uses parts of the value; None for all of it.
+    `names` are those by which the function uses parts of the value; None for all of it. Those in
+    `whole` are parts of which it uses all.
     """
 
     owner: Any
     key: Any
     name: str
     names: Collection[str] | None = None
+    whole: Collection[str] = ()
     is_variable: bool = False
 
     def value(self) -> Any:
@@ -51,7 +57,8 @@ class Place(NamedTuple):
 
     def part(self, owner: Any, key: Any, name: str = "") -> Place:
         """The place of a part of the value."""
-        return Place(owner, key, f"{self.name}{name or f'.{key}'}", self.names)
+        names = None if key in self.whole else self.names
+        return Place(owner, key, f"{self.name}{name or f'.{key}'}", names, self.whole)
 
 
 class Captured:
@@ -63,6 +70,7 @@ class Captured:
             (`self.block(x)`), these children alone.
         named: these modules and all in them, each once, with its name.
         tensors: where tensors are, besides the parameters and buffers of these modules.
+        variables: those that hold modules.
         generators: random generators of torch, numpy and `random`.
     """
 
@@ -71,6 +79,7 @@ class Captured:
         self.modules: list[nn.Module] = []
         self.named: list[tuple[str, nn.Module]] = []
         self.tensors: list[Place] = []
+        self.variables: list[Place] = []
         self.generators: list[Source] = []
         others = (leaf for leaf in leaves if type(leaf) not in PLAIN)
         given = [fn, *(leaf for leaf in others if not isinstance(leaf, torch.Tensor))]
@@ -84,6 +93,7 @@ class Captured:
                 continue
             seen.add((id(value), id(place.names)))
             if isinstance(value, nn.Module):
+                self.variables += [place] if place.is_variable else []
                 children = named_children(place, value)
                 waiting += children
                 if not children:
@@ -138,6 +148,10 @@ def reached_from(place: Place, value: Any) -> list[Place]:
     known: dict[str, Any] = getattr(value, "__dict__", {})
     if place.names is not None:
         reached += [place.part(known, name) for name in place.names if name in known]
+        named = [getattr(type(value), name, None) for name in place.names]
+        for method in named:
+            if isinstance(method, types.FunctionType):
+                reached += used_by(method, value)
     else:  # of an argument, tensors and generators: not all that a config or a trainer holds
         shown = list(known.items())[:MAX_OBJECTS]
         kept = [key for key, part in shown if isinstance(part, torch.Tensor) or source_of(part)]
@@ -164,24 +178,37 @@ def used_by(method: Any, owner: Any) -> Generator[Place]:
     if not isinstance(method, types.FunctionType):
         yield Place((getattr(owner, "__wrapped__", None),), 0, type(owner).__name__)
         return
-    yield from captured_by(method)
+    methods = called_by(method, type(owner))
+    for each in methods:
+        yield from captured_by(each)
     known: dict[str, Any] = getattr(owner, "__dict__", {})
-    names = names_in(method.__code__)
-    for name in names:
-        if name in known:
-            yield Place(known, name, f"attribute {name} of {type(owner).__name__}", names)
+    names = tuple(dict.fromkeys(name for each in methods for name in names_in(each.__code__)))
+    whole = frozenset[str]().union(*(used_whole(each.__code__) for each in methods))
+    used = Place(owner, None, f"attribute of {type(owner).__name__}", names, whole)
+    yield from (used.part(known, name) for name in names if name in known)
+
+
+def called_by(method: types.FunctionType, kind: type) -> list[types.FunctionType]:
+    """A method, and those of its class that it names, and so on."""
+    found = [method]
+    for each in found:  # which grows
+        named = (getattr(kind, name, None) for name in names_in(each.__code__))
+        found += [m for m in named if isinstance(m, types.FunctionType) and m not in found]
+    return found
 
 
 def captured_by(fn: types.FunctionType) -> Generator[Place]:
     """The places of a function's globals, cells and defaults."""
     if (fn.__module__ or "").partition(".")[0] == "torch":
         return
-    names = names_in(fn.__code__)
+    names, whole = names_in(fn.__code__), used_whole(fn.__code__)
     for name in names:
         if name in fn.__globals__:
-            yield Place(fn.__globals__, name, f"variable {name}", names, is_variable=True)
+            parts = None if name in whole else names
+            yield Place(fn.__globals__, name, f"variable {name}", parts, whole, is_variable=True)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        yield Place(cell, None, f"variable {name}", names, is_variable=True)
+        parts = None if name in whole else names
+        yield Place(cell, None, f"variable {name}", parts, whole, is_variable=True)
     for n in range(len(fn.__defaults__ or ())):
         yield Place(fn.__defaults__, n, f"default {n} of {fn.__name__}", names)
     for name in fn.__kwdefaults__ or ():
@@ -195,6 +222,15 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in (code.co_names, *inner) for name in names))
 
 
+@functools.lru_cache(maxsize=1024)
+def used_whole(code: types.CodeType) -> frozenset[str]:
+    """Variables and attributes that a function uses otherwise than for an attribute of theirs."""
+    inner = [used_whole(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    steps = itertools.pairwise(dis.get_instructions(code))
+    own = [a.argval for a, b in steps if a.opname in LOADS and b.opname not in ATTRIBUTES]
+    return frozenset(own).union(*inner)
+
+
 def named_children(place: Place, module: nn.Module) -> list[Place]:
     """Children of a captured module that the function names, and what else of it that names.
 
@@ -202,7 +238,7 @@ def named_children(place: Place, module: nn.Module) -> list[Place]:
     """
     own = vars(module)
     names = place.names or ()
-    inner = own["_modules"]
+    inner: dict[str, Any] = own.get("_modules", {})  # a traced module has no dict of them
     children = [place.part(inner, name) for name in names if name in inner]
     if not children or any(
         isinstance(getattr(type(module), name, None), types.FunctionType)
@@ -210,7 +246,7 @@ def named_children(place: Place, module: nn.Module) -> list[Place]:
         for name in names
     ):
         return []
-    for group in (own["_parameters"], own["_buffers"], own):
+    for group in (own.get("_parameters", {}), own.get("_buffers", {}), own):
         children += [place.part(group, name) for name in names if name in group]
     return children
 
@@ -221,12 +257,13 @@ class Watch:
     Tensors are held weakly. What the first run itself changes or replaces is not watched.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, captured: Captured) -> None:
         self.places = [
             (place, weakref.ref(tensor), version_of(tensor))
-            for place in places
+            for place in captured.tensors
             if isinstance(tensor := place.value(), torch.Tensor)
         ]
+        self.variables = [(place, weakref.ref(place.value())) for place in captured.variables]
 
     def settle(self) -> None:
         """After the first run: what it changed is its own."""
@@ -234,6 +271,9 @@ class Watch:
             (place, then, version)
             for place, then, version in self.places
             if (now := place.value()) is then() and version_of(now) == version
+        ]
+        self.variables = [
+            (place, then) for place, then in self.variables if place.value() is then()
         ]
 
     def changed(self) -> list[tuple[torch.Tensor, str]]:
@@ -252,7 +292,14 @@ class Watch:
 
     @contextlib.contextmanager
     def refused(self, label: str) -> Generator[None]:
-        """Inside, an operation that reads a tensor which has changed raises RecomputeError."""
+        """Inside, an operation that reads a tensor which has changed raises RecomputeError.
+
+        Raises:
+            RecomputeError: a variable has another module now, as after the next turn of a loop.
+        """
+        for place, then in self.variables:
+            if isinstance(now := place.value(), nn.Module) and now is not then():
+                raise changed_error(label, f"{place.name} was assigned another module")
         changed = self.changed()
         try:
             with RefuseReads(changed, label) if changed else contextlib.nullcontext():

@@ -5,6 +5,9 @@ elsewhere; a bias, an embedding or a buffer is not saved, and `torch.func.functi
 restored the module's own weights by then. So the first run records which tensors the modules had,
 and the second uses the same: replaced tensors are restored, changed ones are an error. Captured
 tensors cannot be restored: a changed one that is read is an error.
+
+A module that fills a buffer once says so in a plain attribute. So where the first run has changed
+both, the second one begins with both as they were.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from anyrank.memory.captured import Captured, Watch, changed_error, text_of
+from anyrank.memory.captured import PLAIN, Captured, Watch, changed_error, text_of
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 
@@ -43,6 +47,24 @@ class RecordedTensor:
         return self.owner[self.key] if self.key in self.owner else None  # noqa: SIM401
 
 
+class Attributes:
+    """The plain attributes of a module with buffers, as they were before the first run."""
+
+    def __init__(self, own: dict[str, Any], buffers: list[RecordedTensor]) -> None:
+        self.own, self.buffers = own, buffers
+        self.before = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """All of plain types; their values are kept, and not looked into."""
+        return {key: value for key, value in self.own.items() if type(value) in PLAIN}
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Have these, and no others of plain types."""
+        for key in self.now().keys() - values.keys():
+            del self.own[key]
+        self.own.update(values)
+
+
 class ModuleState:
     """The tensors that a function captures, from before it runs for the first time.
 
@@ -58,24 +80,33 @@ class ModuleState:
         known = (
             {} if before is None else {(id(each.owner), each.key): each for each in before.buffers}
         )
+        self.attributes: list[Attributes] = []
         for name, module in captured.named:
             prefix = f"{name}." if name else ""
-            parameters: dict[str, Any] = vars(module)["_parameters"]
+            parameters: dict[str, Any] = vars(module).get("_parameters", {})
             for key, tensor in parameters.items():
-                if tensor is not None:
+                if tensor is not None and not is_lazy(tensor):
                     self.parameters.append(RecordedTensor(parameters, key, prefix + key, tensor))
-            buffers: dict[str, Any] = vars(module)["_buffers"]
+            buffers: dict[str, Any] = vars(module).get("_buffers", {})
+            first = len(self.buffers)
             for key, tensor in buffers.items():
-                if tensor is not None:
+                if tensor is not None and not is_lazy(tensor):
                     each = RecordedTensor(buffers, key, prefix + key, tensor)
                     each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
                     self.buffers.append(each)
-        self.watch = Watch(captured.tensors)
+            if own := self.buffers[first:]:
+                self.attributes.append(Attributes(vars(module), own))
+        self.watch = Watch(captured)
 
     @uncompiled
     def settle(self) -> None:
         """After the first run: drop copies of large buffers that it did not change."""
         self.watch.settle()
+        self.attributes = [
+            each
+            for each in self.attributes
+            if any(map(has_changed, each.buffers)) and each.now() != each.before
+        ]
         for each in self.buffers:
             if each.tensor.nbytes > KEPT_BYTES and not has_changed(each):
                 each.copy = None
@@ -97,7 +128,10 @@ class ModuleState:
                 f"{kind} {each.name}, {text_of(each.tensor)}, was changed in place",
             )
         undo: list[tuple[RecordedTensor, Any]] = []
+        after = [(each, each.now()) for each in self.attributes]
         try:
+            for each in self.attributes:
+                each.put(each.before)
             for each in self.parameters:
                 now = each.now()
                 if isinstance(now, torch.Tensor) and is_replaced(each.tensor, now):
@@ -115,6 +149,8 @@ class ModuleState:
         finally:
             for each, now in undo:
                 each.owner[each.key] = now
+            for each, values in after:
+                each.put(values)
 
 
 def has_changed(each: RecordedTensor) -> bool:

@@ -124,6 +124,7 @@ class Region:
             value = tensor.detach()
             if self.holders[count]() is not None:
                 self.metas[count].check(tensor, self.label)
+                self.metas[count].check_parameter(tensor, self.label)
                 if count in changed:
                     self.metas[count].check_version(tensor, changed[count], self.label)
                 self.values[count] = (value, version_of(value))
@@ -185,6 +186,17 @@ class TensorMeta:
                 f"{label} saved a {self} on {self.device} for backward at first, and a "
                 f"{text_of(tensor)} on {tensor.device} in its place when it was recomputed: "
                 f"{SAME_AGAIN}"
+            )
+
+    def check_parameter(self, tensor: torch.Tensor, label: str) -> None:
+        """Raises RecomputeError: another parameter than in the first run."""
+        then, now = self.alive(), base_of(tensor)
+        both = isinstance(then, torch.nn.Parameter) and isinstance(now, torch.nn.Parameter)
+        if both and then is not now:
+            raise RecomputeError(
+                f"{label} has used other parameters, {self}, when it was recomputed: a variable or "
+                "attribute that chooses them was changed before backward, as by the next turn of a "
+                "loop: bind it as an argument"
             )
 
     def version_if_changed(self) -> int:
