@@ -212,6 +212,15 @@ def test_a_loop_goes_on_where_it_was_left(
     assert second.scheduler.get_last_lr() == [0.02 * (1 - 10 / 20)]
 
 
+def test_a_pass_after_a_break_has_the_rest_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = setup(tmp_path / "run")
+    assert [len([*steps(on, stop, epochs=1)]) for stop in (2, None, None)] == [2, 3, 5]
+    assert [m for m in caplog.messages if "was left within epoch 0: this one has the rest" in m]
+    assert len([m for m in caplog.messages if "was left within" in m]) == 1
+
+
 def test_saves_are_made_when_due_and_the_path_that_is_given_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -185,3 +186,33 @@ def test_wrapped_models_compute_the_same() -> None:
     for kind in ("ddp", "fsdp2"):
         for result in run_ranks(2, job_memory, kind):
             assert_close(result, plain)
+
+
+def test_without_labels_the_logits_are_logits() -> None:
+    """As where the Trainer takes the labels out, for label_smoothing_factor or a loss function."""
+    plain, model = make("llama"), make("llama")
+    tiled_loss(model, 5)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for given in ({"input_ids": TOKENS}, {"input_ids": TOKENS, "labels": None}):
+        assert torch.equal(model(**given).logits, plain(**given).logits)
+
+
+def test_a_copy_is_restored_with_its_original_and_patched_anew() -> None:
+    model = make("llama")
+    plain = model(input_ids=TOKENS, labels=TOKENS)
+    handle = tiled_loss(model, 5)
+    twin = copy.deepcopy(model)
+    assert twin(input_ids=TOKENS, labels=TOKENS).logits.shape != plain.logits.shape
+    handle.remove()
+    for each in (model, twin):
+        assert torch.equal(each(input_ids=TOKENS, labels=TOKENS).logits, plain.logits)
+    tiled_loss(twin, 5).remove()
+    assert torch.equal(twin(input_ids=TOKENS, labels=TOKENS).logits, plain.logits)
+
+
+def test_a_head_that_is_wrapped_afterwards_is_refused() -> None:
+    model = make("llama")
+    tiled_loss(model, 5)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="head was replaced after tiled_loss"):
+        wrapped(input_ids=TOKENS, labels=TOKENS)

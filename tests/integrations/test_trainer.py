@@ -15,7 +15,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from examples import trainer_resume
 from peft import PeftModel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import anyrank
@@ -107,21 +107,24 @@ def arguments(out: str, **more: Any) -> TrainingArguments:
     return TrainingArguments(out, **(given | more))
 
 
-def job(out: str, kind: str = "ddp", stop: int | None = None, **more: Any) -> dict[str, Any]:
-    """Train on this rank. Returns what it logged and read."""
+def job(
+    out: str, kind: str = "ddp", stop: int | None = None, rows: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Train on this rank, on the first rows if their number is given. What it logged and read."""
     AcceleratorState._reset_state(True)
     transformers.logging.set_verbosity_error()
     if "gc" in kind:
         more |= {"activation_checkpointing": True}
         more |= {"activation_checkpointing_kwargs": {"use_reentrant": False}}
-    rows, log = Rows(), Log(stop)
-    trainer = Trainer(model(kind), arguments(out, **more), train_dataset=rows, callbacks=[log])
+    data, log = Rows(), Log(stop)
+    some: Any = data if rows is None else Subset(data, range(rows))
+    trainer = Trainer(model(kind), arguments(out, **more), train_dataset=some, callbacks=[log])
     trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL, every=2)
     trainer.train(resume_from_checkpoint=True)
     report, loader, state = trainer.elastic.report, trainer.elastic.loader, trainer.state
     return {
         "lines": log.lines,
-        "read": rows.read,
+        "read": data.read,
         "step": state.global_step,
         "epoch": state.epoch,
         "flos": state.total_flos,
@@ -161,6 +164,16 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     assert results[0]["history"] == pytest.approx(expected["history"], rel=1e-6)
     assert [epoch for epoch, *_ in expected["receipts"]] == [0, 1]
     assert expected["samples"] == 2 * ROWS + GLOBAL
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_ranks_without_a_microbatch_of_their_own_count_nothing(
+    tmp_path: Path, counted: str
+) -> None:
+    options = {"rows": GLOBAL + 1, "max_steps": 4, "include_num_input_tokens_seen": counted}
+    one, two = (run_ranks(n, job, str(tmp_path / str(n)), **options) for n in (1, 2))
+    for name in ("tokens", "flos", "samples"):
+        assert {found[name] for found in two} == {one[0][name]}, name
 
 
 def test_killed_in_the_middle_and_resumed(

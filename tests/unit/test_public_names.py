@@ -106,7 +106,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Share": (share, "weight is_last step k seed scale seeded"),
     "Step": (
         lambda: next(iter(loader())),
-        "number epoch samples k microbatches backward scale loss clip_grad_norm_",
+        "number epoch samples k is_copy microbatches backward scale loss clip_grad_norm_",
     ),
     "Offload": (lambda: anyrank.Offload(1), "stats close"),
     "OffloadStats": (

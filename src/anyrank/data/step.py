@@ -73,6 +73,15 @@ class Step:
         """
         return self._current_slot().k
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the current microbatch runs with weight 0, as this rank has fewer than others.
+
+        Raises:
+            ValueError: not within `microbatches`.
+        """
+        return self._current_slot().is_copy
+
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """This rank's batches; run forward and backward of each within the loop's body.
 

@@ -50,6 +50,7 @@ class ElasticBatches:
         self._losses = 0  # backward passes in the step
         self._passes = 0
         self._is_told = False
+        self._left: int | None = None  # epoch that a pass was broken off in
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -66,6 +67,13 @@ class ElasticBatches:
             self._run.is_in_finished_epoch = True
             return
         self._run.is_in_finished_epoch = False
+        begun = self.loader.epoch
+        if self._left == begun:
+            log.warning(
+                "the pass before was left within epoch %d: this one has the rest of it, so that "
+                "every sample is seen once",
+                begun,
+            )
         # One container for all passes: the first step of a model is checked.
         self._models = models = self._models or self._accelerator.prepared_models()
         try:
@@ -77,6 +85,7 @@ class ElasticBatches:
                     self._run.has_stepped = True  # also where a GradScaler has left a step out
                     self._run.count_step()
         finally:
+            self._left = begun if self.loader.epoch == begun else None
             self._leave()
 
     def _bodies(self, step: Any, models: nn.ModuleList) -> Generator[Any, None, None]:

@@ -201,7 +201,7 @@ class ElasticTrainer(BestStep):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
-        training, step, seen = self._elastic_training, inputs, set[int]()
+        training, step = self._elastic_training, inputs
         training.flos = 0.0
         for batch in step.microbatches(model):
             # Counted on the host: a count on the device would make the host wait for it.
@@ -210,9 +210,7 @@ class ElasticTrainer(BestStep):
             training.microbatch = Microbatch(step, None if tokens is None else int(tokens))
             if tokens is not None:  # without any token its loss is 0, not 0 / 0
                 tokens = tokens.clamp(min=1).to(self.args.device)
-            is_copy = step.k in seen
-            seen.add(step.k)
-            self._elastic_look(batch, is_copy)
+            self._elastic_look(batch, step.is_copy)
             try:
                 # A step weights over all ranks: compute_loss must not do so by itself.
                 with self._elastic_rank_alone():

@@ -144,10 +144,12 @@ def tiled_loss(
 ) -> MemoryHandle:
     """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
 
-    With gradients, the head hands on the hidden states, and `model.loss_function` applies the head
-    a tile of tokens at a time; the `logits` of the model's result are hidden states then. Without
-    gradients (evaluation, generation) everything is as before. Names of parameters, ties and
-    checkpoints stay. Each rank by itself, before or after wrapping.
+    With gradients and labels, the head hands on the hidden states, and `model.loss_function`
+    applies the head a tile of tokens at a time; the `logits` of the model's result are hidden
+    states then. Without gradients (evaluation, generation) or without labels (a loss of one's own,
+    as the Trainer's label_smoothing_factor) everything is as before. Names of parameters, ties and
+    checkpoints stay. Each rank by itself, before or after wrapping, and after PEFT has wrapped the
+    head.
 
     Args:
         model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
@@ -158,7 +160,8 @@ def tiled_loss(
         A handle whose `remove()` restores the model, and whose `names` has the head.
 
     Raises:
-        ValueError: no head, another loss; when it runs: a model that scales or caps its logits.
+        ValueError: no head, another loss; when it runs: a model that scales or caps its logits, or
+            whose head was replaced since.
 
     Example::
 
@@ -171,9 +174,14 @@ def tiled_loss(
         model(input_ids=tokens, labels=tokens).loss.backward()
     """
     inner: Any = _inner(model)
-    head, plain = inner.get_output_embeddings(), inner.loss_function
+    head = inner.get_output_embeddings()
     if head is not None and "forward" in vars(head):
-        raise ValueError("the head has a forward of its own already: call tiled_loss() once")
+        patch = getattr(vars(head)["forward"], "__self__", None)
+        if not isinstance(patch, _HeadAndLoss) or patch.switch.is_on:
+            raise ValueError("the head has a forward of its own already: call tiled_loss() once")
+        del head.forward  # of a copy, whose original was restored
+        inner.loss_function = patch.plain
+    plain = inner.loss_function
     if head is None or getattr(plain, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(
             f"{type(inner).__name__} has no head, or its loss is not ForCausalLMLoss: call "
@@ -182,14 +190,30 @@ def tiled_loss(
     patch = _HeadAndLoss(head, plain, chunk_size, grad_dtype)
     own = vars(inner).get("_loss_function")
     head.forward, inner.loss_function = patch.forward, patch.loss
+    hooks = [
+        inner.register_forward_pre_hook(patch.begin, with_kwargs=True),
+        inner.register_forward_hook(patch.end, always_call=True),
+    ]
 
     def undo() -> None:
+        patch.switch.is_on = False  # for copies of the model
+        for hook in hooks:
+            hook.remove()
         vars(head).pop("forward", None)
         vars(inner).pop("_loss_function", None)
         if own is not None:
             inner.loss_function = own
 
     return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
+
+
+class _Switch:
+    """Whether the patch of a model, and of its copies, is in force."""
+
+    is_on = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Switch:
+        return self
 
 
 class _HeadAndLoss:
@@ -202,9 +226,27 @@ class _HeadAndLoss:
         self.chunk_size, self.grad_dtype = chunk_size, grad_dtype
         self.handed: torch.Tensor | None = None
         self.is_real = False  # whether the head computes logits
+        self.has_labels = False  # whether the model runs, and will ask for its loss
+        self.switch = _Switch()
+
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward."""
+        if not self.switch.is_on:
+            return
+        if model.get_output_embeddings() is not self.head:
+            raise ValueError(
+                "the model's head was replaced after tiled_loss(), as by get_peft_model() with it "
+                "among the targets: call tiled_loss() after that"
+            )
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        self.has_labels = {**given, **given.get("kwargs", {})}.get("labels") is not None
+
+    def end(self, *_: Any) -> None:
+        """After it, also where it raised."""
+        self.has_labels = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.is_real or not torch.is_grad_enabled():
+        if self.is_real or not self.has_labels or not torch.is_grad_enabled():
             return type(self.head).forward(self.head, hidden)
         self.handed = hidden
         return hidden
