@@ -28,6 +28,7 @@ from anyrank.tensors.spec import StoredTensor
 
 CONFIG = "adapter_config.json"
 MOST_BYTES = 16 << 20  # of a configuration
+BASE_LAYER = ".base_layer."
 KEPT = 8  # factors that stay in memory
 # Values of init_lora_weights with which PEFT changes the base's weights as it adds the adapter.
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -81,17 +82,25 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
         elif name in base and base[name].shape == stored.shape:
             base[name] = stored
             trained.append(name)
+        elif _is_copy_of_base(name, stored, base):
+            base[name.replace(BASE_LAYER, ".")] = stored
         else:
             raise LoadError(
                 f"{key}: is no factor of LoRA and no tensor of the base, so it cannot be merged: "
                 "merge with PEFT (merge_and_unload), and convert the result"
             )
-    _check_untied(trained, base, paths)
     added = {
         f"{module}.weight": _low_rank(module, kinds, base, config)
         for module, kinds in factors.items()
     }
+    _check_untied([*trained, *added], base, paths)
     return replace(selection, tensors=base), added
+
+
+def _is_copy_of_base(name: str, stored: StoredTensor, base: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is an embedding's or head's own weight, which PEFT saves beside its factors."""
+    own = base.get(name.replace(BASE_LAYER, "."))
+    return BASE_LAYER in name and own is not None and own.shape == stored.shape
 
 
 def _config(paths: Sequence[str]) -> dict[str, Any]:
@@ -104,7 +113,13 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
     where = join_path(path, CONFIG)
     try:
         config: Any = json.loads(read_whole(storage, where, MOST_BYTES))
-        kind, alpha = config["peft_type"], float(config["lora_alpha"])
+        kind = config["peft_type"]
+        if kind != "LORA":
+            raise LoadError(
+                f"{where}: is {kind}, and only plain LoRA is merged: merge with PEFT "
+                "(merge_and_unload), and convert the result"
+            )
+        alpha = float(config["lora_alpha"])
         patterns = config.get("alpha_pattern") or {}
         alphas = {str(key): float(value) for key, value in patterns.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -114,10 +129,10 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
         for key in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "megatron_config")
         if config.get(key)
     ]
-    if kind != "LORA" or odd:
+    if odd:
         raise LoadError(
-            f"{where}: is {kind}{' with ' + ', '.join(odd) if odd else ''}, and only plain LoRA is "
-            "merged: merge with PEFT (merge_and_unload), and convert the result"
+            f"{where}: is LORA with {', '.join(odd)}, and only plain LoRA is merged: merge with "
+            "PEFT (merge_and_unload), and convert the result"
         )
     how = str(config.get("init_lora_weights")).lower()
     if how.startswith(CHANGE_BASE):
@@ -133,7 +148,7 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
 def _check_untied(
     trained: Sequence[str], base: Mapping[str, StoredTensor], paths: Sequence[str]
 ) -> None:
-    """Refuse a trained copy of an embedding whose head stays the embedding of the base.
+    """Refuse a trained embedding (whole, or by LoRA) whose head stays the embedding of the base.
 
     The base's files have one matrix for both, and whoever opens the result would tie them again.
     """
@@ -153,9 +168,9 @@ def _check_untied(
         tied = [name for name in trained if name in of_words and not stored]
         if has_head and is_tied and tied:
             raise LoadError(
-                f"{tied[0]}: was trained whole (modules_to_save), and the base's head is tied to "
-                "its own, so that the result has two: merge with PEFT (merge_and_unload), and save "
-                "with tie_word_embeddings=False"
+                f"{tied[0]}: was trained by the adapter, and the head, which is tied to it in the "
+                "base, was not, so that the result has two: untie them (tie_word_embeddings=False) "
+                "before PEFT merges (merge_and_unload), and convert the result"
             )
 
 

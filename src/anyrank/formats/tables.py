@@ -122,7 +122,10 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
             states.setdefault(key, value)
     is_lightning = "pytorch-lightning_version" in rest
-    epoch, batches = _epoch(rest.get("epoch"), loops)
+    given = rest.get("epoch")
+    if isinstance(given, StoredTensor) and given.numel == 1:
+        given = files.value(given)
+    epoch, batches = _epoch(given, loops)
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
         files.listing("lightning" if is_lightning else "torch"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import (
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -44,6 +45,12 @@ def elastic_loader(
         raise TypeError(
             f"the training data is a {type(dataloader).__name__}: give one torch DataLoader, over "
             "a dataset with a length"
+        )
+    if isinstance(dataloader.dataset, IterableDataset):
+        raise TypeError(
+            f"the training data is a {type(dataloader.dataset).__name__}, a stream, whose order "
+            "cannot be planned: give a dataset with a length and dataset[i], or use "
+            "ElasticLoader.from_shards in a loop of your own"
         )
     if dataloader.batch_size is None:
         raise ValueError(

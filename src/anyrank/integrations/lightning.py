@@ -279,7 +279,7 @@ class Elastic(_Callback):
             if loss is None:
                 raise ValueError(
                     "training_step returned no loss: the mean over the global batch needs that of "
-                    "every microbatch"
+                    "every microbatch: to leave one out, return its loss times 0"
                 )
             strategy.backward(step.scale(loss), optimizer)
         self._is_trained = True
