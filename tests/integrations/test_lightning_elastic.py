@@ -352,10 +352,19 @@ def test_two_callbacks_are_refused(tmp_path: Path) -> None:
         trainer.fit(module, data(), held_out())
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(4, 2, 4))
+
+
 @pytest.mark.parametrize(
     ("loader", "problem"),
     [
         (lambda: [torch.ones(2, 4)], "the training data is a list: give one torch DataLoader"),
+        (
+            lambda: torch.utils.data.DataLoader(Stream(), batch_size=2),
+            "the training data is a Stream, a stream, whose order cannot be planned",
+        ),
         (lambda: {"a": data(), "b": data()}, "the training data is a dict"),
         (
             lambda: data(

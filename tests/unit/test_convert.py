@@ -248,6 +248,12 @@ def test_wrong_options_are_refused(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_is_not_cut_into_shards(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"shard_bytes= is for a folder of weights, .*one file"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out.safetensors", shard_bytes=5)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "point", ["file.folder", "file.open", "file.write", "file.fsync", "convert.commit"]
 )

@@ -242,7 +242,8 @@ def test_a_folder_of_no_known_tool_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "run", tmp_path, state_of())
 
 
-def test_a_training_scripts_file_with_an_ema(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [int, torch.tensor])
+def test_a_training_scripts_file_with_an_ema(tmp_path: Path, number: Any) -> None:
     """With the keys that Sana's trainer writes."""
     net, ema = net_of(), net_of(7)
     optimizer = stepped(net)
@@ -254,8 +255,8 @@ def test_a_training_scripts_file_with_an_ema(tmp_path: Path) -> None:
         "state_dict_ema": ema.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "epoch": 3,
-        "step": 12,
+        "epoch": number(3),
+        "step": number(12),
         "generator": torch.Generator().get_state(),
         "rng_state": streams,
     }

@@ -377,6 +377,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fused function": (scalar, {"impl": "fused"}, "not nn.Linear itself"),
     "fused adapter": (Lora(), {"impl": "fused"}, "the head is a Lora"),
     "fused none": (head(), {"impl": "fused", "reduction": "none"}, "a gradient for each token"),
+    "ignored": (head(), {"ignore_index": None}, "ignore_index=None: give an int"),
     "fused dtype": (head().float(), {"impl": "fused"}, "a different dtype"),
 }
 
@@ -386,7 +387,7 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
     fn, options, message = WRONG[case]
     hidden, labels = data(10)
     options = {"labels": labels, "chunk_size": 4, **options}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         anyrank.tiled_loss(fn, hidden, **options)
 
 

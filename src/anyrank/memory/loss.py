@@ -97,6 +97,8 @@ def tiled_loss(
         loss.backward()
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
+    if type(ignore_index) is not int:
+        raise TypeError(f"ignore_index={ignore_index!r}: give an int; -100 if no token is ignored")
     check_grad_dtype(grad_dtype)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
     mesh = mesh_for(fn, hidden)
