@@ -636,12 +636,19 @@ def test_what_only_a_modules_own_code_saves_is_refused_by_name(tmp_path: Path, m
         save(tmp_path, anyrank.TrainState(make()))
 
 
-def test_own_code_that_adds_nothing_is_saved_as_ever(tmp_path: Path) -> None:
+def test_own_code_that_adds_nothing_of_its_own_is_saved_as_ever(tmp_path: Path) -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
-    model.register_state_dict_post_hook(lambda *_: None)
+    model.register_state_dict_post_hook(  # as the scales of a quantised weight
+        lambda module, state, *_: state.update({"1.weight.scale": torch.ones(())})
+    )
     state = anyrank.TrainState(torch.compile(model, backend="eager"))
-    save(tmp_path, state)
-    assert resume(tmp_path, state).components["model"] == "exact"
+    save(tmp_path / "a", state)
+    assert resume(tmp_path / "a", state).components["model"] == "exact"
+    model.requires_grad_(False)
+    model[1].weight.requires_grad_()
+    state = anyrank.TrainState(model, torch.optim.SGD(model[1].parameters(), lr=0.1), base="x")
+    save(tmp_path / "b", state)
+    assert resume(tmp_path / "b", state).components["model"] == "exact"
 
 
 def test_what_differs_is_logged_as_a_warning(

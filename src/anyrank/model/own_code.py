@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.names import WRAPPERS, candidates
 from anyrank.tensors.walk import places
@@ -136,10 +136,11 @@ class OwnCode:
         done.ran.append(_title(key))
 
 
-def added_to_state_dict(module: nn.Module, targets: Iterable[ModelTensor]) -> list[str]:
+def added_to_state_dict(module: nn.Module) -> list[str]:
     """Keys that its modules' own code adds to `state_dict()`, and that are no tensors of it.
 
-    `targets` are all of its tensors. Extra state is no such key.
+    Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
+    of a quantised weight.
     """
     names = ("_state_dict_hooks", "_state_dict_pre_hooks")
     if not any(
@@ -148,11 +149,13 @@ def added_to_state_dict(module: nn.Module, targets: Iterable[ModelTensor]) -> li
         for method in ("state_dict", "_save_to_state_dict")
     ) and not any(_is_own(hook) for m in module.modules() for hook in _hooks(m, names)):
         return []
-    known = {name for target in targets for name in target.flat_names()}
+    known = {name for target in find_tensors(module) for name in target.flat_names()}
     return [
         key
         for key in module.state_dict()
-        if not _is_extra(key) and known.isdisjoint(candidates(key))
+        if not _is_extra(key)
+        and known.isdisjoint(candidates(key))
+        and not any(key.startswith(f"{name}.") for name in known)
     ]
 
 

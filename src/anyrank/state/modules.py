@@ -81,7 +81,7 @@ def save_module(
             listed(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
-    added = added_to_state_dict(module, targets)
+    added = added_to_state_dict(module)
     if added:
         raise CheckpointError(
             listed(
