@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -219,6 +219,12 @@ class ElasticLoader(Position):
         self._dataset = dataset
         self._fetcher = make_fetcher(dataset, RequestSampler(self._requests), **options)
         self._workers = WorkerExit()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an ElasticLoader is neither copied nor pickled: make one where it is used, and take "
+            "the position over with load_state_dict(other.state_dict())"
+        )
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on any number of ranks, at any position of the run."""

@@ -7,7 +7,7 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
@@ -59,12 +59,6 @@ class Position:
         # The last record is of the current epoch, those before are not verified yet.
         self._records = [EpochRecord(0)]
         self._data_rank()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"an {type(self).__name__} is neither copied nor pickled: make one where it is used, "
-            "and take the position over with load_state_dict(other.state_dict())"
-        )
 
     @property
     def _seen(self) -> Receipt:
