@@ -285,6 +285,17 @@ def job_prompt(folder: str) -> torch.Tensor:
     return full(fresh.prompt_encoder["default"].embedding.weight)
 
 
+def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    import peft
+
+    config = peft.ShiraConfig(target_modules=["0"], r=2)
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), config)
+    with pytest.raises(
+        ValueError, match=r"SHIRA, of which PEFT saves .*shira_indices, which is no"
+    ):
+        anyrank.integrations.peft.save(model, tmp_path / "adapter")
+
+
 def test_sharded_prompts_are_saved_and_loaded(tmp_path: Path) -> None:
     first, second = run_ranks(2, job_prompt, str(tmp_path))
     assert torch.equal(first, second)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
+from anyrank.integrations.peft_names import keys_in_folder
 from anyrank.integrations.versions import warn_if_untested
 
 __all__ = ["load", "merge", "save"]
@@ -75,7 +76,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "de
     own = inner.state_dict()
     weights: dict[str, torch.Tensor] = {}
     is_first = _rank() == 0
-    for key, name in _keys(inner, own, adapter).items():
+    for key, name in keys_in_folder(inner, own, adapter).items():
         tensor: Any = own[name].detach()
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if is_first:  # a copy: several keys may share memory, which the format does not take
@@ -117,7 +118,9 @@ def load(
             )
     file = os.path.join(path, WEIGHTS)
     with safe_open(file, framework="pt") as stored:
-        missing = sorted(set(_keys(inner, inner.state_dict(), adapter)) - set(stored.keys()))
+        missing = sorted(
+            set(keys_in_folder(inner, inner.state_dict(), adapter)) - set(stored.keys())
+        )
     if missing:
         raise anyrank.LoadError(
             f"{file}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}: give "
@@ -212,45 +215,6 @@ def _config(model: PeftModel, adapter: str) -> PeftConfig:
     if adapter not in model.peft_config:
         raise ValueError(f"no adapter {adapter!r}: the model has {sorted(model.peft_config)}")
     return model.peft_config[adapter]
-
-
-def _keys(model: PeftModel, own: dict[str, Any], adapter: str) -> dict[str, str]:
-    """Key in a PEFT folder -> name in the model, of what PEFT itself saves of an adapter.
-
-    PEFT chooses among tensors without values, so that it gathers none.
-
-    Raises:
-        ValueError: it saves what it computes from several tensors.
-    """
-    if model.peft_config[adapter].is_prompt_learning:
-        return {"prompt_embeddings": _prompts(model, adapter)}
-    outline = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor)
-    }
-    names = {id(tensor): name for name, tensor in outline.items()}
-    chosen = get_peft_model_state_dict(
-        model, state_dict=outline, adapter_name=adapter, save_embedding_layers=False
-    )
-    return {key: names[id(chosen[key])] for key in sorted(chosen)}
-
-
-def _prompts(model: PeftModel, adapter: str) -> str:
-    """The name of a prompt method's one tensor.
-
-    Raises:
-        ValueError: it has several, of which PEFT saves what they give together.
-    """
-    encoder: nn.Module = model.prompt_encoder[adapter]
-    names = [name for name, _ in encoder.named_parameters()]
-    if names != ["embedding.weight"]:
-        method = model.peft_config[adapter].peft_type
-        raise ValueError(
-            f"{adapter!r} is of {method}, of which PEFT saves what {', '.join(names)} give "
-            "together: save it with PEFT (save_pretrained), from a model that is whole"
-        )
-    return f"prompt_encoder.{adapter}.embedding.weight"
 
 
 def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) -> None:

@@ -16,7 +16,8 @@ import anyrank
 from anyrank.integrations.trainer_checks import check_trainer
 from anyrank.integrations.trainer_loop import ElasticTrainer
 from anyrank.integrations.trainer_run import Asked, ElasticRun, Training
-from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps, tiled_loss
+from anyrank.integrations.transformers_loss import tiled_loss
+from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps
 from anyrank.integrations.versions import warn_if_untested
 
 __all__ = ["ElasticRun", "elastic", "enable_recompute", "tile_mlps", "tiled_loss"]
