@@ -67,7 +67,7 @@ class Stream(IterableDataset[int]):
     ("dataloader", "problem"),
     [
         (lambda: [1, 2], "the training data is a list"),
-        (lambda: DataLoader(Stream(), batch_size=2), "has no length or no dataset"),
+        (lambda: DataLoader(Stream(), batch_size=2), "a stream, whose order cannot be planned"),
         (lambda: DataLoader(DATA, batch_size=None), "has a batch_sampler, or no batching"),
         (
             lambda: DataLoader(DATA, sampler=torch.utils.data.RandomSampler(DATA, num_samples=4)),

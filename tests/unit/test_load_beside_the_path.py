@@ -275,6 +275,98 @@ def test_extra_state_that_is_no_plain_data_is_named(
 # -- files that hold more than one table ----------------------------------------------------------
 
 
+class Exchanged(nn.Module):
+    """Its files have its two tensors under each other's names, and one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+        self.register_load_state_dict_pre_hook(self.exchange)
+
+    def exchange(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        q, k = f"{prefix}q", f"{prefix}k"
+        state[q], state[k] = state[k], state[q].t()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_own_code_that_exchanges_tensors_reads_what_was_loaded(on_meta: bool) -> None:
+    state = {"q": torch.arange(4.0).view(2, 2), "k": torch.ones(2, 2)}
+    plain = Exchanged()
+    plain.load_state_dict(dict(state))
+    if on_meta:
+        with anyrank.meta():
+            model = Exchanged()
+    else:
+        model = Exchanged()
+    anyrank.load(model, state)
+    assert torch.equal(model.q, plain.q)
+    assert torch.equal(model.k, plain.k)
+
+
+class Transposed(nn.Linear):
+    """Has another form in its state_dict() than in the model."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_a_run_holds_goes_through_no_code_of_modules(tmp_path: Path) -> None:
+    first, second = nn.Sequential(Transposed(3, 3)), nn.Sequential(Transposed(3, 3))
+    with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(first)) as ckpts:
+        ckpts.save()
+    anyrank.load(second, tmp_path / "run")
+    assert torch.equal(first[0].weight, second[0].weight)
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight: its module's own code changes it in"):
+        anyrank.convert(first, tmp_path / "out")
+    torch.save(first.state_dict(), tmp_path / "first.pt")
+    anyrank.load(second, tmp_path / "first.pt")
+    assert torch.equal(first[0].weight, second[0].weight)
+
+
+def test_extra_state_that_no_source_has_is_named(tmp_path: Path) -> None:
+    class Counts(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None: ...
+
+    report = anyrank.convert(nn.Sequential(Counts(2, 2)), tmp_path / "out")
+    assert report.skipped == ["0._extra_state: extra state of a module, which is no tensor"]
+    report = anyrank.load(nn.Sequential(Counts(2, 2)), tmp_path / "out")
+    assert report.own_code_not_run == {
+        "0._extra_state": "is not in the source, and the module keeps its own"
+    }
+
+
+def test_memory_that_meta_would_part_is_refused_and_strides_stay(tmp_path: Path) -> None:
+    def build(how: str) -> nn.Module:
+        net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv2d(3, 3, 3))
+        if how == "tied data":
+            net[1].weight.data = net[0].weight.data
+        if how == "parts":
+            both = torch.ones(8, 4)
+            net[0].weight, net[1].weight = (nn.Parameter(part) for part in both.chunk(2))
+        return net.to(memory_format=torch.channels_last)
+
+    torch.save(build("plain").state_dict(), tmp_path / "w.pt")
+    for how in ("plain", "parts"):
+        with anyrank.meta():
+            net: Any = build(how)
+        strides = net[2].weight.stride()
+        anyrank.load(net, tmp_path / "w.pt")
+        assert net[2].weight.stride() == strides == (27, 1, 9, 3)
+    with anyrank.meta():
+        net = build("tied data")
+    for call in (lambda: anyrank.load(net, tmp_path / "w.pt"), lambda: anyrank.materialize(net)):
+        with pytest.raises(anyrank.LoadError, match=r"0\.weight and 1\.weight share memory"):
+            call()
+
+
 def test_the_table_that_was_not_chosen_is_in_the_report(tmp_path: Path) -> None:
     state = nn.Linear(2, 2).state_dict()
     torch.save({"model": state, "model_ema": state, "step": 3}, tmp_path / "w.pt")

@@ -23,6 +23,7 @@ from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import Writer
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
+from anyrank.files.manifest import FORMAT
 from anyrank.files.output import Output
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path
@@ -34,7 +35,6 @@ from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group, members
 from anyrank.world.lines import call_alone
 
-RUN = "anyrank run"  # the format's name
 STEMS = ("diffusion_pytorch_model",)
 
 
@@ -206,7 +206,7 @@ def _paths(src: Source) -> list[str]:
 
 def _name_of(src: Source, listing: Listing) -> str:
     """The source as it was given; of a run, the step that was read."""
-    if isinstance(src, (str, os.PathLike)) and listing.format == RUN and listing.files:
+    if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
         return listing.files[0].path.rpartition("/")[0]
     return ", ".join(_paths(src)) or "memory"
 

@@ -21,6 +21,7 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.output import OutputTensor
 from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
 from anyrank.tensors.names import renamer
@@ -96,7 +97,11 @@ def convert_live(
         renamed={},
         merged=[],
         copied=[],
-        skipped=[f"{n}: differs between ranks; the first rank's was written" for n in differ],
+        skipped=[
+            *(f"{n}: differs between ranks; the first rank's was written" for n in differ),
+            *(f"{key}: extra state of a module, which is no tensor" for key in extra_states(model)),
+            *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
+        ],
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",
         seconds=time.perf_counter() - start,
     )
@@ -158,6 +163,12 @@ def _look(
         raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
     if views:
         raise LoadError(views[0])
+    if changed := changed_in_state_dict(model):
+        raise LoadError(
+            f"{changed[0]}: its module's own code changes it in state_dict(), as {len(changed)} "
+            "tensors of this model, and convert writes them as they are: convert what "
+            "torch.save(model.state_dict()) wrote"
+        )
     if not found:
         raise LoadError("the model has no parameters and no buffers")
     files = _file_names(model, found)

@@ -18,7 +18,7 @@ import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, read_small
+from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, read_manifest, read_small
 from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
@@ -182,7 +182,7 @@ def list_step(
             tensors[alias] = tensors[key].renamed(alias)
     except (KeyError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
-    return Listing("anyrank run", tuple(files), tensors, sums=sums)
+    return Listing(FORMAT, tuple(files), tensors, sums=sums)
 
 
 def check_sizes(

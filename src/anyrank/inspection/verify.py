@@ -11,7 +11,7 @@ from typing import Any
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
+from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from anyrank.files.receipt import Digests, receipt_of_step, tensor_differences
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_folder import check_sizes, is_step, list_step, recognises, steps_of
@@ -219,7 +219,7 @@ def _verify_run(
             if len(found.findings) == before:  # else the values are known to be damaged
                 found.findings += _forged(folder, manifest, listing)
     found.checked.add("manifests")
-    return _report(path, "anyrank run", found, listings, steps)
+    return _report(path, FORMAT, found, listings, steps)
 
 
 def _forged(folder: str, manifest: Manifest, listing: Listing) -> Iterator[Finding]:

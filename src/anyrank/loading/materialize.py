@@ -14,6 +14,7 @@ from anyrank.loading.report import LoadReport
 from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.dora import is_magnitude, recompute_magnitudes
+from anyrank.model.fits import shared_on_meta
 from anyrank.model.initialise import Initialiser
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import check_choice, check_model
@@ -130,6 +131,8 @@ def _fill(
     wanted = [tensor for tensor in tensors if tensor.is_meta and tensor.kind != "derived"]
     for tensor in wanted:
         _check_no_source(tensor)
+    if shared := shared_on_meta(tensors):
+        raise LoadError("\n".join(shared))
     for tensor in wanted:
         local = allocate(tensor, device_for(tensor, default))
         filled.locals_.append((tensor, local))

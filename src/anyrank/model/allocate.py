@@ -61,5 +61,10 @@ def _offloads(path: tuple[nn.Module, ...]) -> bool:
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory of this rank's share of a target; every element must be written."""
+    """Uninitialised memory of this rank's share of a target; every element must be written.
+
+    A plain tensor has its strides on meta already, as of channels_last.
+    """
+    if target.layout is None and not target.tensor.is_contiguous():
+        return torch.empty_like(target.tensor.detach(), device=device)
     return torch.empty(target.local_shape, dtype=target.dtype, device=device)

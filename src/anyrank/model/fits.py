@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import torch
 
 from anyrank.model.tensors import ModelTensor
@@ -28,6 +31,39 @@ def unwritable(target: ModelTensor) -> str | None:
             f"{target.name}: is expanded, and its elements share memory: give the model a .clone()"
         )
     return None
+
+
+def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
+    """The problems of tensors that are several, and would have the same memory but for meta.
+
+    Parts of one storage that do not overlap are tensors of their own.
+    """
+    by_storage: dict[torch.UntypedStorage, list[ModelTensor]] = {}
+    for target in targets:
+        tensor = target.tensor
+        if target.is_meta and not target.is_dtensor and tensor.layout == torch.strided:
+            by_storage.setdefault(tensor.untyped_storage(), []).append(target)
+    found: list[str] = []
+    for several in by_storage.values():
+        several = sorted((t for t in several if t.tensor.numel()), key=_first)
+        for one, other in pairwise(several):
+            if _first(other) <= _last(one):
+                found.append(
+                    f"{one.name} and {other.name} share memory, which tensors on meta have not: "
+                    "tie the parameters themselves (head.weight = embed.weight), or build the "
+                    "model without anyrank.meta()"
+                )
+    return found
+
+
+def _first(target: ModelTensor) -> int:
+    return int(target.tensor.storage_offset())
+
+
+def _last(target: ModelTensor) -> int:
+    """The last element of its storage that a tensor has."""
+    steps = zip(target.tensor.shape, target.tensor.stride(), strict=True)
+    return _first(target) + sum((size - 1) * stride for size, stride in steps)
 
 
 def misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:

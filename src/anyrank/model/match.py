@@ -11,13 +11,14 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
+from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.model.adapter_base import stale_adapters
 from anyrank.model.adapter_rules import BASE_FIRST
 from anyrank.model.conversions import converted, declared_ignorable
-from anyrank.model.fits import misfit, unwritable
+from anyrank.model.fits import misfit, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merged_layers
@@ -107,6 +108,8 @@ def match_model(
     tensors = find_tensors(model) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
+    # A run holds tensors as they were in the model, which no code has changed on the way.
+    is_raw = is_live or listing.format == FORMAT
     if not is_live:
         held = _held(tensors)
         listing = _without_other_parts(held, listing)
@@ -121,7 +124,7 @@ def match_model(
     retie = _declared_ties(model, tensors, missing, stored)
     missing = [i for i in missing if i not in retie]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
-    own_code = OwnCode(nn.Module() if is_live else model, listing, renamer(options.rename))
+    own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:  # the other names of a tensor that is tied in the source
         used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
@@ -130,6 +133,7 @@ def match_model(
     absent = [i for i in missing if not tensors[i].adapter]
     filled = [*stored.items(), *compared.items()]
     problems = _problems(tensors, filled, absent, unexpected, options)
+    problems += shared_on_meta(tensors)
     problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
     merged = merged_layers(tensors[index] for index, _ in filled)
     if merged:

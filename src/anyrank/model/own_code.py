@@ -99,7 +99,9 @@ class OwnCode:
             if obstacle:
                 done.not_run[_title(path)] = obstacle
             elif mine:
-                self._run(path, module, {name: target.tensor.detach() for target, name in mine})
+                # Copies: the code may exchange names, or give back views.
+                given = {name: target.tensor.detach().clone() for target, name in mine}
+                self._run(path, module, given)
                 done.ran.append(_title(path))
         for path, module in self.takers:
             self._give_extra(path, module, done)
@@ -124,6 +126,7 @@ class OwnCode:
         key = _extra_key(path)
         name = next((name for name in candidates(key) if name in self.extras), None)
         if name is None:
+            done.not_run[_title(key)] = "is not in the source, and the module keeps its own"
             return
         extra = self.extras[name]
         if extra is None:
@@ -142,12 +145,7 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
     of a quantised weight.
     """
-    names = ("_state_dict_hooks", "_state_dict_pre_hooks")
-    if not any(
-        _is_own(_definer(plain_class(inner), method))
-        for inner in module.modules()
-        for method in ("state_dict", "_save_to_state_dict")
-    ) and not any(_is_own(hook) for m in module.modules() for hook in _hooks(m, names)):
+    if not _saves_by_own_code(module):
         return []
     known = {name for target in find_tensors(module) for name in target.flat_names()}
     return [
@@ -157,6 +155,43 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
         and known.isdisjoint(candidates(key))
         and not any(key.startswith(f"{name}.") for name in known)
     ]
+
+
+def changed_in_state_dict(module: nn.Module) -> list[str]:
+    """Names of tensors that its modules' own code replaces in `state_dict()`."""
+    if not _saves_by_own_code(module):
+        return []
+    own = {t.flat_names()[0]: t for t in find_tensors(module)}
+    given: dict[str, Any] = module.state_dict()
+    return [
+        name
+        for name, held in own.items()
+        if isinstance(value := given.get(name), torch.Tensor) and not _is_same(held, value)
+    ]
+
+
+def _is_same(held: ModelTensor, value: Any) -> bool:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    mine = held.local()
+    return (local.data_ptr(), local.shape, local.stride()) == (
+        mine.data_ptr(),
+        mine.shape,
+        mine.stride(),
+    )
+
+
+def extra_states(model: nn.Module) -> list[str]:
+    """The keys of extra state that modules of a model have."""
+    return [_title(_extra_key(path)) for path, m in places(model) if _gives_extra(type(m))]
+
+
+def _saves_by_own_code(module: nn.Module) -> bool:
+    names = ("_state_dict_hooks", "_state_dict_pre_hooks")
+    return any(
+        _is_own(_definer(plain_class(inner), method))
+        for inner in module.modules()
+        for method in ("state_dict", "_save_to_state_dict")
+    ) or any(_is_own(hook) for inner in module.modules() for hook in _hooks(inner, names))
 
 
 def _extra_key(path: str) -> str:
@@ -215,6 +250,11 @@ def _is_own(entry: Any) -> bool:
 def _definer(kind: type[nn.Module], method: str) -> type:
     """The class that a method of a module is from."""
     return next(c for c in kind.__mro__ if method in vars(c))
+
+
+@cache
+def _gives_extra(kind: type[nn.Module]) -> bool:
+    return kind.get_extra_state is not nn.Module.get_extra_state
 
 
 @cache
