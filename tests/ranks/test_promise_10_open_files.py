@@ -208,9 +208,9 @@ def test_dcp_of_one_layout_into_another(tmp_path: Path, world: int, saved: str) 
         run_ranks(other, job_load, str(tmp_path), layout)
 
 
-# The stock writer of safetensors knows no complex128.
+# safetensors has no complex128.
 DTYPE_CASES = [(k, d) for d in DTYPES.values() for k in ("safetensors", "zip")]
-DTYPE_CASES.remove(("safetensors", torch.complex128))
+DTYPE_CASES.append(("zip", torch.complex128))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), DTYPE_CASES, ids=str)
