@@ -248,6 +248,21 @@ def test_wrong_options_are_refused(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_tied_tensors_of_a_dict_are_written_once(tmp_path: Path, to: str) -> None:
+    weight = torch.arange(8.0)
+    given = {
+        "head": weight,
+        "embed": weight.detach(),
+        "turned": weight.view(2, 4),
+        "own": weight + 1,
+    }
+    report = anyrank.convert(given, tmp_path / "out", to=to)
+    assert (report.tied, report.tensors) == ({"embed": "head"}, 3)
+    differ = anyrank.diff(given, tmp_path / "out")
+    assert (differ.only_a, differ.values) == (["embed"] if to == "safetensors" else [], {})
+
+
 def test_a_file_is_not_cut_into_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shard_bytes= is for a folder of weights, .*one file"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "out.safetensors", shard_bytes=5)

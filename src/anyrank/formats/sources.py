@@ -162,6 +162,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     stored: dict[str, StoredTensor] = {}
     skipped: list[str] = []
     extras: dict[str, tuple[Any] | None] = {}
+    first: dict[Any, StoredTensor] = {}  # by memory
     direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
     inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
     if inner is not None or not direct:
@@ -190,8 +191,12 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
             )
         shape = tuple(value.shape)
+        place = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
+        if place in first and value.numel():  # tied
+            stored[key] = first[place].renamed(key)
+            continue
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
-        stored[key] = StoredTensor(key, shape, value.dtype, (chunk,))
+        stored[key] = first[place] = StoredTensor(key, shape, value.dtype, (chunk,))
         nbytes = value.numel() * value.element_size()
         files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
     made = Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
