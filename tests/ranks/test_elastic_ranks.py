@@ -390,8 +390,8 @@ class BadRow(Rows):
     """A dataset of which one sample cannot be read."""
 
     def __getitem__(self, i: int) -> Any:
-        if i == 7:
-            raise KeyError("bad 7")
+        if i == 11:
+            raise KeyError("bad 11")
         return super().__getitem__(i)
 
 
@@ -399,7 +399,7 @@ def job_bad_row(kind: str, workers: int) -> tuple[str, str, float, list[int]]:
     """What is raised, when, and by whom."""
     net = build(kind)
     loader = anyrank.ElasticLoader(
-        BadRow(), global_batch=SIZE, microbatch=MICRO, shuffle=False, num_workers=workers
+        BadRow(), global_batch=12, microbatch=2, shuffle=False, num_workers=workers
     )
     start = time.monotonic()
     ks: list[int] = []
@@ -417,15 +417,15 @@ def job_bad_row(kind: str, workers: int) -> tuple[str, str, float, list[int]]:
 @pytest.mark.parametrize(("kind", "workers"), [("ddp", 0), ("fsdp", 0), ("ddp", 1)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_what_a_dataset_raises_on_one_rank_all_ranks_raise(kind: str, workers: int) -> None:
-    # Samples 0 to 7 are of the first step: rank 1 of 2 has the microbatches 4, 5 and 6, 7.
+    # Samples 0 to 11 are of the first step: rank 1 of 2 has 6, 7 and 8, 9 and 10, 11.
     rows = run_ranks(2, job_bad_row, kind, workers)
     assert {row[0] for row in rows} == {"RankError"}
-    assert [row[3] for row in rows] == [[0], [2]]
+    assert [row[3] for row in rows] == [[0, 1], [3, 4]]
     for _, text, seconds, _ in rows:
         assert "[rank 1]" in text
         assert "[rank 0]" not in text
         assert "KeyError" in text
-        assert "raised by dataset[7], epoch 0, microbatch [6, 7]" in text
+        assert "raised by dataset[11], epoch 0, microbatch [10, 11]" in text
         assert seconds < 20
 
 

@@ -6,6 +6,8 @@ ranks and over the parts of a resumed epoch, so 24 bytes are enough for an epoch
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from anyrank.tensors.hashing import derive, mix64, signed
 
 MASK = (1 << 64) - 1
 BLOCK = 1 << 20  # ids hashed at a time: 8 MiB for each intermediate
+FEW = 256  # numbers that Python folds faster than torch
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,9 @@ def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
 
 
 def fold_xor(values: torch.Tensor) -> int:
-    """The xor of all values, by halves: torch has no such reduction."""
-    while (size := values.numel()) > 1:
+    """The xor of all values, many by halves: torch has no such reduction."""
+    while (size := values.numel()) > FEW:
         odd = values[size - size % 2 :]
         half = size // 2
         values = torch.cat([values[:half] ^ values[half : 2 * half], odd])
-    return int(values[0])
+    return functools.reduce(operator.xor, values.tolist())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,18 +273,23 @@ class Step:
     def _fetch(self, slots: Sequence[MicrobatchSlot]) -> Iterator[Any]:
         """The batches of slots, each once all ranks have theirs. All data-parallel ranks.
 
-        Fetches one batch ahead, so that no rank waits for another longer than a batch takes.
+        Fetches one batch ahead, so that no rank waits for another longer than a batch takes. The
+        ranks so agree on the first two at once.
         """
         take = self._take if self._num_calls == 1 else self._take_again
-        ahead = CollectiveResult(self._ranks, "fetching a batch", lambda: take(slots[0]))
-        for number in range(1, len(slots) + 1):
-            batch = ahead.get()
-            if number < len(slots):
-                slot = slots[number]
-                ahead = CollectiveResult(
-                    self._ranks, "fetching a batch", lambda slot=slot: take(slot)
-                )
-            yield batch
+
+        def fetch(some: Sequence[MicrobatchSlot]) -> CollectiveResult[list[Any]]:
+            work = partial(list, map(take, some))
+            return CollectiveResult(self._ranks, "fetching a batch", work)
+
+        *first, last = fetch(slots[:2]).get()
+        yield from first
+        del first  # else its memory stays for the whole step
+        for slot in slots[2:]:
+            ahead = fetch([slot])
+            yield last
+            (last,) = ahead.get()
+        yield last
 
     def _take(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot, compared with the plan."""

@@ -103,7 +103,7 @@ class NumpyStream:
         self.random.set_state(state)
 
     def seed(self, number: int) -> None:
-        self.random.seed([number & 0xFFFFFFFF, number >> 32])
+        self.random.seed(number & 0xFFFFFFFF)  # 32 bits: an array takes five times as long
 
     def encode(self, state: Any) -> tuple[list[Any], bytes]:
         twister = state["state"]
