@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from anyrank.errors import AnyrankError, RankError
 from anyrank.world.ranks import Ranks
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -51,3 +53,26 @@ class CollectiveResult(Generic[T]):
             raise error
         notes = getattr(error, "__notes__", ())
         raise RankError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
+
+
+def one_ahead(ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """`work` of each of at least one item, once all ranks have theirs. All ranks.
+
+    The next result is computed before one is returned, so that no rank waits for another longer
+    than one takes. The ranks so agree on the first two at once.
+
+    Raises:
+        Exception: as `CollectiveResult.get`.
+    """
+
+    def start(some: Sequence[S]) -> CollectiveResult[list[T]]:
+        return CollectiveResult(ranks, what, partial(list, map(work, some)))
+
+    *first, last = start(items[:2]).get()
+    yield from first
+    del first  # else its memory stays until the end
+    for item in items[2:]:
+        ahead = start([item])
+        yield last
+        (last,) = ahead.get()
+    yield last

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from anyrank.data.collective_result import CollectiveResult
+from anyrank.data.collective_result import one_ahead
 from anyrank.data.exact_checks import check_threads
 from anyrank.data.exact_gradients import know
 from anyrank.data.exact_rounds import Rounds
@@ -271,25 +270,9 @@ class Step:
         return math.fsum(terms) / total if total else 0.0
 
     def _fetch(self, slots: Sequence[MicrobatchSlot]) -> Iterator[Any]:
-        """The batches of slots, each once all ranks have theirs. All data-parallel ranks.
-
-        Fetches one batch ahead, so that no rank waits for another longer than a batch takes. The
-        ranks so agree on the first two at once.
-        """
+        """The batches of slots, each once all ranks have theirs. All data-parallel ranks."""
         take = self._take if self._num_calls == 1 else self._take_again
-
-        def fetch(some: Sequence[MicrobatchSlot]) -> CollectiveResult[list[Any]]:
-            work = partial(list, map(take, some))
-            return CollectiveResult(self._ranks, "fetching a batch", work)
-
-        *first, last = fetch(slots[:2]).get()
-        yield from first
-        del first  # else its memory stays for the whole step
-        for slot in slots[2:]:
-            ahead = fetch([slot])
-            yield last
-            (last,) = ahead.get()
-        yield last
+        return one_ahead(self._ranks, "fetching a batch", take, slots)
 
     def _take(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot, compared with the plan."""

@@ -20,7 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from anyrank.memory.captured import PLAIN, Captured, Watch, changed_error, text_of
+from anyrank.memory.captured import PLAIN, Captured
+from anyrank.memory.captured_watch import CapturedWatch, changed_error, text_of
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 
@@ -96,7 +97,7 @@ class ModuleState:
                     self.buffers.append(each)
             if own := self.buffers[first:]:
                 self.attributes.append(Attributes(vars(module), own))
-        self.watch = Watch(captured)
+        self.watch = CapturedWatch(captured)
 
     @uncompiled
     def settle(self) -> None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState
-from anyrank.memory.captured import changed_error, text_of
+from anyrank.memory.captured_watch import changed_error, text_of
 from anyrank.memory.module_state import ModuleState
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
