@@ -26,6 +26,7 @@ from anyrank.cli import torchrun
 from anyrank.data.order import Order
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import meeting, watch
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import open_ranks
 
 WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.zeros(3)}
@@ -200,8 +201,8 @@ def check_of(rank: int) -> None:
 def job_check() -> tuple[str, str]:
     with open_ranks() as ranks:
         return outcome(
-            lambda: ranks.same_arguments(
-                "save", {"every": 1}, anyrank.CheckpointError, lambda: check_of(ranks.rank)
+            lambda: same_arguments(
+                ranks, "save", {"every": 1}, anyrank.CheckpointError, lambda: check_of(ranks.rank)
             )
         )
 

@@ -28,6 +28,7 @@ from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of, lazy_view
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import plan_writes
+from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -135,7 +136,7 @@ def _agreed(
         given["layout"] = options.layout is not None  # ranks may give different ones
         found.append((options, place, is_file))
 
-    ranks.same_arguments("convert", given, LoadError, check)
+    same_arguments(ranks, "convert", given, LoadError, check)
     return found[0]
 
 

@@ -18,6 +18,7 @@ from anyrank.data.gradient_sync import GradientSync, units
 from anyrank.data.tree_sum import sum_dtype
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.settings import EXACT_BYTES
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
@@ -69,7 +70,7 @@ class ExactRun:
             check_model(model, ranks)
             check_threads(self.record, ValueError)
 
-        ranks.same_arguments("exact=True: microbatches", now, CheckpointError, check)
+        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
         notes = [
             difference(name, self.record[name], now[name]) for name in changed(self.record, now)
         ]

@@ -15,6 +15,7 @@ from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochReceipt, EpochRecord, Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.world.arguments import same_arguments
 from anyrank.world.group import ALONE, members
 from anyrank.world.ranks import Ranks
 
@@ -313,7 +314,7 @@ def check_same_on_ranks(data: object, ranks: Ranks) -> None:
     if isinstance(data, Position):
         at = f"epoch {data.epoch}, step {data.step}, {data.consumed} samples of the epoch"
         mine = data._arguments() | {"position": at}  # pyright: ignore[reportPrivateUsage]
-        ranks.same_arguments(type(data).__name__, mine, CheckpointError)
+        same_arguments(ranks, type(data).__name__, mine, CheckpointError)
 
 
 def check_complete(position: Position) -> None:

@@ -25,6 +25,7 @@ from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.tensors.hashing import derive
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
 
@@ -242,7 +243,7 @@ class Step:
             "norm_type": norm_type,
             "error_if_nonfinite": error_if_nonfinite,
         }
-        self._ranks.same_arguments("clip_grad_norm_", arguments, CheckpointError, check)
+        same_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
         reshard(self._model)
         norm = clip_gradients(

@@ -20,6 +20,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import check_choice, check_model
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 
@@ -74,7 +75,7 @@ def materialize(
             _device_of(device)
 
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
-        ranks.same_arguments("materialize", {"init": init}, LoadError, check)
+        same_arguments(ranks, "materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
         tensors = ranks.own("looking at the model", lambda: find_tensors(model))
         default = default_device(tensors) if device is None else _device_of(device)

@@ -35,6 +35,7 @@ from anyrank.saving.save import SaveRecord
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.names import Rename
+from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.lines import declining
 from anyrank.world.ranks import Ranks, open_ranks
@@ -219,7 +220,7 @@ class Checkpoints:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
         ranks, state = self._open("steps"), self._state
-        ranks.same_arguments("steps", limits, CheckpointError, run_parts(state).check_usable)
+        same_arguments(ranks, "steps", limits, CheckpointError, run_parts(state).check_usable)
         self._is_training, self._counter.was_broken_off = True, False
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -341,7 +342,7 @@ class Checkpoints:
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
-            ranks.same_arguments("Checkpoints", vars(self._options), CheckpointError)
+            same_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
             check_same_on_ranks(self._state.data, ranks)
             run_parts(self._state).agree(ranks)
             if self._options.background:

@@ -11,6 +11,7 @@ from anyrank.errors import CheckpointError
 from anyrank.resume.cadence import Cadence, cadence
 from anyrank.resume.select_step import VERIFY
 from anyrank.tensors.names import Rename, renamer
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
 RENAMED = (
@@ -69,7 +70,7 @@ class ResumeArguments:
             "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
             "rename": self.rename,
         }
-        ranks.same_arguments("resume", given, CheckpointError, self.check)
+        same_arguments(ranks, "resume", given, CheckpointError, self.check)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from anyrank.saving.save import SaveRecord, tensor_digests
 from anyrank.settings import REPLAY
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
 ORDER, TRAINED = "order.json", "trained.jsonl"
@@ -129,7 +130,7 @@ class ReplayWriter(RunWriter):
 
     def resume(self, arguments: ResumeArguments, ranks: Ranks) -> ResumeReport | None:
         """Restore the order's step. All ranks: each machine has written an order of its own."""
-        ranks.same_arguments("replay", asdict(self._order), CheckpointError)
+        same_arguments(ranks, "replay", asdict(self._order), CheckpointError)
         return super().resume(arguments, ranks)
 
     def due(self) -> tuple[bool, bool]:

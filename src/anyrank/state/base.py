@@ -16,6 +16,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.receipt import digest_of_box
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
 
@@ -54,7 +55,7 @@ class Base:
         Raises:
             CheckpointError: the base is on meta; replicas of it differ; on all ranks.
         """
-        ranks.same_arguments("TrainState", {"base": self.source}, CheckpointError)
+        same_arguments(ranks, "TrainState", {"base": self.source}, CheckpointError)
         mine = [target for target in targets if _is_of_base(target, trained)]
 
         def is_known() -> bool:

@@ -16,6 +16,7 @@ from anyrank.model.options import LoadOptions
 from anyrank.syncing.execute import execute_sync
 from anyrank.syncing.report import SyncReport
 from anyrank.tensors.names import Rename
+from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -130,7 +131,7 @@ def _agree_arguments(
 
     names = ("missing", "unexpected", "cast", "rename", "verify", "merge")
     given = {name: getattr(options, name) for name in names}
-    ranks.same_arguments("sync", {**given, "atomic": atomic}, LoadError, check)
+    same_arguments(ranks, "sync", {**given, "atomic": atomic}, LoadError, check)
 
 
 def _check_end(name: str, given: Any) -> None:

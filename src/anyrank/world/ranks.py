@@ -13,24 +13,18 @@ import ctypes
 import pickle
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from anyrank.errors import AnyrankError, RankError
-from anyrank.world.failures import (
-    Answer,
-    Interrupted,
-    different,
-    failure_of,
-    joined,
-    same_error,
-    shown,
-)
+from anyrank.errors import RankError
+from anyrank.settings import TIMEOUT_SEC
+from anyrank.world.failures import Answer, Interrupted, different, failure_of, joined
 from anyrank.world.group import Group, members, named
 from anyrank.world.lines import Lines, connect_ranks
+from anyrank.world.mesh import MOST_BYTES, Mesh, connect_mesh, open_door
 from anyrank.world.processes import own_process
 from anyrank.world.store import StoreLost
 from anyrank.world.waits import Pending, Waits, abandon
@@ -68,17 +62,24 @@ class Ranks:
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
         self.store_node: int | None = None
+        self.mesh: Mesh | None = None  # on one machine: for messages that are short
         if lines is None:
             return
         met = lines.met
         self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
         self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
         self.waits = Waits(lambda: self.watch.in_vain)
+        door = open_door(self.size) if len(self.hosts) == 1 else None
+        mine = own_process(), None if door is None else door.address
         # The first gather also waits until all are connected: a rank that closed the group before
         # would break a slower one's connecting.
-        every = self.gather(own_process(), "connecting the ranks")
+        every = self.gather(mine, "connecting the ranks")
         near = (index for index, node in enumerate(self.nodes) if node == self.node)
-        self.watch.processes = {self.ranks[index]: every[index] for index in near}
+        self.watch.processes = {self.ranks[index]: every[index][0] for index in near}
+        if len(self.hosts) == 1:
+            addresses = [address for _, address in every]
+            seconds, in_vain = TIMEOUT_SEC.get(), self.waits.in_vain
+            self.mesh = connect_mesh(door, self.index, addresses, seconds, in_vain)
 
     @property
     def size(self) -> int:
@@ -114,27 +115,46 @@ class Ranks:
             RankError: a rank has died or did not come, named where that is known; or ranks do
                 something else here.
         """
+        return self.start_gather(value, what)()
+
+    def start_gather(self, value: T, what: str) -> Callable[[], list[T]]:
+        """As `gather`, in two halves: sends the value, and returns what waits for the others'."""
         if self.lines is None:
-            return [value]
+            return lambda: [value]
         data = pickle.dumps((what, value))
         sized = len(data).to_bytes(8, "little") + data
+        most = HEAD_BYTES if self.mesh is None else MOST_BYTES
         with self._waiting(what):
-            heads = self._gather_bytes(sized[:HEAD_BYTES], HEAD_BYTES)
-            longest = max(int.from_bytes(head[:8], "little") for head in heads) + 8
-            if longest > HEAD_BYTES:
-                tails = self._gather_bytes(sized[HEAD_BYTES:], longest - HEAD_BYTES)
-                heads = [head + tail for head, tail in zip(heads, tails, strict=True)]
-        answers = [pickle.loads(head[8:]) for head in heads]  # noqa: S301 - from our own ranks
-        if any(theirs != what for theirs, _ in answers):
-            done = {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)}
-            text = different("ranks do different things at the same place", done, self.named)
-            raise RankError(f"{text}: make the same calls on all ranks, in the same order")
-        return [value for _, value in answers]
+            if self.mesh is None:
+                wait_for_heads = self._start_bytes(sized[:most], most)
+            else:
+                wait_for_heads = self.mesh.start(sized[:most])
 
-    def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
+        def wait() -> list[T]:
+            with self._waiting(what):
+                parts = wait_for_heads()
+                longest = max(int.from_bytes(head[:8], "little") for head in parts) + 8
+                if longest > most:
+                    tails = self._start_bytes(sized[most:], longest - most)()
+                    parts = [head + tail for head, tail in zip(parts, tails, strict=True)]
+            answers = [pickle.loads(part[8:]) for part in parts]  # noqa: S301 - from our own ranks
+            if any(theirs != what for theirs, _ in answers):
+                done = {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)}
+                text = different("ranks do different things at the same place", done, self.named)
+                raise RankError(f"{text}: make the same calls on all ranks, in the same order")
+            return [value for _, value in answers]
+
+        return wait
+
+    def _start_bytes(self, data: bytes, length: int) -> Callable[[], list[bytes]]:
         every, mine = [_as_tensor(b"", length) for _ in self.ranks], _as_tensor(data, length)
-        self.waits.add(self.group.allgather(every, mine), (every, mine)).wait()
-        return [_as_bytes(received) for received in every]
+        work = self.waits.add(self.group.allgather(every, mine), (every, mine))
+
+        def wait() -> list[bytes]:
+            work.wait()
+            return [_as_bytes(received) for received in every]
+
+        return wait
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -148,6 +168,9 @@ class Ranks:
         """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
         if self.lines is None:
             return lambda: flag
+        if self.mesh is not None:
+            gathered = self.start_gather(flag, what)
+            return lambda: any(gathered())
         total = torch.tensor([int(flag)], device="cpu")
         with self._waiting(what):
             work = self.waits.add(self.group.allreduce([total]), total)
@@ -289,47 +312,6 @@ class Ranks:
         result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
         return result
 
-    def same_arguments(
-        self,
-        call: str,
-        arguments: Mapping[str, object],
-        error: type[AnyrankError],
-        check: Callable[[], object] | None = None,
-    ) -> None:
-        """Check a call's arguments, and compare them over the ranks. All ranks.
-
-        Args:
-            call: its name, "load".
-            arguments: by name; compared by their repr, functions by their name.
-            error: the class for arguments that differ.
-            check: raises for arguments that are wrong in themselves.
-
-        Raises:
-            AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
-                `check` raised it on some rank.
-            ValueError, TypeError: `check` raised it on some rank.
-            RankError: other ranks called something else.
-        """
-        problem: Exception | None = None
-        try:
-            if check is not None:
-                check()
-        except (AnyrankError, TypeError, ValueError) as raised:
-            if self.lines is None:
-                raise
-            problem = raised
-        mine = {name: shown(value) for name, value in arguments.items()}
-        bad = None if problem is None else (type(problem), str(problem))
-        every = self.gather((mine, bad), f"{call}()")
-        failed = {r: found for r, (_, found) in zip(self.ranks, every, strict=True) if found}
-        if failed:
-            raise same_error(call, failed, self.size, self.named) from problem
-        for name in mine:
-            values = {r: given[name] for r, (given, _) in zip(self.ranks, every, strict=True)}
-            if len(set(values.values())) > 1:
-                text = different(f"{call}(): {name}= differs between ranks", values, self.named)
-                raise error(f"{text}: give all ranks the same")
-
     def check(self) -> None:
         """Stop early when another rank has failed; cheap enough for inner loops.
 
@@ -384,6 +366,8 @@ def open_ranks(
     try:
         yield made
     finally:
+        if made.mesh is not None:
+            made.mesh.close()
         made.waits.close()
         made.watch.close()
         made.lines = None

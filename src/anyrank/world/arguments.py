@@ -1,0 +1,52 @@
+"""A call's arguments, compared over the ranks that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from anyrank.errors import AnyrankError
+from anyrank.world.failures import different, same_error, shown
+from anyrank.world.ranks import Ranks
+
+
+def same_arguments(
+    ranks: Ranks,
+    call: str,
+    arguments: Mapping[str, object],
+    error: type[AnyrankError],
+    check: Callable[[], object] | None = None,
+) -> None:
+    """Check a call's arguments, and compare them over the ranks. All ranks.
+
+    Args:
+        ranks: that make the call.
+        call: its name, "load".
+        arguments: by name; compared by their repr, functions by their name.
+        error: the class for arguments that differ.
+        check: raises for arguments that are wrong in themselves.
+
+    Raises:
+        AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
+            `check` raised it on some rank.
+        ValueError, TypeError: `check` raised it on some rank.
+        RankError: other ranks called something else.
+    """
+    problem: Exception | None = None
+    try:
+        if check is not None:
+            check()
+    except (AnyrankError, TypeError, ValueError) as raised:
+        if ranks.lines is None:
+            raise
+        problem = raised
+    mine = {name: shown(value) for name, value in arguments.items()}
+    bad = None if problem is None else (type(problem), str(problem))
+    every = ranks.gather((mine, bad), f"{call}()")
+    failed = {r: found for r, (_, found) in zip(ranks.ranks, every, strict=True) if found}
+    if failed:
+        raise same_error(call, failed, ranks.size, ranks.named) from problem
+    for name in mine:
+        values = {r: given[name] for r, (given, _) in zip(ranks.ranks, every, strict=True)}
+        if len(set(values.values())) > 1:
+            text = different(f"{call}(): {name}= differs between ranks", values, ranks.named)
+            raise error(f"{text}: give all ranks the same")
