@@ -47,7 +47,7 @@ class Registration(NamedTuple):
     @property
     def name(self) -> str:
         """The name below the wrappers: the one that the model's author knows."""
-        return self.names[1] if len(self.names) > 1 else self.names[0]
+        return self.names[1 if len(self.names) > 1 else 0]
 
 
 @dataclass
