@@ -121,8 +121,9 @@ def job_wrong(change: str) -> str:
         given["upp"] = given["up.*"]
     elif change == "dim":
         given["up.bias"] = (mesh, [Shard(1)])
-    with pytest.raises(anyrank.LoadError) as caught:
-        anyrank.load(part, whole().state_dict(), layout=given)
+    functions: dict[str, Any] = {"raises": {}.__getitem__, "answers": lambda name: [name]}
+    with pytest.raises(anyrank.RankError if change == "answers" else anyrank.LoadError) as caught:
+        anyrank.load(part, whole().state_dict(), layout=functions.get(change, given))
     return str(caught.value)
 
 
@@ -135,6 +136,8 @@ def job_wrong(change: str) -> str:
         ("differs", "up.weight: ranks were given different layout= for it"),
         ("unused", "layout= names upp, which no tensor of the model has"),
         ("dim", "up.bias: layout= shards a dim that it has not"),
+        ("raises", "layout= failed for up.weight: KeyError: 'up.weight'"),
+        ("answers", "reading layout= failed on all ranks: TypeError: layout= of up.weight: give"),
     ],
 )
 def test_parts_that_make_no_whole_are_refused(change: str, words: str) -> None:

@@ -86,6 +86,27 @@ def test_an_unforeseen_exception_becomes_a_rank_error() -> None:
     assert "[rank 1] ValueError: rank 1 had enough" in text
 
 
+def job_alike(kind: str) -> Any:
+    def fail() -> None:
+        raise getattr(anyrank, kind, ValueError)("enough")
+
+    def all_of_it() -> None:
+        with open_ranks() as ranks:
+            ranks.together("counting", fail)
+
+    return outcome(all_of_it)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("ValueError", "counting failed on all ranks: ValueError: enough"), ("LoadError", "enough")],
+)
+def test_what_all_ranks_raise_alike_is_said_once_and_says_where(kind: str, text: str) -> None:
+    result = agreed(run_ranks(2, job_alike, kind))
+    assert result[1] == text
+    assert set(result[2]) == {0, 1}
+
+
 def test_several_causes_are_all_told() -> None:
     kind, _, causes = agreed(run_ranks(4, job_together, {1: "UnsafeFile", 3: "LoadError"}))
     assert kind == "UnsafeFile"

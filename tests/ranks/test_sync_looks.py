@@ -14,11 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import anyrank
 from anyrank.testing import run_ranks
 
+PLANNED = [True, False, True, False, True, True, True, True]
 SIZES = {"width": 7, "hidden": 9}
 
 
 def test_layouts_that_change_between_two_calls_are_seen() -> None:
-    assert run_ranks(2, change_layouts, timeout=60) == [[True, False, True, False, True, True]] * 2
+    assert run_ranks(2, change_layouts, timeout=60) == [PLANNED] * 2
 
 
 def change_layouts() -> list[bool]:
@@ -48,11 +49,16 @@ def change_layouts() -> list[bool]:
     sync()  # what is gathered is no other layout: the optimizer has the shares
     fully_shard(src)
     sync()
-    mesh = DeviceMesh("cpu", [[0], [1]])
     name, old = next(iter(src.named_parameters()))
-    module = src.get_submodule(name.rpartition(".")[0])
-    new = distribute_tensor(wanted[name], mesh, [Shard(0), Replicate()])
-    setattr(module, name.rpartition(".")[2], torch.nn.Parameter(new))
-    assert old is not new
-    sync()
+    owner, _, attribute = name.rpartition(".")
+
+    def put(whole: torch.Tensor, mesh: Any, placements: Any) -> None:
+        new = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
+        setattr(src.get_submodule(owner), attribute, new)
+        sync()
+
+    held: Any = old
+    put(wanted[name].double(), held.device_mesh, held.placements)
+    for ranks in ([[0], [1]], [[0, 1]]):  # the same placements on another mesh
+        put(wanted[name], DeviceMesh("cpu", ranks), [Shard(0), Replicate()])
     return planned

@@ -76,6 +76,8 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "untied": lambda net: setattr(net.c, "weight", nn.Parameter(torch.ones(3, 3))),
     "a module replaced": lambda net: setattr(net, "b", nn.Linear(3, 3)),
     "a module of another class": lambda net: setattr(net, "b", nn.Bilinear(3, 3, 3)),
+    "a module added": lambda net: setattr(net, "d", nn.Linear(3, 3)),
+    "a module that refers to its parent": lambda net: setattr(net.a, "up", net),
     "a module taken out": lambda net: delattr(net, "b"),
     "a module used twice": lambda net: setattr(net, "b", net.a),
     "modules swapped": lambda net: net.__dict__["_modules"].update(a=net.b, b=net.a),
@@ -92,6 +94,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "an adapter merged": merged,
     "nothing": lambda net: None,
 }
+UNSEEN = ("nothing", "other data", "a module that refers to its parent")  # the same to others
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -102,7 +105,7 @@ def test_a_kept_look_sees(change: str) -> None:
     CHANGES[change](net)
     after = seen(look_at(net))
     assert after == seen(afresh(net))
-    assert (after == before) == (change in ("nothing", "other data"))
+    assert (after == before) == (change in UNSEEN)
 
 
 def test_an_adapter_that_is_merged_and_taken_off_again_is_seen() -> None:

@@ -47,7 +47,7 @@ class Registration(NamedTuple):
     @property
     def name(self) -> str:
         """The name below the wrappers: the one that the model's author knows."""
-        return self.names[min(1, len(self.names) - 1)]
+        return self.names[1 if len(self.names) > 1 else 0]
 
 
 @dataclass
@@ -135,25 +135,24 @@ def walk_tensors(model: nn.Module) -> Walk:
     what the optimizer updates.
     """
     walk = Walk([], [], [], [], [], [])
-
-    def visit(
-        module: nn.Module, parent: int, name: str, path: Path, frozen: nn.Module | None
-    ) -> None:
-        if any(module is each for each in path):  # it refers to a parent, which torch allows
-            return
-        number, path, own = len(walk.modules), (*path, module), module.__dict__
+    pending: list[tuple[nn.Module, int, str, Path, nn.Module | None]] = [(model, 0, "", (), None)]
+    while pending:  # a call for each module would take half as long again
+        module, parent, name, path, frozen = pending.pop()
+        number, own = len(walk.modules), module.__dict__
+        children: dict[str, nn.Module | None] = own["_modules"]
+        if children and any(module is each for each in path):
+            continue  # it refers to a parent, which torch allows
         info = own.get("anyrank_frozen")
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
+        path = (*path, module)
         walk.modules.append(module)
         walk.paths.append(path)
         walk.frozen.append(frozen)
         walk.steps.append((type(module), parent, name))
-        for key, child in own["_modules"].items():
+        for key, child in reversed(children.items()):
             if child is not None:
-                visit(child, number, key, path, frozen)
-
-    visit(model, 0, "", (), None)
+                pending.append((child, number, key, path, frozen))
     for module in walk.modules:
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -178,25 +177,24 @@ def facts_of(walk: Walk) -> Any:
     None where the key would not show all: PEFT's layers change in ways of their own, and a tensor
     without a shape is an error.
     """
-    if any(map(is_peft_class, {kind for kind, *_ in walk.steps})):
+    if any(map(is_peft_class, {kind for kind, _, _ in walk.steps})):
         return None
     meshes: dict[int, tuple[Any, ...]] = {}
-    facts: list[Any] = []
+    facts: list[tuple[Any, ...]] = []
     for tensor in walk.tensors:
-        if is_lazy(tensor) or tensor.is_nested:
-            return None
-        facts += (type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta)
         placements = getattr(tensor, "placements", None)
-        if placements is not None:
-            mesh = tensor.device_mesh
-            if id(mesh) not in meshes:  # alive, as the tensor is
-                meshes[id(mesh)] = (
-                    len(meshes),
-                    tuple(mesh.shape),
-                    tuple(mesh.get_coordinate() or ()),
-                    places_in_groups(mesh),
-                )
-            facts += (placements, meshes[id(mesh)])
+        if placements is None:
+            if is_lazy(tensor) or tensor.is_nested:
+                return None
+            kind = type(tensor)
+            facts.append((tensor.shape, tensor.dtype, tensor.is_meta, tensor.layout, kind))
+            continue
+        mesh = tensor.device_mesh  # alive, as the tensor is
+        on = meshes.get(id(mesh))
+        if on is None:
+            at = tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), places_in_groups(mesh)
+            on = meshes[id(mesh)] = (len(meshes), *at)
+        facts.append((tensor.shape, tensor.dtype, tensor.is_meta, placements, on))
     parts: list[bool] = []  # whether each module belongs to a frozen part that is never written to
     for part in walk.frozen:
         info = None if part is None else part.__dict__["anyrank_frozen"]

@@ -204,10 +204,11 @@ class _Sync:
         sources: dict[int, SourceMemory] = {}
         for number, index in plan.locals.items():
             held = tensors[index]
-            if problem := lazy_view(held):
+            memory = held.local()
+            if problem := lazy_view(held, memory):
                 raise LoadError(problem)
             strides = () if number in plan.added else row_major(held.shape)
-            sources[number] = SourceMemory(held, held.local(), strides)
+            sources[number] = SourceMemory(held, memory, strides)
         return sources
 
 

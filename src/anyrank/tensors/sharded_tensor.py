@@ -102,10 +102,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def lazy_view(held: ShardedTensor) -> str | None:
-    """The problem of a tensor whose values are the conjugate or the negative of its bytes."""
-    parts = (held.tensor, held.local()) if held.is_dtensor else (held.tensor,)
-    if not any(part.is_conj() or part.is_neg() for part in parts):
+def lazy_view(held: ShardedTensor, local: torch.Tensor | None = None) -> str | None:
+    """The problem of a tensor whose values are the conjugate or the negative of its bytes.
+
+    Args:
+        held: the tensor.
+        local: its memory here, if the caller has it: a DTensor's takes 5 us to find.
+    """
+    whole = held.tensor
+    problem = whole.is_conj() or whole.is_neg()
+    if not problem and held.is_dtensor:
+        part = held.local() if local is None else local
+        problem = part.is_conj() or part.is_neg()
+    if not problem:
         return None
     return (
         f"{held.name}: is a conj or neg view, whose values are not those of its bytes: give the "

@@ -18,10 +18,17 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class _Failure:
-    """One rank's exception, as it travels. `kind` is None if it stopped because of others."""
+    """One rank's exception, as it travels.
+
+    Attributes:
+        kind: its class; None if it stopped because of others.
+        text: its message.
+        is_foreign: whether it is not anyrank's own, so that its text does not say what was done.
+    """
 
     kind: type[AnyrankError] | None
     text: str
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def failure_of(error: Exception) -> _Failure:
         return _Failure(RankError, str(error))
     if isinstance(error, AnyrankError):
         return _Failure(type(error), str(error))
-    return _Failure(RankError, f"{type(error).__name__}: {error}")
+    return _Failure(RankError, f"{type(error).__name__}: {error}", is_foreign=True)
 
 
 def joined(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
@@ -82,7 +89,7 @@ def joined(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
     causes = {rank: failure.text for rank, failure in own.items()}
     texts = set(causes.values())
     if len(own) == size and len(texts) == 1:
-        message = first.text
+        message = f"{what} failed on all ranks: {first.text}" if first.is_foreign else first.text
     else:
         message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
         message = f"{what} failed on {len(own)} of {size} ranks, so on all:\n{message}"
