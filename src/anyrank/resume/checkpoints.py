@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Literal
 
 from anyrank.data.loader import ElasticLoader
-from anyrank.data.position import Position, check_complete, check_same_on_ranks
+from anyrank.data.position import check_same_on_ranks
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.store import store_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.loop import (
+    BoundaryReport,
     Loop,
     StepCounter,
     StepHooks,
@@ -29,7 +30,6 @@ from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.replay import writer_of
 from anyrank.resume.signals import PendingSignals
-from anyrank.saving.peers import open_memory
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord
 from anyrank.state.report import ResumeReport
@@ -104,8 +104,9 @@ class Checkpoints:
                 given = f"a {type(state).__name__}"
                 raise TypeError(f"state is {given}: give Checkpoints(path, anyrank.TrainState())")
             self.path = os.fspath(path)
-            options = (self.path, keep, every, background, verify, keep_every, peers)
-            self._options = RunOptions(*options)
+            self._options = RunOptions(
+                self.path, keep, every, background, verify, keep_every, peers
+            )
             self._folder = RunFolder(store_for(self.path), self.path)
             self._writer = writer_of(self._folder, state, self._options, on_commit)
         self._state = state
@@ -261,29 +262,27 @@ class Checkpoints:
         ranks = self._open("step_done")
         self._is_training = True
 
-        def here() -> tuple[bool, int | None, bool, bool]:
-            self._counter.refuse_within_body()
-            run_parts(self._state).check_usable()
-            if isinstance(self._state.data, Position):
-                check_complete(self._state.data)
-            return self._writer.failed, self._signals.take(), *self._writer.due()
+        def here() -> BoundaryReport:
+            self._counter.check_countable()
+            return BoundaryReport(self._writer.failed, self._signals.take(), self._writer.due())
 
         with self._counter.at_boundary():
-            flags = ranks.together("completing the step", here)
+            reports = ranks.together("completing the step", here)
             self._counter.count()
-        mine, signals = flags[ranks.index][1], {flag[1] for flag in flags if flag[1] is not None}
+        mine, due = reports[ranks.index], reports[0].due  # the first rank's clock decides
+        signals = {report.signal for report in reports} - {None}
         try:
-            if any(flag[0] for flag in flags):
+            if any(report.save_failed for report in reports):
                 self.wait()
-            if flags[0][3]:
+            if due.snapshot:
                 self._writer.remember(ranks)
-            if flags[0][2] or signals:
+            if due.save or signals:
                 self.save()
             else:
                 self._writer.renew_lock()
         except AnyrankError:
-            if mine is not None:
-                self._signals.give_back(mine)  # it is still to be done, at the next boundary
+            if mine.signal is not None:
+                self._signals.give_back(mine.signal)  # still to be done, at the next boundary
             raise
         if signal.SIGTERM in signals:
             self.close()
@@ -348,10 +347,7 @@ class Checkpoints:
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
-            self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
-            self._writer.memory = (
-                open_memory(self.path, ranks) if self._writer.wants_memory else None
-            )
+            self._writer.open(ranks)
             self._ranks = ranks
         return self._ranks
 

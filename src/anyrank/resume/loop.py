@@ -8,16 +8,16 @@ import inspect
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from anyrank.data.loader import ElasticLoader, abandon_step
-from anyrank.data.position import Position
+from anyrank.data.position import Position, check_complete
 from anyrank.data.step import Step, is_complete
 from anyrank.errors import CheckpointError
-from anyrank.resume.run_writer import RunWriter
+from anyrank.resume.run_writer import Due, RunWriter
 from anyrank.saving.background import innermost
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import version_of
@@ -28,6 +28,20 @@ log = logging.getLogger("anyrank.resume")
 EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
 POP_OPCODES = ("POP_TOP", "POP_ITER")  # of `break` and `return`; the second from CPython 3.15 on
 YIELD_OPCODES = ("YIELD_VALUE", "RESUME")  # where a generator is closed, by version of CPython
+
+
+class BoundaryReport(NamedTuple):
+    """What a rank tells the others at the end of a step.
+
+    Attributes:
+        save_failed: whether a background save has ended without a checkpoint.
+        signal: SIGTERM or SIGUSR1, if it got one.
+        due: what it would save now; the first rank's counts.
+    """
+
+    save_failed: bool
+    signal: int | None
+    due: Due
 
 
 class Loop:
@@ -100,17 +114,21 @@ class StepCounter:
         self.completed = 0
         self.was_broken_off = False
 
-    def refuse_within_body(self) -> None:
-        """Refuse to count a step in the loop's body, which is counted at the body's end.
+    def check_countable(self) -> None:
+        """Refuse to count a step that is not complete, or that the loop itself counts.
 
         Raises:
-            CheckpointError: the body of `steps()` runs.
+            CheckpointError: microbatches are left, the body of `steps()` runs, or the state is
+                half restored.
         """
         if self._body is not None:
             raise CheckpointError(
                 "step_done() in the body of steps(), which counts the step itself at the body's "
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
+        run_parts(self._state).check_usable()
+        if isinstance(self._state.data, Position):
+            check_complete(self._state.data)
 
     def enter_body(self, step: Step, hooks: StepHooks) -> None:
         """The loop's body begins."""

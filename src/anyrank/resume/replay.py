@@ -15,7 +15,7 @@ from typing import Any
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import are_equal, receipt_of_step
 from anyrank.resume.options import ResumeArguments, RunOptions
-from anyrank.resume.run_writer import RunWriter
+from anyrank.resume.run_writer import Due, RunWriter
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord, tensor_digests
 from anyrank.settings import REPLAY
@@ -133,9 +133,9 @@ class ReplayWriter(RunWriter):
         same_arguments(ranks, "replay", asdict(self._order), CheckpointError)
         return super().resume(arguments, ranks)
 
-    def due(self) -> tuple[bool, bool]:
+    def due(self) -> Due:
         """Whether the step that ends now is compared; nothing is kept in memory."""
-        return self._state.step + 1 in self._left, False
+        return Due(save=self._state.step + 1 in self._left, snapshot=False)
 
     def save(self, ranks: Ranks, writers: Ranks | None) -> None:
         """Leave the receipt of the state's step, if the order names it. All ranks.

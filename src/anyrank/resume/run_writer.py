@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from anyrank.data.position import Position, check_receipt
 from anyrank.errors import CheckpointError
@@ -13,7 +14,7 @@ from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.resume import resume_run
 from anyrank.saving.background import Background
 from anyrank.saving.lock import RunLock
-from anyrank.saving.peers import PeerMemory
+from anyrank.saving.peers import PeerMemory, open_memory
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord, Snapshot, collect, write
 from anyrank.state.report import ResumeReport
@@ -23,6 +24,13 @@ from anyrank.world.ranks import Ranks
 log = logging.getLogger("anyrank.resume")
 
 FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
+
+
+class Due(NamedTuple):
+    """What follows a step: a save in files, a snapshot in the machines' memory."""
+
+    save: bool
+    snapshot: bool
 
 
 class RunWriter:
@@ -64,11 +72,6 @@ class RunWriter:
         return (self._state.step, self._state.run) == self.on_disk
 
     @property
-    def wants_memory(self) -> bool:
-        """Whether snapshots are to be kept."""
-        return bool(self._options.peers)
-
-    @property
     def failed(self) -> bool:
         """Whether a background save has ended without a checkpoint."""
         return self._background is not None and self._background.failed
@@ -78,6 +81,11 @@ class RunWriter:
         """Whether microbatches were drawn that no completed step accounts for."""
         data = self._state.data
         return isinstance(data, Position) and data.in_step
+
+    def open(self, ranks: Ranks) -> None:
+        """Agree on what the ranks' writers have: callbacks, and the machines' memory. All ranks."""
+        self.has_callback = ranks.any(self.has_callback, "opening the run")
+        self.memory = open_memory(self._folder.path, ranks) if self._options.peers else None
 
     def arguments(self, given: ResumeArguments) -> ResumeArguments:
         """What a resume restores, of what the script asks for."""
@@ -95,11 +103,11 @@ class RunWriter:
             memory.remove_but(*filter(None, [resumed.snapshot]))
         return resumed.report
 
-    def due(self) -> tuple[bool, bool]:
-        """Whether a save, and a snapshot in memory, follow the step that ends now."""
+    def due(self) -> Due:
+        """What follows the step that ends now."""
         step, options = self._state.step + 1, self._options
         keeps = self.memory is not None and options.peers_cadence.is_due(step, self._last_snapshot)
-        return options.cadence.is_due(step, self.last_save), keeps
+        return Due(save=options.cadence.is_due(step, self.last_save), snapshot=keeps)
 
     def renew_lock(self) -> None:
         """Show other processes that the run is alive."""
