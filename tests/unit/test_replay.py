@@ -15,7 +15,7 @@ from anyrank.data.step import Step
 from anyrank.files.manifest import read_manifest
 from anyrank.files.receipt import in_short
 from anyrank.files.storage import storage_for
-from anyrank.resume.replay import Order, absolute, read_trained, write_order
+from anyrank.resume.replay import ReplayRequest, read_trained, real_path, write_request
 
 
 def own_loop(
@@ -93,7 +93,7 @@ def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
             wanted[step] = {"digest": digest, "tensors": {}}
         results = tmp_path / "results"
         results.mkdir()
-        write_order(Order(absolute(str(tmp_path / "run")), start, wanted), str(results))
+        write_request(ReplayRequest(real_path(str(tmp_path / "run")), start, wanted), str(results))
         monkeypatch.setenv("ANYRANK_REPLAY", str(results))
         return results
 
@@ -101,7 +101,7 @@ def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_any_loop_ends_with_the_last_step_of_the_order(
+def test_any_loop_ends_with_the_last_step_of_the_request(
     loop: str, tmp_path: Path, replay: Callable[..., Path]
 ) -> None:
     results = replay(2, 6)

@@ -358,7 +358,7 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_wish_that_was_given_back_is_taken_again(
+def test_a_signal_that_was_given_back_is_taken_again(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
     for number in WATCHED:

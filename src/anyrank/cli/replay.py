@@ -14,7 +14,7 @@ from anyrank.files.storage import storage_for
 from anyrank.inspection.diff import committed_steps, data_in_words
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count
-from anyrank.resume.replay import Order, TrainedStep, absolute, read_trained, write_order
+from anyrank.resume.replay import ReplayRequest, TrainedStep, read_trained, real_path, write_request
 from anyrank.settings import REPLAY
 
 SHOWN = 10  # steps or tensors of a list
@@ -81,7 +81,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
     """
     saved = receipts_of(run, start, stop)
     environ = threads_of(saved[start])
-    trained = train(order_of(run, start, saved), launch, environ)
+    trained = train(request_of(run, start, saved), launch, environ)
     ranks = trained[0].ranks
     equal = [had.step for had in trained if are_equal(saved[had.step].receipt, had.receipt)]
     differing = [result for result in trained if result.step not in equal]
@@ -90,7 +90,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
     (first,) = differing  # it has ended the replay
     before = max([start, *equal])
     theirs = saved[first.step]
-    (second,) = train(order_of(run, before, {first.step: theirs}), launch, environ)
+    (second,) = train(request_of(run, before, {first.step: theirs}), launch, environ)
     return ReplayReport(
         run,
         start,
@@ -142,29 +142,29 @@ def _with_receipt(folder: str) -> Manifest:
     return manifest
 
 
-def order_of(run: str, start: int, saved: Mapping[int, Manifest]) -> Order:
-    """The order to compare all steps after the start."""
+def request_of(run: str, start: int, saved: Mapping[int, Manifest]) -> ReplayRequest:
+    """The request to compare all steps after the start."""
     later = ((step, manifest) for step, manifest in saved.items() if step > start)
     receipts = {step: in_short(manifest.receipt) for step, manifest in later}
-    return Order(absolute(run), start, receipts)
+    return ReplayRequest(real_path(run), start, receipts)
 
 
-def train(order: Order, launch: Launch, environ: Mapping[str, str]) -> list[TrainedStep]:
-    """Train the steps of an order; all of them, or those up to the first that differs.
+def train(request: ReplayRequest, launch: Launch, environ: Mapping[str, str]) -> list[TrainedStep]:
+    """Train the steps of a request; all of them, or those up to the first that differs.
 
     Raises:
         AnyrankError: the script ended before.
     """
     with tempfile.TemporaryDirectory(prefix="anyrank-replay-") as folder:
-        write_order(order, folder)
+        write_request(request, folder)
         launch({REPLAY: folder, **environ})
         trained = read_trained(folder)
-    last = max((result.step for result in trained), default=order.start)
-    left = [step for step in order.receipts if step > last]
-    if left and all(are_equal(order.receipts[had.step], had.receipt) for had in trained):
+    last = max((result.step for result in trained), default=request.start)
+    left = [step for step in request.receipts if step > last]
+    if left and all(are_equal(request.receipts[had.step], had.receipt) for had in trained):
         raise AnyrankError(
-            f"{order.run}: the script ended before step {left[0]}, which the run has: give it the "
-            "arguments that it was trained with, and resume in it"
+            f"{request.run}: the script ended before step {left[0]}, which the run has: give it "
+            "the arguments that it was trained with, and resume in it"
         )
     return trained
 

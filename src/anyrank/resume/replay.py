@@ -1,6 +1,6 @@
 """A replay: steps of an exact run are trained again for their receipts, and nothing is saved.
 
-`anyrank run --replay` writes an `Order` into a folder of its own, and gives the script that
+`anyrank run --replay` writes a `ReplayRequest` into a folder of its own, and gives the script that
 folder's path in ANYRANK_REPLAY. The script's `Checkpoints` then reads the run, and never writes.
 """
 
@@ -24,15 +24,15 @@ from anyrank.state.train_state import TrainState
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
-ORDER, TRAINED = "order.json", "trained.jsonl"
+REQUEST, TRAINED = "request.json", "trained.jsonl"
 
 
 @dataclass(frozen=True)
-class Order:
+class ReplayRequest:
     """What to replay.
 
     Attributes:
-        run: the run's folder, as `absolute` spells it.
+        run: the run's folder, as `real_path` returns it.
         start: the step to resume.
         receipts: step -> its receipt in short, for each step to compare; the last ends the replay.
     """
@@ -59,17 +59,19 @@ class TrainedStep:
     data: dict[str, Any]
 
 
-def write_order(order: Order, folder: str) -> None:
-    """Write an order into the folder of a replay."""
-    with open(os.path.join(folder, ORDER), "w", encoding="utf-8") as file:
-        json.dump(asdict(order), file)
+def write_request(request: ReplayRequest, folder: str) -> None:
+    """Write a request into the folder of a replay."""
+    with open(os.path.join(folder, REQUEST), "w", encoding="utf-8") as file:
+        json.dump(asdict(request), file)
 
 
-def read_order(folder: str) -> Order:
-    """The order in the folder of a replay."""
-    with open(os.path.join(folder, ORDER), encoding="utf-8") as file:
+def read_request(folder: str) -> ReplayRequest:
+    """The request in the folder of a replay."""
+    with open(os.path.join(folder, REQUEST), encoding="utf-8") as file:
         table = json.load(file)
-    return Order(table["run"], table["start"], {int(k): v for k, v in table["receipts"].items()})
+    return ReplayRequest(
+        table["run"], table["start"], {int(k): v for k, v in table["receipts"].items()}
+    )
 
 
 def read_trained(folder: str) -> list[TrainedStep]:
@@ -81,8 +83,8 @@ def read_trained(folder: str) -> list[TrainedStep]:
         return [TrainedStep(**json.loads(line)) for line in file]
 
 
-def absolute(path: str) -> str:
-    """One spelling of a run's path or URL."""
+def real_path(path: str) -> str:
+    """A run's path with its links resolved, or its URL: equal for the same run."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
@@ -100,37 +102,42 @@ def writer_of(
     results = os.environ.get(REPLAY)
     if results is None:
         return RunWriter(folder, state, options, on_commit)
-    order = read_order(results)
-    if absolute(folder.path) != order.run:
+    request = read_request(results)
+    if real_path(folder.path) != request.run:
         raise CheckpointError(
-            f"{folder.path}: the script opens this run in a replay of {order.run}, and a replay "
+            f"{folder.path}: the script opens this run in a replay of {request.run}, and a replay "
             "writes to no run: give --replay the folder that the script opens, and the script the "
             "arguments that it was trained with"
         )
-    return ReplayWriter(folder, state, options, results, order)
+    return ReplayWriter(folder, state, options, results, request)
 
 
 class ReplayWriter(RunWriter):
-    """In place of saves, the receipts of the steps that an order names."""
+    """In place of saves, the receipts of the steps that a request names."""
 
     def __init__(
-        self, folder: RunFolder, state: TrainState, options: RunOptions, results: str, order: Order
+        self,
+        folder: RunFolder,
+        state: TrainState,
+        options: RunOptions,
+        results: str,
+        request: ReplayRequest,
     ) -> None:
         # Without the memory of the run, which may be alive: a resume removes snapshots in it.
         super().__init__(folder, state, replace(options, background=False, peers=False), None)
         self._path = os.path.join(results, TRAINED)
-        self._order = order
-        self._left = dict(order.receipts)
+        self._request = request
+        self._left = dict(request.receipts)
         self._is_resumed = False
 
     def arguments(self, given: ResumeArguments) -> ResumeArguments:
-        """All of the order's step, whatever the script asks for."""
+        """All of the requested step, whatever the script asks for."""
         self._is_resumed = True
-        return replace(given, which=self._order.start, skip=(), rename=None)
+        return replace(given, which=self._request.start, skip=(), rename=None)
 
     def resume(self, arguments: ResumeArguments, ranks: Ranks) -> ResumeReport | None:
-        """Restore the order's step. All ranks: each machine has written an order of its own."""
-        same_arguments(ranks, "replay", asdict(self._order), CheckpointError)
+        """Restore the requested step. All ranks: each machine has a request of its own."""
+        same_arguments(ranks, "replay", asdict(self._request), CheckpointError)
         return super().resume(arguments, ranks)
 
     def due(self) -> Due:
@@ -138,12 +145,12 @@ class ReplayWriter(RunWriter):
         return Due(save=self._state.step + 1 in self._left, snapshot=False)
 
     def save(self, ranks: Ranks, writers: Ranks | None) -> None:
-        """Leave the receipt of the state's step, if the order names it. All ranks.
+        """Leave the receipt of the state's step, if the request names it. All ranks.
 
         Raises:
             CheckpointError: the script has not resumed, its loader is not exact any more, or the
                 state cannot be saved.
-            SystemExit: the receipt is not that of the order, or it was the last one.
+            SystemExit: the receipt is not the requested one, or it was the last one.
         """
         state = self._state
         ranks.together("preparing a receipt", self._check_boundary)
@@ -152,16 +159,16 @@ class ReplayWriter(RunWriter):
             return
         if not self._is_resumed:
             raise CheckpointError(
-                f"{self._order.run}: the script came to step {state.step} without a resume, so it "
-                f"has not trained from step {self._order.start} on: call resume() in it"
+                f"{self._request.run}: the script came to step {state.step} without a resume, so "
+                f"it has not trained from step {self._request.start} on: call resume() in it"
             )
         snapshot = self._collect(ranks)
         snapshot.replicas.compare(ranks)
         parts = ranks.together("digesting the step", lambda: tensor_digests(snapshot, ranks))
         if snapshot.receipt is None:
             raise CheckpointError(
-                f"{self._order.run}: was trained with exact=True, and the script trains without it "
-                "now: give ElasticLoader(exact=True)"
+                f"{self._request.run}: was trained with exact=True, and the script trains without "
+                "it now: give ElasticLoader(exact=True)"
             )
         receipt, data = receipt_of_step(parts, snapshot.receipt.data), snapshot.receipt.data
         trained = TrainedStep(state.step, ranks.size, receipt, dict(data))
