@@ -251,15 +251,15 @@ class ElasticLoader(Position):
                 stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
                 stack.enter_context(changes_noted(self._exact.delivered, self.notes))
             this_pass = LoaderPass(
-                ranks,
-                self._process_group,
-                index,
-                size,
-                chain.from_iterable(self._start_fetching()),
-                self._dataset,
-                self._checked_models,
-                self._exact,
-                self.notes,
+                ranks=ranks,
+                group=self._process_group,
+                index=index,
+                size=size,
+                batches=chain.from_iterable(self._start_fetching()),
+                dataset=self._dataset,
+                checked=self._checked_models,
+                exact=self._exact,
+                notes=self.notes,
             )
             try:
                 while self.epoch == epoch:

@@ -190,16 +190,16 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
                 )
             tensors[key] = stored.in_file(base)
     return Listing(
-        format_name,
-        tuple(files),
-        tensors,
-        metadata,
-        tuple(all_skipped),
-        tuple(checksums),
-        sums,
-        extras,
-        versions,
-        unreadable,
+        format=format_name,
+        files=tuple(files),
+        tensors=tensors,
+        metadata=metadata,
+        skipped=tuple(all_skipped),
+        checksums=tuple(checksums),
+        sums=sums,
+        extras=extras,
+        versions=versions,
+        unreadable=unreadable,
         quantisation=quantisation,
     )
 

@@ -104,7 +104,15 @@ def load(
     """
     meter = Meter()
     options = LoadOptions(
-        missing, unexpected, cast, rename, strategy, buffer_bytes, progress, verify, layout
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        rename=rename,
+        strategy=strategy,
+        buffer_bytes=buffer_bytes,
+        progress=progress,
+        verify=verify,
+        layout=layout,
     )
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:

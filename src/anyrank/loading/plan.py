@@ -110,7 +110,14 @@ def plan(
             does not multiply to `world_size`.
     """
     options = LoadOptions(
-        missing, unexpected, cast, rename, strategy, buffer_bytes, None, verify, layout
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        rename=rename,
+        strategy=strategy,
+        buffer_bytes=buffer_bytes,
+        verify=verify,
+        layout=layout,
     )
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:

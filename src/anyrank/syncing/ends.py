@@ -172,16 +172,16 @@ def _rows(
         )
         rows.append(
             Row(
-                keys,
-                tensor.shape,
-                tensor.dtype,
-                tensor.layout,
-                meshes[mesh],
-                tensor.kind,
-                tensor.is_meta,
-                tensor.adapter or any(".modules_to_save." in key for key in keys),
-                _is_merged(tensor),
-                is_pinned(tensor),
+                keys=keys,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                layout=tensor.layout,
+                mesh=meshes[mesh],
+                kind=tensor.kind,
+                is_meta=tensor.is_meta,
+                is_adapter=tensor.adapter or any(".modules_to_save." in key for key in keys),
+                is_merged=_is_merged(tensor),
+                is_pinned=is_pinned(tensor),
                 scaling=_scaling(tensor),
             )
         )
@@ -210,12 +210,12 @@ def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
             keys = tuple(dict.fromkeys(merged_name(place) for place in tensor.registrations))
             added = tuple(
                 Added(
-                    each.adapter,
-                    rows[each.a].keys[0],
-                    rows[each.b].keys[0],
-                    each.scaling,
-                    each.transposed,
-                    each.narrows,
+                    adapter=each.adapter,
+                    a=rows[each.a].keys[0],
+                    b=rows[each.b].keys[0],
+                    scaling=each.scaling,
+                    transposed=each.transposed,
+                    narrows=each.narrows,
                 )
                 for each in lora.added.get(index, ())
             )

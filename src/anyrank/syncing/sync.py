@@ -94,7 +94,13 @@ def sync(
     """
     meter = Meter()
     options = LoadOptions(
-        missing, unexpected, cast, rename, verify=verify, layout=layout, merge=merge
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        rename=rename,
+        verify=verify,
+        layout=layout,
+        merge=merge,
     )
     # Under inference mode new parameters would never get gradients.
     with (
