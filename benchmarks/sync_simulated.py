@@ -22,7 +22,7 @@ from machine import describe_machine, load_average
 
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import Row
-from anyrank.syncing.flows import Card, Planner
+from anyrank.syncing.flows import EndsSummary, Planner
 from anyrank.syncing.match import Filling, MatchedEnd, SourceTensor
 from anyrank.syncing.report import SyncReport
 from anyrank.tensors.box import Box
@@ -72,8 +72,9 @@ def plan_of(rank: int, case: str) -> dict[str, float]:
     at = coordinates(case)
     everyone = Ranks(range(SENDERS + RECEIVERS), rank)
     everyone.nodes = tuple(each // ON_NODE for each in everyone.ranks)
-    cards = [
-        Card("src", (at[0].get(r),), "dst", (at[1].get(r),), "", 0, None, 0) for r in everyone.ranks
+    summaries = [
+        EndsSummary("src", (at[0].get(r),), "dst", (at[1].get(r),), "", 0, None, 0)
+        for r in everyone.ranks
     ]
     rows: list[Row] = []
     sources: list[SourceTensor] = []
@@ -91,7 +92,7 @@ def plan_of(rank: int, case: str) -> dict[str, float]:
         fillings.append(Filling(number, (strip,), torch.bfloat16, False))
     end = MatchedEnd(tuple(rows), tuple(fillings), SyncReport(), [])
     start, cpu_start = time.perf_counter(), time.process_time()
-    flows = Planner(cards, everyone, LoadOptions()).flows([end], [list(at[1])], sources)
+    flows = Planner(summaries, everyone, LoadOptions()).flows([end], [list(at[1])], sources)
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "cpu_seconds": round(time.process_time() - cpu_start, 2),

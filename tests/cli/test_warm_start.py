@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from anyrank.cli.torchrun import descendants
-from anyrank.settings import PEERS_FOLDER, WARM_WISH
+from anyrank.settings import PEERS_FOLDER, WARM_REQUEST
 
 WARM = ["-m", "anyrank.cli.warm_rank"]
 SCRIPT = """
@@ -132,4 +132,4 @@ def test_a_script_that_sets_what_torch_reads_is_started_cold(
     subprocess.run(
         [sys.executable, "-c", WISH, str(tmp_path), changed], env=environ, check=True, timeout=240
     )
-    assert (tmp_path / WARM_WISH).exists() == is_asked
+    assert (tmp_path / WARM_REQUEST).exists() == is_asked

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from anyrank.cli import torchrun
-from anyrank.settings import PEERS_FOLDER, WARM_GATE, WARM_WISH
+from anyrank.settings import PEERS_FOLDER, WARM_GATE, WARM_REQUEST
 
 LOOK_SEC = 1.0  # how often to look whether a rank has asked for a warm start
 RANK_MODULE = "anyrank.cli.warm_rank"
@@ -34,7 +34,7 @@ class WarmStart:
         self, ranks: int, script: str, arguments: Sequence[str], environ: Mapping[str, str]
     ) -> None:
         folder = environ[PEERS_FOLDER]
-        self.wish = os.path.join(folder, WARM_WISH)
+        self.request = os.path.join(folder, WARM_REQUEST)
         self.gate = os.path.join(folder, f"gate-{uuid.uuid4().hex[:8]}")
         self.line = torchrun.line(ranks, "-m", RANK_MODULE, script, *arguments)
         self.environ = {**environ, WARM_GATE: self.gate}
@@ -47,7 +47,7 @@ class WarmStart:
             try:
                 return process.wait(LOOK_SEC)
             except subprocess.TimeoutExpired:
-                if os.path.exists(self.wish):
+                if os.path.exists(self.request):
                     os.mkfifo(self.gate, 0o600)
                     self.process = subprocess.Popen(self.line, env=self.environ)  # noqa: S603 - the user's own script
         return process.wait()
@@ -55,7 +55,7 @@ class WarmStart:
     def begin(self) -> subprocess.Popen[bytes] | None:
         """Open the gate: what waits is the attempt from now on. None if nothing does."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.wish)  # the new ranks have to ask again
+            os.unlink(self.request)  # the new ranks have to ask again
         if self.process is None or self.process.poll() is not None:
             return None
         self.opened = os.open(self.gate, os.O_RDWR | os.O_CLOEXEC)  # kept for ranks that come late

@@ -18,7 +18,7 @@ BLOCK_BYTES = 32 << 20  # of a message
 
 
 @dataclass(frozen=True)
-class Transfer:
+class FileTransfer:
     """A file, and the global ranks that it goes from and to, which are on two machines."""
 
     name: str
@@ -27,7 +27,7 @@ class Transfer:
     receiver: int
 
 
-def pass_on(transfers: Sequence[Transfer], folder: str, ranks: Ranks) -> None:
+def pass_on(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
     """Send files of this machine's folder, and receive those of others into it. All ranks.
 
     The files are mapped: bytes go from memory to memory, with no copy in between.
@@ -45,7 +45,7 @@ def pass_on(transfers: Sequence[Transfer], folder: str, ranks: Ranks) -> None:
     mine = [
         transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
     ]
-    opened: dict[Transfer, mmap.mmap] = {}
+    opened: dict[FileTransfer, mmap.mmap] = {}
 
     def open_all() -> None:
         with storing(folder):

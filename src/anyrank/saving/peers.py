@@ -25,11 +25,11 @@ from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record
 from anyrank.files.storage import LocalStorage, absolute, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
 from anyrank.formats.run_folder import INDEX, index_of, list_step, step_name
-from anyrank.saving.peer_files import Transfer, make_folder, pass_on
+from anyrank.saving.peer_files import FileTransfer, make_folder, pass_on
 from anyrank.saving.rank_file import WrittenShare, write_share
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import Snapshot
-from anyrank.settings import PEERS_FOLDER, WARM_WISH
+from anyrank.settings import PEERS_FOLDER, WARM_REQUEST
 from anyrank.world.processes import changed_variables
 from anyrank.world.ranks import Ranks
 
@@ -92,7 +92,7 @@ class PeerMemory:
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks
-        self._wish = join_path(root, WARM_WISH)
+        self._warm_request = join_path(root, WARM_REQUEST)
         self._tag = ranks.from_one("naming the memory", lambda: uuid.uuid4().hex[:8])
         self._count = 0
         machines = range(len(ranks.hosts))
@@ -106,7 +106,7 @@ class PeerMemory:
             make_folder(self.folder.path)
         self.remove_but(*(name for _, name in self.folder.committed()))
         if self._leads and not any(map(READ_AT_IMPORT.match, changed_variables())):
-            with contextlib.suppress(OSError), open(self._wish, "xb"):
+            with contextlib.suppress(OSError), open(self._warm_request, "xb"):
                 pass  # `anyrank run` looks for it
 
     # -- keep -------------------------------------------------------------------------------------
@@ -152,16 +152,16 @@ class PeerMemory:
         """Whether this rank is the first on its machine."""
         return self._on[self.ranks.node][0] == self.ranks.rank
 
-    def _copies(self, shares: Sequence[WrittenShare]) -> list[Transfer]:
+    def _copies(self, shares: Sequence[WrittenShare]) -> list[FileTransfer]:
         """What each rank sends to the next machine."""
         if len(self._on) == 1:
             return []
-        found: list[Transfer] = []
+        found: list[FileTransfer] = []
         for rank, node, share in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
             there = self._on[(node + 1) % len(self._on)]
             receiver = there[self._on[node].index(rank) % len(there)]
             for name, file in share.files.items():
-                found.append(Transfer(name, file.size, rank, receiver))
+                found.append(FileTransfer(name, file.size, rank, receiver))
         return found
 
     def remove_but(self, *kept: str) -> None:
@@ -224,7 +224,7 @@ class PeerMemory:
         mine = {os.path.basename(listing.files[n].path) for n in numbers}
         mine |= {os.path.basename(listing.sums[n].path) for n in numbers}
         every = self.ranks.gather(mine, "asking for the snapshot's files")
-        transfers: list[Transfer] = []
+        transfers: list[FileTransfer] = []
         for machine, there in enumerate(self._on):
             wanted = {
                 n for r, s in zip(self.ranks.ranks, every, strict=True) if r in there for n in s
@@ -233,7 +233,7 @@ class PeerMemory:
                 holders = held.machines[name]
                 if machine not in holders:
                     sender = self._on[holders[0]][0]
-                    transfers.append(Transfer(name, held.sizes[name], sender, there[0]))
+                    transfers.append(FileTransfer(name, held.sizes[name], sender, there[0]))
                     holders.append(machine)
         pass_on(transfers, path, self.ranks)
         infos, sums = [*listing.files], dict(listing.sums)

@@ -94,7 +94,7 @@ class SyncPlan:
 
 
 @dataclass(frozen=True)
-class Card:
+class EndsSummary:
     """What a rank lets the others know of its ends.
 
     Attributes:
@@ -125,10 +125,12 @@ def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
 class Planner:
     """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
 
-    def __init__(self, cards: Sequence[Card], ranks: Ranks, options: LoadOptions) -> None:
+    def __init__(
+        self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
+    ) -> None:
         self.ranks = ranks
         self.options = options
-        self.cards = dict(zip(ranks.ranks, cards, strict=True))
+        self.summaries = dict(zip(ranks.ranks, summaries, strict=True))
         self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
         self.places: dict[Any, tuple[Place, ...]] = {}
         self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
@@ -140,8 +142,8 @@ class Planner:
         Raises:
             LoadError: on any rank, on all.
         """
-        from_ranks = self._alike({rank: card.src for rank, card in self.cards.items()})
-        to_ranks = self._alike({rank: card.dst for rank, card in self.cards.items()})
+        from_ranks = self._alike({rank: summary.src for rank, summary in self.summaries.items()})
+        to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
         for name, groups in (("src", from_ranks), ("dst", to_ranks)):
             if not groups:
                 raise LoadError(f"{name} is None, or holds no tensors, on every rank")
@@ -149,7 +151,7 @@ class Planner:
         groups = [
             (
                 self.ranks.from_one("describing src", lambda: src.rows, group[0]),
-                {rank: self.cards[rank].src_at for rank in group},
+                {rank: self.summaries[rank].src_at for rank in group},
             )
             for group in from_ranks
         ]
@@ -178,8 +180,8 @@ class Planner:
         ends = [
             self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
-        at = [{rank: self.cards[rank].dst_at for rank in group} for group in to_ranks]
-        check_all_shards(ends, at, len(self.cards))
+        at = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
+        check_all_shards(ends, at, len(self.summaries))
         flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
@@ -336,7 +338,7 @@ class Planner:
         )
 
     def _wanted(self, row: Row, to_ranks: Sequence[int]) -> dict[int, tuple[Piece, ...]]:
-        at = {rank: self.cards[rank].dst_at[row.mesh] for rank in to_ranks}
+        at = {rank: self.summaries[rank].dst_at[row.mesh] for rank in to_ranks}
         pieces: dict[Coordinate, tuple[Piece, ...]] = {
             coordinate: local_pieces(row.shape, row.layout, coordinate)
             for coordinate in set(at.values())

@@ -17,7 +17,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import End, check_values
-from anyrank.syncing.flows import Card, Planner, SyncPlan, renamed_by
+from anyrank.syncing.flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
 
@@ -68,7 +68,7 @@ def agree_plan(
     """
     choices = (options.missing, options.unexpected, options.cast, str(options.merge))
 
-    def introduce() -> tuple[tuple[End, End, Any, SyncPlan | None], Card]:
+    def introduce() -> tuple[tuple[End, End, Any, SyncPlan | None], EndsSummary]:
         dst, src = look()
         check_values(src)
         rename = options.rename
@@ -80,36 +80,38 @@ def agree_plan(
             known, plan = "", None  # a function may answer differently now
         seed = torch.initial_seed()
         at = (src.digest, src.coordinates, dst.digest, dst.coordinates)
-        return (dst, src, where, plan), Card(*at, known, seed, version, held)
+        return (dst, src, where, plan), EndsSummary(*at, known, seed, version, held)
 
-    (dst, src, where, plan), cards = ranks.own_and_all("looking at both ends", introduce)
-    agreed = _agreed_version(dict(zip(ranks.ranks, cards, strict=True)), ranks)
-    key = _key(cards, choices)
-    made = plan is None or any(card.known != key for card in cards)
+    (dst, src, where, plan), summaries = ranks.own_and_all("looking at both ends", introduce)
+    agreed = _agreed_version(dict(zip(ranks.ranks, summaries, strict=True)), ranks)
+    key = _key(summaries, choices)
+    made = plan is None or any(summary.known != key for summary in summaries)
     if made:
-        plan = Planner(cards, ranks, options).plan(dst, src)
+        plan = Planner(summaries, ranks, options).plan(dst, src)
         _kept[where] = key, plan
         while len(_kept) > KEPT_PLANS:
             _kept.popitem(last=False)
     _kept.move_to_end(where)
     assert plan is not None
-    return Agreement(plan, dst, src, made, cards[0].seed, agreed)
+    return Agreement(plan, dst, src, made, summaries[0].seed, agreed)
 
 
-def _agreed_version(cards: Mapping[int, Card], ranks: Ranks) -> int:
+def _agreed_version(summaries: Mapping[int, EndsSummary], ranks: Ranks) -> int:
     """The version that ranks gave, else the next one.
 
     Raises:
         LoadError: ranks gave different ones.
     """
-    given = {rank: card.version for rank, card in cards.items() if card.version is not None}
+    given = {
+        rank: summary.version for rank, summary in summaries.items() if summary.version is not None
+    }
     if len(set(given.values())) > 1:
         words = {rank: str(version) for rank, version in given.items()}
         text = different("sync(): version= differs between ranks", words, ranks.named)
         raise LoadError(f"{text}: they mean the weights of different steps")
-    return next(iter(given.values()), 1 + max(card.held for card in cards.values()))
+    return next(iter(given.values()), 1 + max(summary.held for summary in summaries.values()))
 
 
-def _key(cards: Sequence[Card], choices: tuple[str, ...]) -> str:
-    rows = [(card.src, card.src_at, card.dst, card.dst_at) for card in cards]
+def _key(summaries: Sequence[EndsSummary], choices: tuple[str, ...]) -> str:
+    rows = [(summary.src, summary.src_at, summary.dst, summary.dst_at) for summary in summaries]
     return hashlib.blake2b(repr((rows, choices)).encode(), digest_size=16).hexdigest()
