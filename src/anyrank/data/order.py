@@ -75,9 +75,8 @@ class Order:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-@functools.lru_cache(
-    maxsize=8
-)  # a step's ids are computed several times, and a part costs as much as a block
+# A step's ids are computed several times, and a part of a block costs as much as the block.
+@functools.lru_cache(maxsize=8)
 def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""
     stop = min((number + 1) * BLOCK, order.n)

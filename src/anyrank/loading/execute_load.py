@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +31,15 @@ from anyrank.tensors.spec import dtype_name
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
-Measured = tuple[int, int, int, int, float]  # bytes read, sent; host and device peak; seconds
+
+class Measured(NamedTuple):
+    """What a load took on one rank."""
+
+    bytes_read: int
+    bytes_sent: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -217,8 +226,8 @@ class _Executor:
 
         def commit() -> tuple[Measured, list[str]]:
             renewed = self.share.commit(replacements)
-            measured = (*self.meter.peaks(), self.meter.seconds())
-            return (self.bytes_read, self.bytes_sent, *measured), renewed
+            peaks, seconds = self.meter.peaks(), self.meter.seconds()
+            return Measured(self.bytes_read, self.bytes_sent, *peaks, seconds), renewed
 
         own_code = self.match.own_code
         if own_code.tensor_keys:

@@ -113,7 +113,7 @@ class Adopting(Resuming):
     def _match_module(self, part: str, module: nn.Module) -> None:
         """Plan the load of a module, or say why nothing comes. All ranks."""
         if part not in self.source.weights:
-            self.matched[part] = self._absent(part)
+            self.matched[part] = self._absent()
             if part == "model":
                 raise CheckpointError(
                     f"{self.path} holds no model's weights; it has "
@@ -138,13 +138,13 @@ class Adopting(Resuming):
         self.plans[part] = plan
         self.matched[part] = Matched(_outcome_of(plan))
 
-    def _absent(self, part: str) -> Matched:
+    def _absent(self) -> Matched:
         return Matched(Outcome("fresh", f"the checkpoint of {self.source.tool} has none"))
 
     def _optimizer(self, part: str, optimizer: Optimizer, names: Names) -> Matched:
         source = self.source.optimizers.get(part)
         if source is None:
-            return self._absent(part)
+            return self._absent()
         self.used.add(part)
         record, tensors, problems = foreign_optimizer.record_of(
             part, optimizer, source, names, self.rename
@@ -172,7 +172,7 @@ class Adopting(Resuming):
             made, outcome = foreign_state.start_of(thing, self.source)
             return Matched(outcome, commit=lambda: thing.load_state_dict(made))
         if part not in self.source.states:
-            return self._absent(part)
+            return self._absent()
         self.used.add(part)
         tree, outcome = self.source.states[part], None
         problem = foreign_state.problem_of(part, thing, tree)
@@ -191,7 +191,7 @@ class Adopting(Resuming):
         for part, plan in self.plans.items():
             module: Any = self.inner.parts[part]
             result = execute_load(module, plan, self.ranks, Meter(), None)
-            self.bytes_read += result.measured[self.ranks.index][0]
+            self.bytes_read += result.measured[self.ranks.index].bytes_read
         super()._read()
 
     def _commit(self) -> None:

@@ -26,6 +26,7 @@ from anyrank.tensors.spec import StoredTensor
 # Options that torch added over the years, with defaults that keep what older versions did.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
 PROBE_SHAPE = (3, 5)
+SHOWN = 10  # problems of one optimizer
 
 
 def record_of(
@@ -71,17 +72,15 @@ def record_of(
         }
         for number, group in enumerate(given)
     ]
-    return {
+    record = {
         "kind": "optimizer",
         "class": UNKNOWN,
         "layout": "",
         "groups": groups,
         "state": state,
         "extra": {},
-    }, tensors, problems[:SHOWN]  # fmt: skip
-
-
-SHOWN = 10
+    }
+    return record, tensors, problems[:SHOWN]
 
 
 def _json(value: Mapping[str, Any], where: str, put: Callable[[str, Any], Any]) -> Any:

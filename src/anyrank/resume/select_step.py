@@ -101,7 +101,7 @@ class StepSearch:
         self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
         self.memory = memory if which in ("auto", "must") else None
         self.snapshots = self.memory.whole() if self.memory is not None else []
-        self.newest = self.samples = self.unread = 0
+        self.newest_step = self.newest_samples = self.num_unread = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
         self.left: list[str] = []
@@ -177,8 +177,8 @@ class StepSearch:
             candidate,
             manifest,
             listing,
-            newest_step=max(self.newest, candidate.step),
-            newest_samples=max(self.samples, manifest.samples),
+            newest_step=max(self.newest_step, candidate.step),
+            newest_samples=max(self.newest_samples, manifest.samples),
             set_aside=self.set_aside,
             left=self.left,
             notes=self.notes,
@@ -194,16 +194,16 @@ class StepSearch:
             raise CorruptCheckpoint(
                 f"step {self.which} was asked for and is damaged: {candidate.damaged}"
             )
-        self.newest = max(self.newest, candidate.step)
+        self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
-            self.samples = max(self.samples, candidate.manifest.samples)
+            self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
         if candidate.held is not None:
             why = f"{candidate.damaged or candidate.unread}"
             self.reasons.append(why)
             self._note(f"skipped: the snapshot of step {candidate.step} in memory: {why}")
             return
         if candidate.damaged is None:
-            self.unread += 1
+            self.num_unread += 1
             self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
             return
         aside, refusal = self.ranks.from_one(
@@ -236,10 +236,10 @@ class StepSearch:
     def _error(self) -> CheckpointError:
         """What to raise when there is no other step."""
         path, count = self.folder.path, len(self.reasons)
-        if self.unread:
+        if self.num_unread:
             return CheckpointError(
-                f"{path}: none of {count} checkpoints can be used, and {self.unread} may be sound "
-                f"but cannot be read; the newest: {self.reasons[0]}"
+                f"{path}: none of {count} checkpoints can be used, and {self.num_unread} may be "
+                f"sound but cannot be read; the newest: {self.reasons[0]}"
             )
         aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
         return CorruptCheckpoint(

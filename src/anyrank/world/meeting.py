@@ -160,14 +160,12 @@ class Meeting:
             return bool(posts) and not any("left" in post for post in posts)
 
         self.wait(all_wait, self.watch_all)
-        problem = ""
         calls: dict[str, list[int]] = {}
         for rank, post in zip(self.ranks, posts, strict=True):
             calls.setdefault(post["call"], []).append(rank)
         if len(calls) > 1:
-            each = ", ".join(f"{named(ranks)} {call}" for call, ranks in calls.items())
-            problem = f"ranks make different calls at the same place: {each}"
-        if problem:
+            words = ", ".join(f"{named(ranks)} {call}" for call, ranks in calls.items())
+            problem = f"ranks make different calls at the same place: {words}"
             self.answer(posts, {"problem": problem})
             raise RankError(problem)
         each = [tuple(post["machine"]) for post in posts]
