@@ -135,7 +135,7 @@ def job_wrong(change: str) -> str:
         ("hole", "up.weight: rank 0 holds [3, 5], and its part of [7, 5] by layout= is [4, 5]"),
         ("differs", "up.weight: ranks were given different layout= for it"),
         ("unused", "layout= names upp, which no tensor of the model has"),
-        ("dim", "up.bias: layout= shards a dim that it has not"),
+        ("dim", "up.bias: layout= shards dim 1 of a tensor of 1 dims"),
         ("raises", "layout= failed for up.weight: KeyError: 'up.weight'"),
         ("answers", "reading layout= failed on all ranks: TypeError: layout= of up.weight: give"),
     ],

@@ -116,7 +116,9 @@ def convert(
         if not isinstance(given, nn.Module | None):
             raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
         if shard_bytes is not None and options.is_file(path):
-            raise ValueError(f"shard_bytes= is for a folder of weights, and {path} is one file")
+            raise ValueError(
+                f"shard_bytes= is for a folder of weights, and {path} is one file: leave it out"
+            )
         if not isinstance(src, nn.Module):
             check_source(src)
             if layout is not None:

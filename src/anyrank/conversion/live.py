@@ -171,7 +171,7 @@ def _look(
             "torch.save(model.state_dict()) wrote"
         )
     if not found:
-        raise LoadError("the model has no parameters and no buffers")
+        raise LoadError("the model has no parameters and no buffers: give one to write")
     files = _file_names(model, found)
     targets = [replace(held, name=rename(files[held.name])) for held in found]
     tied = {

@@ -60,7 +60,9 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
     for key, what in listing.unreadable.items():
         raise LoadError(f"{key}: is {what}; then convert")
     if not tensors:
-        raise LoadError("the source holds no weights")
+        raise LoadError(
+            "the source holds no weights to convert: `anyrank inspect` shows what it holds"
+        )
     kept, tied = _ties(tensors)
     extras = [f"{key}: extra state of a module, which is no tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}

@@ -197,11 +197,16 @@ class ElasticSampler(Position):
             if plan and left < len(slots):
                 slot = slots[left]
                 if left >= self._yielded[plan.number].batches:
-                    raise ValueError(f"batch {number} was not yielded by the sampler yet")
+                    raise ValueError(
+                        f"batch {number} was not yielded by the sampler yet: ask for its share "
+                        "when the DataLoader has returned it"
+                    )
                 weight = 0.0 if slot.is_copy else plan.size(slot.k) * size / plan.samples
                 is_last = left == len(slots) - 1
                 return Share(weight, is_last, plan.number, slot.k, self._schedule.order.seed)
-        raise ValueError(f"there is no batch {number} in this iteration")
+        raise ValueError(
+            f"there is no batch {number} in this iteration: count the batches from 0 in each"
+        )
 
     def _check_complete(self) -> None:
         """Check that the next step may be counted. No collectives.

@@ -108,7 +108,10 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
     shards = [f"{match['stem']}-{n:0{width}d}-of-{total}.{ending}" for n in range(1, count + 1)]
     missing = [shard for shard in shards if shard not in names]
     if missing:
-        raise LoadError(f"{folder}: {len(missing)} of {count} shards are missing: {missing[0]}")
+        raise LoadError(
+            f"{folder}: {len(missing)} of {count} shards are missing: {missing[0]}: copy or "
+            "download the folder again"
+        )
     return shards
 
 

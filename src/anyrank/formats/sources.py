@@ -102,7 +102,7 @@ def list_source(source: Source) -> Listing:
         return with_ends(_list_path(os.fspath(source)))
     listings = [_list_path(os.fspath(path)) for path in source]
     if not listings:
-        raise LoadError("the list of source files is empty")
+        raise LoadError("the list of source files is empty: give at least one path")
     return with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
 
 

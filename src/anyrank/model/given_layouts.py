@@ -164,8 +164,12 @@ def apply_layouts(
         for index, mesh, rules in _chosen(tensors, given, strict):
             tensor = tensors[index]
             cut = [rule.dim for rule in rules if rule.kind == "shard"]
-            if any(not 0 <= dim < tensor.tensor.dim() for dim in cut):
-                raise LoadError(f"{tensor.name}: layout= shards a dim that it has not")
+            wrong = [dim for dim in cut if not 0 <= dim < tensor.tensor.dim()]
+            if wrong:
+                raise LoadError(
+                    f"{tensor.name}: layout= shards dim {wrong[0]} of a tensor of "
+                    f"{tensor.tensor.dim()} dims: count dims from 0"
+                )
             at = mesh.coordinate(ranks.rank)
             if at is None and tensor.tensor.numel():
                 raise LoadError(
@@ -243,7 +247,7 @@ def _whole(
     if absent:
         raise LoadError(f"{name}: its layout= has rank {absent[0]} in its mesh, which has no part")
     if any(part.layout != layout for part in held.values()):
-        raise LoadError(f"{name}: ranks were given different layout= for it")
+        raise LoadError(f"{name}: ranks were given different layout= for it: give all the same")
     first = next(iter(held.values()))
     shape = list(first.shape)
     for dim in range(len(shape)):

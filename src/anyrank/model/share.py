@@ -80,7 +80,8 @@ class Share:
             if rule is None:
                 raise LoadError(
                     f"{target.name}: is not in the source, and no rule of the model initialises it "
-                    "(looked for _init_weights, reset_parameters, init_weights)"
+                    "(looked for _init_weights, reset_parameters, init_weights): give its module a "
+                    "reset_parameters()"
                 )
             self.rules[target.name] = rule
 

@@ -129,7 +129,8 @@ def compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: R
         if other.shared.keys() != first.shared.keys():
             raise CheckpointError(
                 f"the ranks' states have different parts: rank {ranks.ranks[0]} "
-                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}"
+                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}: give TrainState the "
+                "same on all ranks"
             )
         if (other.step, other.run) != (first.step, first.run):
             raise CheckpointError(

@@ -142,7 +142,9 @@ def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:
     totals, found = [0] * len(described), dict[str, int]()
     for others, rows in answers:
         if others != described:
-            raise CheckpointError("model: the ranks have different frozen parameters: freeze alike")
+            raise CheckpointError(
+                "model: the ranks have different frozen parameters: freeze the same on all of them"
+            )
         for number, offsets, sizes, digest in rows:
             place = f"{number} {offsets} {sizes}"
             if place not in found:

@@ -247,7 +247,8 @@ class RunParts:
             kind = _kind(value)
             if record["kind"] != kind:
                 raise CheckpointError(
-                    f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint"
+                    f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint: give the "
+                    f"part that was saved under this name, or leave it with skip=[{part!r}]"
                 )
             if isinstance(value, nn.Module):
                 matched[part] = match_module(part, value, targets[part], record, stored)

@@ -146,7 +146,10 @@ class Planner:
         to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
         for name, groups in (("src", from_ranks), ("dst", to_ranks)):
             if not groups:
-                raise LoadError(f"{name} is None, or holds no tensors, on every rank")
+                raise LoadError(
+                    f"{name} is None, or holds no tensors, on every rank: give it on those that "
+                    "hold its tensors"
+                )
 
         groups = [
             (

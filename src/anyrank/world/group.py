@@ -49,7 +49,10 @@ def members(process_group: Group) -> tuple[list[int], int]:
     except (KeyError, TypeError) as error:
         raise _no_group(process_group) from error
     if rank not in ranks:
-        raise RankError(f"rank {rank} is not in the process group it called with, ranks {ranks}")
+        raise RankError(
+            f"rank {rank} is not in the process group it called with, ranks {ranks}: call with a "
+            "group of its own, or not on this rank"
+        )
     return ranks, rank
 
 
