@@ -65,9 +65,12 @@ class Door:
         """
         hello = index.to_bytes(4, "little")
         for before, (name, secret) in enumerate(addresses[:index]):
-            others[before] = _new_socket()
-            others[before].connect(name)
-            others[before].send(secret + hello)
+            with contextlib.ExitStack() as undo:
+                made = undo.enter_context(_new_socket())
+                made.connect(name)
+                made.send(secret + hello)
+                undo.pop_all()
+            others[before] = made
         end = time.monotonic() + CONNECT_SEC
         while len(others) < len(addresses) - 1:
             if time.monotonic() > end:
