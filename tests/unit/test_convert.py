@@ -161,6 +161,22 @@ def test_beside_an_optimizer_the_table_of_weights_is_taken(tmp_path: Path) -> No
     assert "optimizer.state.a: not weights" in report.skipped
 
 
+@pytest.mark.parametrize(
+    ("rename", "idle"),
+    [
+        ({"net": "", "nett": "x", "net.a": "b", "net.a.": "c"}, ["nett", "net.a."]),
+        ([("^net[.]", ""), ("nett", "x")], ["nett"]),
+        (str.lower, []),
+    ],
+)
+def test_entries_of_rename_that_match_nothing_are_reported(
+    tmp_path: Path, rename: Any, idle: list[str]
+) -> None:
+    weights = {"net.a": torch.zeros(2)}
+    report = anyrank.convert(weights, tmp_path / "out", rename=rename)
+    assert report.skipped == [f"{old}: rename= has it, and no key matches" for old in idle]
+
+
 def test_rename_applies_and_two_of_one_name_are_an_error(tmp_path: Path) -> None:
     weights = {"net.a": torch.ones(2), "b": torch.ones(2)}
     anyrank.convert(weights, tmp_path / "out", rename={"net": ""})
