@@ -47,7 +47,7 @@ class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
     Every rank makes one with the same arguments, and all call its methods together, except
-    `latest`, `saved` and `stats`, which any rank may call. Traffic runs on gloo groups of its own.
+    `latest`, `saved` and `stats`, which any rank may call. Traffic has connections of its own.
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
@@ -349,9 +349,8 @@ class Checkpoints:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
             self._writer.has_callback = ranks.any(self._writer.has_callback, "opening the run")
-            self._writer.memory = (
-                open_memory(self.path, ranks) if self._writer.wants_memory else None
-            )
+            if self._writer.wants_memory:
+                self._writer.memory = open_memory(self.path, ranks)
             self._ranks = ranks
         return self._ranks
 
