@@ -181,6 +181,9 @@ def test_rename_applies_and_two_of_one_name_are_an_error(tmp_path: Path) -> None
     weights = {"net.a": torch.ones(2), "b": torch.ones(2)}
     anyrank.convert(weights, tmp_path / "out", rename={"net": ""})
     assert read_folder(tmp_path / "out").keys() == {"a", "b"}
+    deep = {"net.low.a": torch.ones(2), "net.b": torch.ones(2)}
+    anyrank.convert(deep, tmp_path / "longest", rename={"net": "x", "net.low": "y"})
+    assert read_folder(tmp_path / "longest").keys() == {"y.a", "x.b"}
     with pytest.raises(LoadError, match=r"both net\.a and b of the source become b"):
         anyrank.convert(weights, tmp_path / "two", rename={"net.a": "b"})
 
