@@ -177,6 +177,12 @@ def test_entries_of_rename_that_match_nothing_are_reported(
     assert report.skipped == [f"{old}: rename= has it, and no key matches" for old in idle]
 
 
+def test_tensors_without_elements_are_no_ties(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}, tmp_path / "w.safetensors")
+    anyrank.convert(tmp_path / "w.safetensors", tmp_path / "out")
+    assert read_folder(tmp_path / "out").keys() == {"a", "b"}
+
+
 def test_rename_applies_and_two_of_one_name_are_an_error(tmp_path: Path) -> None:
     weights = {"net.a": torch.ones(2), "b": torch.ones(2)}
     anyrank.convert(weights, tmp_path / "out", rename={"net": ""})
