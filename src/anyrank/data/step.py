@@ -370,7 +370,7 @@ class Step:
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
-            know(sync.named.values())
+            know(sync.named)
             self._pass.exact.delivered.record(model)
 
     @property
