@@ -91,6 +91,15 @@ def write(step: Path, table: dict[str, Any]) -> None:
     (step / "anyrank.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
+def write_index(step: Path, index: dict[str, Any]) -> None:
+    """An index of tensors, with its checksum in the manifest."""
+    data = (json.dumps(index) + "\n").encode()
+    (step / "tensors.json").write_bytes(data)
+    table = json.loads((step / "anyrank.json").read_text())
+    table["files"]["tensors.json"] = {"size": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
+    write(step, table)
+
+
 def outcome(step: Path) -> str:
     """What a resume says: nothing, or the class of its error."""
     state = build()
@@ -125,19 +134,21 @@ def test_a_manifest_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new
 
 @pytest.mark.parametrize("new", [..., *WRONG], ids=repr)
 def test_an_index_with_a_wrong_field_is_damage_or_does_not_fit(step: Path, new: Any) -> None:
-    table = json.loads((step / "anyrank.json").read_text())
     index = json.loads((step / "tensors.json").read_text())
     index["tensors"] |= {"model.0.weight": index["tensors"].pop("model.0.weight")}
     first = ("tensors", "model.0.weight")
     some = [where for where in places(index) if where[0] != "tensors" or where[:2] == first]
     for where in some:
-        data = (json.dumps(put(index, where, new)) + "\n").encode()
-        (step / "tensors.json").write_bytes(data)
-        files = table["files"] | {
-            "tensors.json": {"size": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
-        }
-        write(step, table | {"files": files})
+        write_index(step, put(index, where, new))
         assert outcome(step) in ("", "corrupt", "does not fit"), where
+
+
+def test_a_piece_outside_of_its_tensor_is_damage(step: Path) -> None:
+    index = json.loads((step / "tensors.json").read_text())
+    where = ("tensors", "model.0.weight", "chunks", 0, 0, 1)
+    write_index(step, put(index, where, 1))
+    with pytest.raises(anyrank.CorruptCheckpoint, match=r"a piece at \[0, 1\] of .* is not in"):
+        resume(step.parent, build())
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,44 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
     equal(results, reference)
 
 
+def exact(folder: str) -> bytes:
+    """The bytes of the weights after three clipped steps under DDP."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Dropout(0.1))
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    rows: Any = torch.randn(36, 7, generator=torch.Generator().manual_seed(1))
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        strategy="ddp",
+        max_steps=3,
+        gradient_clip_val=0.1,
+        callbacks=[anyrank.integrations.lightning.Elastic(folder, global_batch=12, exact=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).numpy().tobytes()
+
+
+def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    alone = run_ranks(1, exact, str(tmp_path / "one"), env=TORCHRUN)
+    assert run_ranks(3, exact, str(tmp_path / "three"), env=TORCHRUN) == alone * 3
+
+
 def tensor_parallel(folder: str) -> tuple[list[float], int]:
     """Both ranks share a model by tensor parallelism, and have the same data."""
     import lightning

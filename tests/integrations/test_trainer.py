@@ -166,6 +166,25 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     assert expected["samples"] == 2 * ROWS + GLOBAL
 
 
+def exact(out: str) -> tuple[list[bytes], list[str]]:
+    """The bytes of the weights after three clipped steps, and the loader's notes."""
+    AcceleratorState._reset_state(True)
+    transformers.logging.set_verbosity_error()
+    net = model("ddp").float()
+    options = arguments(out, max_steps=3, max_grad_norm=0.1, optim="adamw_torch_fused")
+    trainer = Trainer(net, options, train_dataset=Rows())
+    trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL, exact=True)
+    trainer.train()
+    weights = [parameter.detach().numpy().tobytes() for parameter in net.parameters()]
+    return weights, trainer.elastic.loader.notes
+
+
+def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    alone = run_ranks(1, exact, str(tmp_path / "one"))
+    assert run_ranks(3, exact, str(tmp_path / "three")) == alone * 3
+    assert alone[0][1] == []
+
+
 @pytest.mark.parametrize("counted", ["all", "non_padding"])
 def test_ranks_without_a_microbatch_of_their_own_count_nothing(
     tmp_path: Path, counted: str

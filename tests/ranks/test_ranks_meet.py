@@ -119,6 +119,29 @@ def test_one_rank_can_call_alone() -> None:
     assert run_ranks(2, job_alone) == [[0, 0, 0], [1, 1, 1]]
 
 
+def job_slow(method: str) -> list[int]:
+    """On ranks that live, and come late or give no signs of life for longer than a dead one."""
+    with impatient(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "LIFE_SEC", 0.3)
+        inner = getattr(meeting.Meeting, method)
+
+        def late(*args: Any) -> Any:
+            time.sleep(1)
+            return inner(*args)
+
+        if dist.get_rank() == 1:
+            patch.setattr(meeting.Meeting, method, late)
+        if dist.get_rank() == 2:
+            time.sleep(1)
+        with open_ranks() as ranks:
+            return ranks.gather(ranks.rank)
+
+
+@pytest.mark.parametrize("method", ["wait", "confirm"])
+def test_a_rank_that_is_slow_is_not_dead(method: str) -> None:
+    assert run_ranks(3, job_slow, method) == [[0, 1, 2]] * 3
+
+
 def job_loader_alone() -> int:
     loader = anyrank.ElasticLoader(
         torch.zeros(4, 1), global_batch=2, microbatch=1, process_group=anyrank.ALONE

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.syncing import move
 from anyrank.testing import run_ranks
 
 SIZES = {"width": 7, "hidden": 9}
@@ -140,3 +141,24 @@ def test_sync_without_a_process_group() -> None:
     assert report.bytes_sent == [0]
     assert report.is_planned
     assert not anyrank.sync(dst, src).is_planned
+
+
+def job_small_window(seed: int) -> bool:
+    """Many tensors of other strides at the other end, through a window of a few messages."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = torch.randint(1, 30, (60, 2), generator=generator).tolist()
+    src = {f"t{n}": torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
+    dst = {name: torch.zeros(tensor.shape[::-1]).t() for name, tensor in src.items()}
+    usual, move.MESSAGE_BYTES = move.MESSAGE_BYTES, 512
+    try:
+        is_source = dist.get_rank() == 0
+        anyrank.sync(None if is_source else dst, src if is_source else None, verify=True)
+    finally:
+        move.MESSAGE_BYTES = usual
+    return is_source or all(torch.equal(dst[name], tensor) for name, tensor in src.items())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_go_round_a_small_window(seed: int) -> None:
+    environ = {"ANYRANK_BUFFER_BYTES": "4096"}
+    assert run_ranks(2, job_small_window, seed, env=environ) == [True, True]

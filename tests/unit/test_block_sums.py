@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import struct
 from pathlib import Path
@@ -70,6 +71,36 @@ def test_any_range_is_verified_by_whole_blocks(
     changed[start] ^= 1
     with pytest.raises(CorruptCheckpoint, match="are not those that were written"):
         sums.check(low, [memoryview(changed)[low:high]], "x")
+
+
+@given(EXTENTS, st.integers(0, 50))
+def test_reading_all_tensors_leaves_out_no_byte_of_the_file(
+    parts: list[tuple[int, int]], rest: int
+) -> None:
+    content, text = file_of(parts, rest, [])
+    sums = parse_sums(text, len(content))
+    covered, at = bytearray(len(content)), 0
+    for gap, nbytes in parts:
+        at += gap
+        if nbytes:
+            low, high = sums.around(at, at + nbytes)
+            covered[low:high] = bytes([1]) * (high - low)
+        at += nbytes
+    assert all(covered) or not any(nbytes for _, nbytes in parts)
+
+
+@given(EXTENTS, st.integers(0, 50), st.integers(1, 200_000))
+def test_reads_end_with_blocks_also_with_one_that_is_longer(
+    parts: list[tuple[int, int]], rest: int, most: int
+) -> None:
+    content, text = file_of(parts, rest, [])
+    sums = parse_sums(text, len(content))
+    ends = [0, *itertools.islice(sums.stops(0, len(content), most), len(sums.ends) + 1)]
+    assert ends[-1] == len(content)
+    for low, high in itertools.pairwise(ends):
+        assert high in sums.ends
+        assert low < high
+        assert high - low <= most or not any(low < end < high for end in sums.ends)
 
 
 @given(EXTENTS, st.integers(0, 50), st.data())

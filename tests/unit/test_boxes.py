@@ -28,6 +28,21 @@ def test_a_cut_covers_a_box_once_and_in_order(
     assert cut.tolist() == numbers[box.slices()].reshape(-1).tolist()
 
 
+BOXES = st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 4))] * 2).map(
+    lambda dims: Box(tuple(low for low, _ in dims), tuple(size for _, size in dims))
+)
+
+
+@given(one=BOXES, other=BOXES)
+def test_an_intersection_has_the_elements_that_both_have(one: Box, other: Box) -> None:
+    has = torch.zeros(2, 7, 7, dtype=torch.bool)
+    has[0][one.slices()], has[1][other.slices()] = True, True
+    found = torch.zeros(7, 7, dtype=torch.bool)
+    if (common := one.intersect(other)) is not None:
+        found[common.slices()] = True
+    assert torch.equal(found, has.all(0))
+
+
 @given(size=st.integers(1, 9), rows=st.integers(1, 9))
 def test_a_split_has_as_many_rows_as_asked(size: int, rows: int) -> None:
     parts = list(Box((2, 0), (size, 3)).split(0, rows))

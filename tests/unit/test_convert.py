@@ -161,10 +161,35 @@ def test_beside_an_optimizer_the_table_of_weights_is_taken(tmp_path: Path) -> No
     assert "optimizer.state.a: not weights" in report.skipped
 
 
+@pytest.mark.parametrize(
+    ("rename", "idle"),
+    [
+        ({"net": "", "nett": "x", "net.a": "b", "net.a.": "c"}, ["nett", "net.a."]),
+        ([("^net[.]", ""), ("nett", "x")], ["nett"]),
+        (str.lower, []),
+    ],
+)
+def test_entries_of_rename_that_match_nothing_are_reported(
+    tmp_path: Path, rename: Any, idle: list[str]
+) -> None:
+    weights = {"net.a": torch.zeros(2)}
+    report = anyrank.convert(weights, tmp_path / "out", rename=rename)
+    assert report.skipped == [f"{old}: rename= has it, and no key matches" for old in idle]
+
+
+def test_tensors_without_elements_are_no_ties(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}, tmp_path / "w.safetensors")
+    anyrank.convert(tmp_path / "w.safetensors", tmp_path / "out")
+    assert read_folder(tmp_path / "out").keys() == {"a", "b"}
+
+
 def test_rename_applies_and_two_of_one_name_are_an_error(tmp_path: Path) -> None:
     weights = {"net.a": torch.ones(2), "b": torch.ones(2)}
     anyrank.convert(weights, tmp_path / "out", rename={"net": ""})
     assert read_folder(tmp_path / "out").keys() == {"a", "b"}
+    deep = {"net.low.a": torch.ones(2), "net.b": torch.ones(2)}
+    anyrank.convert(deep, tmp_path / "longest", rename={"net": "x", "net.low": "y"})
+    assert read_folder(tmp_path / "longest").keys() == {"y.a", "x.b"}
     with pytest.raises(LoadError, match=r"both net\.a and b of the source become b"):
         anyrank.convert(weights, tmp_path / "two", rename={"net.a": "b"})
 

@@ -30,7 +30,7 @@ from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
-from anyrank.tensors.names import Rename, of_adapter, renamer
+from anyrank.tensors.names import Rename, of_adapter
 from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group, members
 from anyrank.world.lines import call_alone
@@ -149,7 +149,7 @@ def _convert(
     if options.dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})
-    selection = select(listing, renamer(options.rename))
+    selection = select(listing, options.rename)
     added: dict[str, LowRank] = {}
     if options.merge:
         selection, added = merged(selection, _paths(src))

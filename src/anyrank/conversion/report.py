@@ -24,7 +24,8 @@ class ConvertReport:
         renamed: key of the source -> name, where they differ.
         merged: names of weights that an adapter was added to.
         copied: files that were copied from the source's folder.
-        skipped: what of the source was not written, with the reason.
+        skipped: what of the source was not written, and what of `rename=` matches no key, with the
+            reason.
         verified: what was compared, in words: of the files after writing, and of the source.
         seconds: in all.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import OutputTensor
-from anyrank.tensors.names import NESTED, WRAPPERS
+from anyrank.tensors.names import NESTED, WRAPPERS, Rename, renamer, unused
 from anyrank.tensors.quantised import is_small, scaled
 from anyrank.tensors.spec import StoredTensor
 
@@ -29,7 +29,7 @@ class Selection:
         tensors: name -> stored tensor, in order.
         tied: name -> the name of the tensor that it is.
         renamed: key of the source -> name, where they differ.
-        skipped: what is not written, with the reason.
+        skipped: what is not written, or not renamed, with the reason.
     """
 
     tensors: dict[str, StoredTensor]
@@ -38,13 +38,18 @@ class Selection:
     skipped: tuple[str, ...] = ()
 
 
-def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
+def select(listing: Listing, given: Rename) -> Selection:
     """The weights of a source, by the names of the plain module.
+
+    Args:
+        listing: the source.
+        given: `rename=`.
 
     Raises:
         LoadError: two keys get one name, there are no weights, or one of them is no dense tensor.
     """
     keys, skipped = _weights_of(listing)
+    rename = renamer(given)
     names = {key: _plain(rename(name)) for key, name in keys.items()}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
@@ -66,7 +71,8 @@ def select(listing: Listing, rename: Callable[[str], str]) -> Selection:
     kept, tied = _ties(tensors)
     extras = [f"{key}: extra state of a module, which is no tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
-    return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras))
+    idle = [f"{old}: rename= has it, and no key matches" for old in unused(given, keys.values())]
+    return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras, *idle))
 
 
 def _weights_of(listing: Listing) -> tuple[dict[str, str], list[str]]:

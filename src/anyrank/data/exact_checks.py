@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class ExactRun:
             "cpu" (instruction set) and "torch" (version); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
         repeating: models whose parameters get gradients several times in a microbatch.
+        looks: at the attributes of models, in the passes over their first microbatches.
         delivered: samples of the gradients that the optimizer should find.
         is_interleaved: whether the ranks take turns in this pass over the data; None before its
             first step.
@@ -50,6 +51,7 @@ class ExactRun:
         self.record: dict[str, int | str] = {}
         self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.repeating: WeakSet[nn.Module] = WeakSet()
+        self.looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.delivered = DeliveredGradients()
         self.is_interleaved: bool | None = None
 

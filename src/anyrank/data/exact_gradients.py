@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -31,7 +31,8 @@ WARNING = (
     "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
     "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
 )
-KNOWN: dict[int, ref[nn.Parameter]] = {}  # parameters of models that any loader trains, by id
+# Parameters of models that any loader trains, with their names, by id.
+KNOWN: dict[int, tuple[str, ref[nn.Parameter]]] = {}
 
 
 class DeliveredGradients:
@@ -80,12 +81,17 @@ def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
     return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)
 
 
-def know(parameters: Iterable[nn.Parameter]) -> None:
+def know(named: Mapping[str, nn.Parameter]) -> None:
     """Remember parameters whose gradients are exact sums."""
-    for parameter in parameters:
+    for name, parameter in named.items():
         key = id(parameter)
         if key not in KNOWN:
-            KNOWN[key] = ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
+            KNOWN[key] = name, ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
+
+
+def name_of(parameter: object) -> str:
+    """The name of a parameter in the model that a loader trains."""
+    return KNOWN[id(parameter)][0] if id(parameter) in KNOWN else "a parameter of no known model"
 
 
 def stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:

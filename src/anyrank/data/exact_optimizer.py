@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
+from anyrank.data.exact_gradients import name_of
 from anyrank.random_state.streams import seeded
 
 log = logging.getLogger("anyrank.data")
@@ -51,7 +53,7 @@ def optimizers_tried(
         for group in optimizer.param_groups:
             for parameter in one_of_each(group["params"]):
                 try:
-                    is_same = treats_elements_alone(optimizer, group, parameter)
+                    refusal = refusal_of(optimizer, group, parameter)
                 except Exception as error:
                     notes.append(
                         f"exact=True: a trial of {type(optimizer).__name__} failed, so whether its "
@@ -59,8 +61,8 @@ def optimizers_tried(
                     )
                     log.warning("%s", notes[-1])
                     break
-                if not is_same:
-                    raise ValueError(refusal(optimizer, group))
+                if refusal is not None:
+                    raise ValueError(f"exact=True: {type(optimizer).__name__}{refusal}")
         tried.add(optimizer)
 
     handle = register_optimizer_step_pre_hook(before_step)
@@ -100,7 +102,7 @@ def trial_shape(parameter: DTensor) -> list[int]:
 
 
 def treats_elements_alone(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: DTensor
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: DTensor, dtype: torch.dtype
 ) -> bool:
     """Whether an optimizer gives the pieces of a tensor the bits of the whole tensor.
 
@@ -108,11 +110,13 @@ def treats_elements_alone(
         optimizer: of the class that is tried.
         group: its options.
         like: a parameter of the group.
+        dtype: of the trial's tensors.
     """
     generator = torch.Generator().manual_seed(0)
     dim, shape = cut_dim(like), trial_shape(like)
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
     terms = [
-        torch.randn(shape, generator=generator).to(like.device, like.dtype)
+        torch.randn(shape, generator=generator, dtype=drawn).to(like.device, dtype)
         for _ in range(1 + NUM_STEPS)
     ]
 
@@ -160,17 +164,62 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> lis
     ]
 
 
-def refusal(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Why an optimizer cannot step sharded parameters, and the way out."""
-    title = type(optimizer).__name__
+class ViewsAsReal(TorchFunctionMode):
+    """Finds out whether torch.view_as_real is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.is_called |= func is torch.view_as_real
+        return func(*args, **(kwargs or {}))
+
+
+def refusal_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: DTensor
+) -> str | None:
+    """Why an optimizer cannot step a sharded parameter, and the way out; None if it can.
+
+    Args:
+        optimizer: the sentence goes on behind its name.
+        group: the parameter's.
+        parameter: stands for all of its kind in the group.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return (
+            " steps sharded parameters, and its dot products run over the whole model, of which "
+            "each rank has a part: use DistributedDataParallel, or another optimizer"
+        )
+    dtype = parameter.dtype
+    with ViewsAsReal() as views:
+        is_same = treats_elements_alone(optimizer, group, parameter, dtype)
+    if views.is_called:
+        return (
+            f" steps {name_of(parameter)}, a sharded parameter of {dtype}, by torch.view_as_real, "
+            "which gives a copy of it on several ranks, so that the step is lost: make it a "
+            "parameter of real numbers with a last dimension of 2, and call torch.view_as_complex "
+            "in the forward; or use SGD, or DistributedDataParallel"
+        )
+    if is_same:
+        return None
     if group.get("fused"):
         return (
-            f"exact=True: {title}(fused=True) steps sharded parameters, and its kernel rounds the "
-            "elements at the end of a shard in another way: build it with foreach=True or "
-            "foreach=False"
+            "(fused=True) steps sharded parameters, and its kernel rounds the elements at the end "
+            "of a shard in another way: build it with foreach=True or foreach=False"
+        )
+    if dtype.itemsize == 2 and treats_elements_alone(optimizer, group, parameter, torch.float32):
+        return (
+            f" gives an element of {dtype} other bits where its shard ends elsewhere, as shards "
+            f"do on another number of ranks, and one of float32 the same ({name_of(parameter)}): "
+            "keep sharded parameters in float32, with fully_shard(..., "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)), or "
+            "use DistributedDataParallel"
         )
     return (
-        f"exact=True: {title} gives an element other bits where its shard ends elsewhere, as "
-        "shards do on another number of ranks: use an optimizer that treats each element by "
-        "itself, or DistributedDataParallel"
+        " gives an element other bits where its shard ends elsewhere, as shards do on another "
+        "number of ranks: use an optimizer that treats each element by itself, or "
+        "DistributedDataParallel"
     )

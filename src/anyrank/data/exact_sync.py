@@ -8,15 +8,15 @@ groups (`exact_groups`), in the rounds that `exact_rounds` says.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from anyrank.data.exact_checks import check_wrappers
+from anyrank.data.exact_checks import ExactRun, check_wrappers
 from anyrank.data.exact_fsdp import (
     OrderedReduceScatter,
     exchanging,
@@ -26,7 +26,13 @@ from anyrank.data.exact_fsdp import (
 )
 from anyrank.data.exact_groups import ExactGroups
 from anyrank.data.exact_rounds import Rounds
-from anyrank.data.exact_watch import ChangeWatch
+from anyrank.data.exact_watch import (
+    LOOKS,
+    ChangeWatch,
+    attributes_of,
+    changed_attributes,
+    note_of,
+)
 from anyrank.data.gradient_sync import (
     GRADIENT,
     GradientSync,
@@ -38,6 +44,8 @@ from anyrank.data.ordered_reduce import OrderedGroup
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
+log = logging.getLogger("anyrank.data")
+
 
 class PassRecord(NamedTuple):
     """What a rank has seen in a pass, for comparison over the ranks.
@@ -48,6 +56,7 @@ class PassRecord(NamedTuple):
         complete: of each FSDP2 unit, whether all of its gradients were exchanged.
         used: of each unit, the parameters that a microbatch has used.
         changed: names of parameters and buffers that the loop has changed.
+        attributes: names of attributes that it has changed, as far as they are compared.
         has_repeated_units: a unit got several gradients in a microbatch.
         has_repeated_groups: a gradient came after its group was started.
         is_unsynced: FSDP2 was told to keep gradients back, and has added some up by itself.
@@ -58,6 +67,7 @@ class PassRecord(NamedTuple):
     complete: list[bool]
     used: list[set[int]]
     changed: list[str]
+    attributes: list[str]
     has_repeated_units: bool
     has_repeated_groups: bool
     is_unsynced: bool
@@ -73,7 +83,8 @@ class ExactSync(GradientSync):
         rounds: of the step.
         is_first: check that the gradients are not exchanged already; exchange after the last
             backward then.
-        repeating: models that get gradients several times in a microbatch, which this object finds.
+        exact: what is known of the run's models, to which this object adds.
+        notes: gets a sentence about attributes that forward passes change.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
@@ -86,12 +97,16 @@ class ExactSync(GradientSync):
         group: Any,
         rounds: Rounds,
         is_first: bool,
-        repeating: WeakSet[nn.Module],
+        exact: ExactRun,
+        notes: list[str],
     ) -> None:
         super().__init__(model, ranks)
         check_wrappers(self, ranks)
         self.model, self.ranks, self.rounds, self.is_first = model, ranks, rounds, is_first
+        self.exact, self.notes = exact, notes
         self.watch = ChangeWatch(model, is_first)
+        exact.looks[model] = exact.looks.get(model, 0) + 1
+        self.attributes = attributes_of(model) if exact.looks[model] <= LOOKS else {}
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -111,8 +126,8 @@ class ExactSync(GradientSync):
         # FSDP2's own collectives in the backward may not come between those of the groups, and a
         # group that is sent twice may not be added to shards of earlier rounds twice.
         alone = ranks.size > 1 and not self.fsdp and not rounds.is_interleaved
-        self.is_early = alone and not is_first and model not in repeating
-        self.repeating, self.is_unsynced = repeating, False
+        self.is_early = alone and not is_first and model not in exact.repeating
+        self.is_unsynced = False
 
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
         """To what FSDP2 would round the sums of parameters that are summed here instead."""
@@ -199,6 +214,7 @@ class ExactSync(GradientSync):
             [reduction.is_complete for reduction in reductions],
             [reduction.used for reduction in reductions],
             self.watch.changed(),
+            changed_attributes(self.attributes, self.model),
             any(reduction.is_repeated for reduction in reductions),
             self.sums.is_repeated,
             self.is_unsynced,
@@ -213,6 +229,11 @@ class ExactSync(GradientSync):
                 "rank has the changes of its own microbatches: use a module without such state, as "
                 "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
             )
+        if attributes := [name for row in rows for name in row.attributes]:
+            self.exact.looks[self.model] = LOOKS
+            self.notes.append(note_of(attributes))
+            if self.ranks.index == 0:
+                log.warning("%s", self.notes[-1])
         names = list(self.sums.parameters)
         check_trainable(names, [row.states for row in rows], self.ranks)
         if any(row.is_unsynced for row in rows):
@@ -242,7 +263,7 @@ class ExactSync(GradientSync):
             )
         is_repeated = any(row.has_repeated_groups for row in rows)
         if is_repeated:
-            self.repeating.add(self.model)
+            self.exact.repeating.add(self.model)
         self.sums.deliver(used, is_repeated)
         self.sums.restore()
         for (_, group, reduction), *there in zip(

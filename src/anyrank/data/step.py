@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.data.backwards import Backwards
 from anyrank.data.collective_result import one_ahead
 from anyrank.data.exact_checks import check_threads
 from anyrank.data.exact_gradients import know
@@ -26,7 +27,7 @@ from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import same_arguments
-from anyrank.world.ranks import Ranks
+from anyrank.world.ranks import Ranks, one_process
 
 
 class Step:
@@ -60,10 +61,8 @@ class Step:
         self._slot: MicrobatchSlot | None = None  # the microbatch of the loop's current body
         self._num_calls = 0  # of `microbatches`
         self._model: nn.Module | None = None  # of the last call of `microbatches`
-        self._is_weighted: bool | None = None
+        self._backwards = Backwards(plan.number)  # of the last call of `microbatches`
         self._exponent: int | None = None  # with exact=True, as that of the pass
-        self._weights: dict[int, float] = {}  # of this rank's own microbatches
-        self._losses: list[tuple[float, torch.Tensor]] = []  # with their weights
 
     @property
     def k(self) -> int:
@@ -109,8 +108,9 @@ class Step:
             RankError: the dataset raised on some of several ranks; names the sample and the cause.
                 On a single rank the dataset's own exception is raised.
             ValueError: a second call before the first has ended; a model that averages over ranks
-                other than the loader's; a backward without `step.backward`; a forward without the
-                wrapper, detected in the first step of a model.
+                other than the loader's; a backward without `step.backward`; a microbatch without
+                one, where others have one; a forward without the wrapper, detected in the first
+                step of a model.
         """
         progress = self._progress
         if progress.is_started and not progress.is_complete:
@@ -125,7 +125,7 @@ class Step:
         again = (self._num_calls,) if self._num_calls else ()
         self._num_calls += 1
         progress.is_started, progress.is_complete = True, False
-        self._is_weighted, self._weights, self._losses = None, {}, []
+        self._backwards = Backwards(self.number)
         self._exponent, self._model = None, model
         try:
             with kept(devices), sync.active():
@@ -139,6 +139,8 @@ class Step:
                         self._slot = slot
                         yield batch
                         self._slot = None
+                    if not own_backward:
+                        self._backwards.end(slot)
             self._finish(model, sync, own_backward)
             progress.is_complete = True
         finally:
@@ -170,20 +172,8 @@ class Step:
         and errors are those of `backward`. Run backward of each result once.
         """
         slot = self._current_slot()
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
-        if self._is_weighted is (weight is None):
-            raise ValueError(f"step {self.number}: give weight= in each backward or in none")
-        self._is_weighted = weight is not None
-        own = float(self._plan.size(slot.k) if weight is None else weight)
-        if not 0 <= own < math.inf or self._weights.get(slot.k, own) != own:
-            raise ValueError(
-                f"weight is {own}: give at least 0, and the same value throughout a microbatch"
-            )
+        own = self._backwards.add(slot, loss, weight, self._plan.size(slot.k))
         whole = self._plan.samples if weight is None else self._provisional_total(own)
-        if not slot.is_copy:
-            self._weights[slot.k] = own
-            self._losses.append((own, loss.detach()))
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
         ranks = 1 if self._is_exact else self._ranks.size
         return loss * (0.0 if slot.is_copy else own / whole * ranks)
@@ -262,13 +252,7 @@ class Step:
         Raises:
             ValueError: no rank has called `backward` yet.
         """
-        own = [(weight, float(loss)) for weight, loss in self._losses]
-        rows = self._ranks.gather((own, list(self._weights.values())))
-        total = math.fsum(weight for _, weights in rows for weight in weights)
-        if not any(losses for losses, _ in rows):
-            raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
-        terms = [weight * loss for losses, _ in rows for weight, loss in losses if weight]
-        return math.fsum(terms) / total if total else 0.0
+        return self._backwards.mean_loss(self._ranks)
 
     def _fetch(self, slots: Sequence[MicrobatchSlot]) -> Iterator[Any]:
         """The batches of slots, each once all ranks have theirs. All data-parallel ranks."""
@@ -336,31 +320,35 @@ class Step:
             check_threads(exact.record, ValueError)  # a library may have changed it since
         exact.deal(model, self._schedule.num_microbatches, self._ranks)
         rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
-        return ExactSync(model, self._ranks, self._pass.group, rounds, is_first, exact.repeating)
+        return ExactSync(
+            model, self._ranks, self._pass.group, rounds, is_first, exact, self._pass.notes
+        )
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
-        if self._is_weighted is None and not own_backward:
-            if sync.has_gradients():
-                raise ValueError(
-                    f"step {self.number}: gradients were computed without step.backward, so they "
-                    "are a sum that depends on the number of ranks: call step.backward(loss), or "
-                    "run backward of step.scale(loss), as in "
-                    "accelerator.backward(step.scale(loss)); or pass microbatches(model, "
-                    "own_backward=True) and weight the losses yourself"
-                )
+        is_weighted = self._backwards.is_weighted
+        if is_weighted is None and not own_backward and sync.has_gradients():
+            raise ValueError(
+                f"step {self.number}: gradients were computed without step.backward, so they "
+                "are a sum that depends on the number of ranks: call step.backward(loss), or "
+                "run backward of step.scale(loss), as in "
+                "accelerator.backward(step.scale(loss)); or pass microbatches(model, "
+                "own_backward=True) and weight the losses yourself"
+            )
+        # Ranks whose wrappers exchange in the backward cannot come here by different ways.
+        meets = is_weighted or self._is_exact or bool(sync.unwrapped)
+        total = self._backwards.total(self._ranks if meets else one_process())
+        if total is None and not own_backward:
             sync.drop_unfinished()
             return
         factor: float | None = None
-        if self._is_weighted:
-            parts = self._ranks.gather(list(self._weights.values()))
-            total = math.fsum(weight for part in parts for weight in part)
+        if is_weighted:
             factor = self._provisional_total(0.0) / total if total else 0.0
         is_new = id(model) not in self._pass.checked
         if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
-            know(sync.named.values())
+            know(sync.named)
             self._pass.exact.delivered.record(model)
 
     @property

@@ -149,6 +149,7 @@ class ElasticTrainer(BestStep):
                 global_batch=self._elastic_asked.global_batch,
                 microbatch=self.args.per_device_train_batch_size,
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+                exact=self._elastic_asked.exact,
             )
             numbers: Any = range(len(run.loader))
             # With a generator of its own it draws nothing from the ambient stream.

@@ -40,12 +40,14 @@ class Asked:
 
     Attributes:
         global_batch: samples of a step.
+        exact: the same bits on any number of ranks.
         options: of `Checkpoints`.
         parts: the user's own, of the run.
         best: steps that retention has to leave, as the best so far is one of them; changes.
     """
 
     global_batch: int
+    exact: bool
     options: Mapping[str, Any]
     parts: Mapping[str, Any]
     best: set[int] = field(default_factory=set[int])

@@ -32,6 +32,7 @@ def elastic(
     folder: str | os.PathLike[str],
     *,
     global_batch: int,
+    exact: bool = False,
     every: int | str | None = None,
     keep: int = 3,
     keep_every: int | None = None,
@@ -57,6 +58,7 @@ def elastic(
         trainer: made as usual, with gradient_accumulation_steps=1.
         folder: of the run, as in `Checkpoints`; also a URL.
         global_batch: samples of an optimizer step, a multiple of per_device_train_batch_size.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
         every: also save every so many steps (500) or after a time ("10min"); besides what
             save_strategy and save_steps ask for.
         keep: how many of the newest steps stay, at least 2. No more than save_total_limit.
@@ -103,7 +105,7 @@ def elastic(
     # Both raise what is wrong with the sizes, the ranks and the options.
     anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
     anyrank.Checkpoints(folder, anyrank.TrainState(), **options)
-    asked = Asked(global_batch, options, {"base": base, **parts})
+    asked = Asked(global_batch, exact, options, {"base": base, **parts})
 
     def stays(step: int) -> bool:
         return step in asked.best or (keep_every is not None and step % keep_every == 0)

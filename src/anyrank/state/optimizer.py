@@ -7,10 +7,13 @@ shape and type is kept, and hyperparameters belong to the parameters rather than
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
@@ -48,9 +51,36 @@ from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_li
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import rank_device
 
+log = logging.getLogger("anyrank.state")
+
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 How = Literal["like", "replicated", "plain"]  # as its parameter, or whole on the same mesh, or so
+
+
+def warn_of_copies(part: str, optimizer: Optimizer) -> None:
+    """Warn, on the first rank, of sharded parameters that an optimizer leaves as they are.
+
+    torch.view_as_real gives a replicated copy of a DTensor on several ranks.
+    """
+    if isinstance(optimizer, torch.optim.SGD):  # the only one of torch's that does without
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not (isinstance(parameter, DTensor) and parameter.is_complex()):
+                continue
+            is_sharded = any(isinstance(place, Shard) for place in parameter.placements)
+            if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
+                log.warning(
+                    "%s: group %d has complex parameters that are sharded, of shape %s, and "
+                    "torch's optimizers but SGD step a copy of these (torch.view_as_real), so the "
+                    "step is lost: make them real, and call torch.view_as_complex in the forward, "
+                    "or use DistributedDataParallel",
+                    part,
+                    number,
+                    list(parameter.shape),
+                )
+                return
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:

@@ -17,7 +17,7 @@ from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
-from anyrank.state.optimizer import match_optimizer, save_optimizer
+from anyrank.state.optimizer import match_optimizer, save_optimizer, warn_of_copies
 from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
@@ -169,6 +169,9 @@ class RunParts:
         self.given = GivenParts(layout)
         self.seed = seed
         self.generators = dict(generators)
+        for name, part in self.parts.items():
+            if isinstance(part, Optimizer):
+                warn_of_copies(name, part)
         self.unusable: str | None = None
         self.compared = History()
 

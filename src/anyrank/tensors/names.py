@@ -73,6 +73,19 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return by_pairs
 
 
+def unused(rename: Rename, keys: Collection[str]) -> list[str]:
+    """Entries of `rename=` that match none of the keys; a callable has no entries."""
+    if rename is None or callable(rename):
+        return []
+    if isinstance(rename, Mapping):
+        names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
+        return [old for old in rename if old not in names and f"{old}." not in names]
+    left = {pattern: re.compile(pattern) for pattern, _ in rename}
+    for key in keys:
+        left = {pattern: each for pattern, each in left.items() if not each.search(key)}
+    return list(left)
+
+
 def _are_texts(*given: object) -> bool:
     return all(isinstance(each, str) for each in given)
 

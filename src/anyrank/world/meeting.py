@@ -20,7 +20,7 @@ from anyrank import faults
 from anyrank.errors import RankError
 from anyrank.world.device import boot_id
 from anyrank.world.group import SHOWN, key_of, named
-from anyrank.world.processes import has_ended, own_process, sibling_has_ended
+from anyrank.world.processes import has_ended, is_alive, own_process, sibling_has_ended
 from anyrank.world.store import Store, StoreLost
 
 log = logging.getLogger("anyrank.world")
@@ -203,15 +203,18 @@ class Meeting:
         self.store.delete(self.posts[self.ranks.index(self.rank)])
         if self.store.add(f"{name}/here", 1) == len(self.ranks):
             self.store.set(f"{name}/complete")
-        end, pause = time.monotonic() + min(LIFE_SEC, self.seconds), 0.0005
+        start, pause = time.monotonic(), 0.0005
         while not self.store.has([f"{name}/complete"]):
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > min(LIFE_SEC, self.seconds):
                 gone = [r for r, k in zip(self.ranks, self.posts, strict=True) if self.store.get(k)]
-                who = self.named(gone) if gone else "a rank"
-                raise RankError(
-                    f"{who} died while the ranks met in {self.call}: look at its log for the cause",
-                    causes=dict.fromkeys(gone, "no answer"),
-                )
+                if waited > self.seconds or not all(map(self.is_alive, gone or self.ranks)):
+                    who = self.named(gone) if gone else "a rank"
+                    raise RankError(
+                        f"{who} died while the ranks met in {self.call}: look at its log for the "
+                        "cause",
+                        causes=dict.fromkeys(gone, "no answer"),
+                    )
             time.sleep(pause)
             pause = min(POLL_SEC, pause * 2)
 
@@ -275,7 +278,8 @@ class Meeting:
                 f"rank {self.ranks[index]} has left {post['call']}: {post['left']}",
                 causes={self.ranks[index]: post["left"]},
             )
-        if post and "left" not in post and text == before and now - since > LIFE_SEC:
+        is_silent = post and "left" not in post and text == before and now - since > LIFE_SEC
+        if is_silent and not self.is_alive(self.ranks[index]):
             host = json.loads(text)["machine"][0]
             raise RankError(
                 f"rank {self.ranks[index]} on {host} died while it waited for others in "
@@ -287,6 +291,11 @@ class Meeting:
         """Whether a rank's process has ended; False where that cannot be seen from here."""
         known = self.store.get(f"process/{rank}")  # of a rank that has met others before
         return has_ended(json.loads(known)) if known else sibling_has_ended(rank)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank's process runs, however slowly; False where that cannot be seen here."""
+        known = self.store.get(f"process/{rank}")
+        return bool(known) and is_alive(json.loads(known))
 
     def missing(self) -> list[int]:
         """Ranks that have not posted, some of them where they are many."""

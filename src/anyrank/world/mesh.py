@@ -65,9 +65,12 @@ class Door:
         """
         hello = index.to_bytes(4, "little")
         for before, (name, secret) in enumerate(addresses[:index]):
-            others[before] = _new_socket()
-            others[before].connect(name)
-            others[before].send(secret + hello)
+            with contextlib.ExitStack() as undo:
+                made = undo.enter_context(_new_socket())
+                made.connect(name)
+                made.send(secret + hello)
+                undo.pop_all()
+            others[before] = made
         end = time.monotonic() + CONNECT_SEC
         while len(others) < len(addresses) - 1:
             if time.monotonic() > end:
@@ -101,11 +104,16 @@ class Mesh:
         self.index, self.others, self.seconds = index, others, seconds
         self.in_vain = in_vain
         self.process = os.getpid()
+        self.started = 0  # exchanges; each rank sends one message in each, so they are counted
+        self.received = dict.fromkeys(others, 0)
+        self.inbox: dict[tuple[int, int], bytes] = {}  # by rank and exchange
         for each in others.values():
             each.settimeout(LOOK_SEC)
 
     def start(self, data: bytes) -> Callable[[], list[bytes]]:
         """Send a message to all ranks; what waits for theirs, in order. All ranks.
+
+        What is started need not be waited for, or in another order.
 
         Args:
             data: 1 to MOST_BYTES bytes.
@@ -113,18 +121,26 @@ class Mesh:
         Raises:
             RuntimeError: a rank is gone, here or where it is waited for.
         """
+        number, self.started = self.started, self.started + 1
         for each in self.others.values():
             self._patiently(lambda each=each: each.send(data))
 
-        def receive(index: int) -> bytes:
-            if index == self.index:
-                return data
+        def wait() -> list[bytes]:
+            found = {index: self._receive(index, number) for index in self.others}
+            found[self.index] = data
+            return [found[index] for index in sorted(found)]
+
+        return wait
+
+    def _receive(self, index: int, number: int) -> bytes:
+        """The message of one rank in one exchange."""
+        while self.received[index] <= number:
             got = self._patiently(lambda: self.others[index].recv(MOST_BYTES))
             if not got:
                 raise RuntimeError(f"rank {index} of the group has closed its connection")
-            return got
-
-        return lambda: [receive(index) for index in sorted([self.index, *self.others])]
+            self.inbox[index, self.received[index]] = got
+            self.received[index] += 1
+        return self.inbox.pop((index, number))
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""

@@ -19,10 +19,18 @@ def own_process() -> dict[str, Any]:
 
 def has_ended(process: dict[str, Any]) -> bool:
     """Whether a process that `own_process` described has ended; False where nothing shows it."""
+    return _is_seen(process) and not is_running(int(process["pid"]), str(process["started"]))
+
+
+def is_alive(process: dict[str, Any]) -> bool:
+    """Whether a process that `own_process` described runs; False where nothing shows it."""
+    return _is_seen(process) and is_running(int(process["pid"]), str(process["started"]))
+
+
+def _is_seen(process: dict[str, Any]) -> bool:
+    """Whether it is, or was, one of those that this process sees."""
     here = own_process()
-    if not here["boot"] or any(process.get(k) != here[k] for k in ("boot", "pid_namespace")):
-        return False
-    return not is_running(int(process["pid"]), str(process["started"]))
+    return bool(here["boot"]) and all(process.get(k) == here[k] for k in ("boot", "pid_namespace"))
 
 
 def is_running(pid: int, start: str) -> bool:

@@ -35,7 +35,7 @@ __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-HEAD_BYTES = 512  # of a gathered value: most fit, and then one collective is enough
+HEAD_BYTES = 512  # by gloo, where all ranks send as many
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
 
 
@@ -100,6 +100,11 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
+    @property
+    def head_bytes(self) -> int:
+        """Of a gathered value, what is sent at first: most fit, and then one exchange is enough."""
+        return HEAD_BYTES if self.mesh is None else MOST_BYTES
+
     def named(self, ranks: Sequence[int]) -> str:
         """Some of the ranks in words; with their machines, where there are several."""
         return named(ranks) if self.lines is None else self.lines.named(ranks)
@@ -123,7 +128,7 @@ class Ranks:
             return lambda: [value]
         data = pickle.dumps((what, value))
         sized = len(data).to_bytes(8, "little") + data
-        most = HEAD_BYTES if self.mesh is None else MOST_BYTES
+        most = self.head_bytes
         with self._waiting(what):
             if self.mesh is None:
                 wait_for_heads = self._start_bytes(sized[:most], most)
@@ -293,7 +298,7 @@ class Ranks:
             value = work() if self.rank == rank else None
             sent = self.lines is not None and self.rank == rank
             data = pickle.dumps(value) if sent else b""
-            small = data if len(data) <= HEAD_BYTES // 2 else b""  # travels with its length
+            small = data if len(data) <= self.head_bytes // 2 else b""  # travels with its length
             return (value, data), (len(data), small)
 
         (value, data), every = self.own_and_all(what, here)
