@@ -65,7 +65,7 @@ def values(net: nn.Module) -> list[list[float]]:
 
 def be_quick() -> None:
     """Survivors need not wait long for a rank that the test has killed."""
-    import anyrank.world.lines as world
+    import anyrank.world.connections as world
 
     world.ROLL_CALL_SEC = 0.2  # type: ignore[misc]
 

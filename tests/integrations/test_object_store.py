@@ -91,7 +91,7 @@ def values(net: nn.Module) -> list[list[float]]:
 
 def job_train(url: str, last: int, background: bool = False, verify: Any = "size") -> Any:
     """Resume if there is something, and train until step `last`, each step saved."""
-    import anyrank.world.lines as world
+    import anyrank.world.connections as world
 
     world.ROLL_CALL_SEC = 0.2  # type: ignore[misc] - survivors of a kill need not wait long
     net, optimizer = build()

@@ -32,8 +32,8 @@ from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.tensors.names import Rename, of_adapter
 from anyrank.tensors.spec import dtype_name
+from anyrank.world.connections import call_alone
 from anyrank.world.group import Group, members
-from anyrank.world.lines import call_alone
 
 STEMS = ("diffusion_pytorch_model",)
 

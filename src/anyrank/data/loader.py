@@ -33,7 +33,7 @@ from anyrank.data.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
-from anyrank.world.lines import declining
+from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
 
 

@@ -21,7 +21,7 @@ from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
 from anyrank.tensors.hashing import derive
-from anyrank.world.lines import declining
+from anyrank.world.connections import declining
 
 DATALOADER = "torch.utils.data.dataloader"
 

@@ -36,8 +36,8 @@ from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
+from anyrank.world.connections import declining
 from anyrank.world.group import Group
-from anyrank.world.lines import declining
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")

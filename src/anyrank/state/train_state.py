@@ -23,7 +23,7 @@ from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
-from anyrank.world.lines import declining
+from anyrank.world.connections import declining
 from anyrank.world.ranks import Ranks
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")

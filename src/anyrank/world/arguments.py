@@ -36,7 +36,7 @@ def same_arguments(
         if check is not None:
             check()
     except (AnyrankError, TypeError, ValueError) as raised:
-        if ranks.lines is None:
+        if ranks.connections is None:
             raise
         problem = raised
     mine = {name: shown(value) for name, value in arguments.items()}

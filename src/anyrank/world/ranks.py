@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
+from anyrank.world.connections import Connections, connect_ranks
 from anyrank.world.failures import Answer, Interrupted, different, failure_of, joined
 from anyrank.world.group import Group, members, named
-from anyrank.world.lines import Lines, connect_ranks
-from anyrank.world.mesh import MOST_BYTES, Mesh, connect_mesh, open_door
+from anyrank.world.local_sockets import MOST_BYTES, LocalSockets, connect_locally, open_door
 from anyrank.world.processes import own_process
 from anyrank.world.store import StoreLost
 from anyrank.world.waits import Pending, Waits, abandon
@@ -53,21 +53,23 @@ class Ranks:
         RankError: a rank died while the ranks met.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, lines: Lines | None = None) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, connections: Connections | None = None
+    ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.lines = lines
+        self.connections = connections
         self.last_check = time.monotonic()
         self.round = 0  # of agreement; a failure in one does not stop the next
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
         self.store_node: int | None = None
-        self.mesh: Mesh | None = None  # on one machine: for messages that are short
-        if lines is None:
+        self.local: LocalSockets | None = None  # on one machine: for messages that are short
+        if connections is None:
             return
-        met = lines.met
+        met = connections.met
         self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
-        self.watch = Watch(lines.store, rank, self.ranks, self.named, lines.group)
+        self.watch = Watch(connections.store, rank, self.ranks, self.named, connections.group)
         self.waits = Waits(lambda: self.watch.in_vain)
         door = open_door(self.size) if len(self.hosts) == 1 else None
         mine = own_process(), None if door is None else door.address
@@ -79,7 +81,7 @@ class Ranks:
         if len(self.hosts) == 1:
             addresses = [address for _, address in every]
             seconds, in_vain = TIMEOUT_SEC.get(), self.waits.in_vain
-            self.mesh = connect_mesh(door, self.index, addresses, seconds, in_vain)
+            self.local = connect_locally(door, self.index, addresses, seconds, in_vain)
 
     @property
     def size(self) -> int:
@@ -103,11 +105,11 @@ class Ranks:
     @property
     def head_bytes(self) -> int:
         """Of a gathered value, what is sent at first: most fit, and then one exchange is enough."""
-        return HEAD_BYTES if self.mesh is None else MOST_BYTES
+        return HEAD_BYTES if self.local is None else MOST_BYTES
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some of the ranks in words; with their machines, where there are several."""
-        return named(ranks) if self.lines is None else self.lines.named(ranks)
+        return named(ranks) if self.connections is None else self.connections.named(ranks)
 
     def gather(self, value: T, what: str = "exchanging values") -> list[T]:
         """Every rank's value, in the group's order. All ranks.
@@ -124,16 +126,16 @@ class Ranks:
 
     def start_gather(self, value: T, what: str) -> Callable[[], list[T]]:
         """As `gather`, in two halves: sends the value, and returns what waits for the others'."""
-        if self.lines is None:
+        if self.connections is None:
             return lambda: [value]
         data = pickle.dumps((what, value))
         sized = len(data).to_bytes(8, "little") + data
         most = self.head_bytes
         with self._waiting(what):
-            if self.mesh is None:
+            if self.local is None:
                 wait_for_heads = self._start_bytes(sized[:most], most)
             else:
-                wait_for_heads = self.mesh.start(sized[:most])
+                wait_for_heads = self.local.start(sized[:most])
 
         def wait() -> list[T]:
             with self._waiting(what):
@@ -171,9 +173,9 @@ class Ranks:
 
     def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
         """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
-        if self.lines is None:
+        if self.connections is None:
             return lambda: flag
-        if self.mesh is not None:
+        if self.local is not None:
             gathered = self.start_gather(flag, what)
             return lambda: any(gathered())
         total = torch.tensor([int(flag)], device="cpu")
@@ -214,7 +216,7 @@ class Ranks:
     @contextlib.contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:
         """Around sends and receives side by side, until all are waited for; raises as `gather`."""
-        with contextlib.nullcontext() if self.lines is None else self._waiting(what):
+        with contextlib.nullcontext() if self.connections is None else self._waiting(what):
             yield
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Pending:
@@ -228,8 +230,8 @@ class Ranks:
     @property
     def group(self) -> Any:
         """gloo's connections."""
-        assert self.lines is not None
-        return self.lines.group
+        assert self.connections is not None
+        return self.connections.group
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Generator[None, None, None]:
@@ -275,7 +277,7 @@ class Ranks:
         try:
             own, value = work()
         except Exception as error:
-            if self.lines is None:
+            if self.connections is None:
                 raise
             cause = error
             self._raise_flag()
@@ -296,13 +298,13 @@ class Ranks:
 
         def here() -> tuple[tuple[T | None, bytes], tuple[int, bytes]]:
             value = work() if self.rank == rank else None
-            sent = self.lines is not None and self.rank == rank
+            sent = self.connections is not None and self.rank == rank
             data = pickle.dumps(value) if sent else b""
             small = data if len(data) <= self.head_bytes // 2 else b""  # travels with its length
             return (value, data), (len(data), small)
 
         (value, data), every = self.own_and_all(what, here)
-        if self.lines is None:
+        if self.connections is None:
             return cast("T", value)
         length, small = max(every)
         if small:
@@ -323,25 +325,25 @@ class Ranks:
         Raises:
             Interrupted: to be passed through to `together`.
         """
-        if self.lines is None or time.monotonic() - self.last_check < CHECK_SEC:
+        if self.connections is None or time.monotonic() - self.last_check < CHECK_SEC:
             return
         self.last_check = time.monotonic()
-        if self.lines.store.has([self._flag]):
+        if self.connections.store.has([self._flag]):
             raise Interrupted
 
     def roll_call(self, what: str) -> RankError:
         """The error that names the ranks that no longer answer, for those that do."""
-        assert self.lines is not None
-        return self.lines.roll_call(self.rank, self._flag, self.watch.number, what)
+        assert self.connections is not None
+        return self.connections.roll_call(self.rank, self._flag, self.watch.number, what)
 
     @property
     def _flag(self) -> str:
         return f"failed/{self.round}"
 
     def _raise_flag(self) -> None:
-        assert self.lines is not None
+        assert self.connections is not None
         with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
-            self.lines.store.set(self._flag)
+            self.connections.store.set(self._flag)
 
 
 def one_process() -> Ranks:
@@ -371,11 +373,11 @@ def open_ranks(
     try:
         yield made
     finally:
-        if made.mesh is not None:
-            made.mesh.close()
+        if made.local is not None:
+            made.local.close()
         made.waits.close()
         made.watch.close()
-        made.lines = None
+        made.connections = None
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ import pytest
 import anyrank
 from anyrank import faults
 from anyrank.testing import Died, Fault, run_ranks
-from anyrank.world import mesh
+from anyrank.world import local_sockets
 from anyrank.world import ranks as ranks_module
-from anyrank.world.mesh import MOST_BYTES, Address, connect_mesh, open_door
+from anyrank.world.local_sockets import MOST_BYTES, Address, connect_locally, open_door
 from anyrank.world.ranks import open_ranks
 
 LENGTHS = [0, 1, MOST_BYTES - 64, MOST_BYTES, MOST_BYTES + 1, 5 * MOST_BYTES]
@@ -24,7 +24,7 @@ LENGTHS = [0, 1, MOST_BYTES - 64, MOST_BYTES, MOST_BYTES + 1, 5 * MOST_BYTES]
 
 def job_lengths() -> bool:
     with open_ranks() as ranks:
-        assert ranks.mesh is not None
+        assert ranks.local is not None
         for length in LENGTHS:
             # Ranks send different lengths, so that only some are short.
             mine = os.urandom(length if ranks.index else 3)
@@ -87,11 +87,11 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
 
 def job_no_door(refusing: int) -> tuple[bool, list[int]]:
     """On a rank that has no such sockets, or that the others cannot reach."""
-    start = mesh.CONNECT_SEC
-    mesh.CONNECT_SEC = 0.5
+    start = local_sockets.CONNECT_SEC
+    local_sockets.CONNECT_SEC = 0.5
     opened = ranks_module.open_door
 
-    def closed(size: int) -> mesh.Door | None:
+    def closed(size: int) -> local_sockets.Door | None:
         door = opened(size)
         assert door is not None
         if int(os.environ["RANK"]) != 1:
@@ -104,9 +104,9 @@ def job_no_door(refusing: int) -> tuple[bool, list[int]]:
     ranks_module.open_door = closed
     try:
         with open_ranks() as ranks:
-            return ranks.mesh is None, ranks.gather(ranks.rank)
+            return ranks.local is None, ranks.gather(ranks.rank)
     finally:
-        ranks_module.open_door, mesh.CONNECT_SEC = opened, start
+        ranks_module.open_door, local_sockets.CONNECT_SEC = opened, start
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
@@ -120,11 +120,11 @@ def test_a_caller_without_the_secret_is_let_in_nowhere() -> None:
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(door.address.name)
     stranger.send(bytes(16) + (1).to_bytes(4, "little"))
-    before, mesh.CONNECT_SEC = mesh.CONNECT_SEC, 0.2
+    before, local_sockets.CONNECT_SEC = local_sockets.CONNECT_SEC, 0.2
     try:
         door.socket.settimeout(0.2)
-        assert connect_mesh(door, 0, [door.address] * 2, 1.0, lambda: "") is None
+        assert connect_locally(door, 0, [door.address] * 2, 1.0, lambda: "") is None
     finally:
-        mesh.CONNECT_SEC = before
+        local_sockets.CONNECT_SEC = before
     assert stranger.recv(1) == b""
     stranger.close()

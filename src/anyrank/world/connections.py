@@ -24,7 +24,7 @@ CONNECT_SEC = 120.0  # for connections between ranks that have just met
 
 
 @dataclass(frozen=True)
-class Lines:
+class Connections:
     """The connections of a group.
 
     Attributes:
@@ -144,7 +144,7 @@ def call_alone(ranks: Sequence[int], rank: int, about: str) -> None:
             lobby.close()
 
 
-def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -> Lines:
+def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -> Connections:
     """Meet the other ranks and connect to them. All of `ranks`.
 
     Args:
@@ -178,7 +178,7 @@ def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -
         return group
 
     try:
-        return Lines(tuple(ranks), store.call(connect, limit + 5), store, met)
+        return Connections(tuple(ranks), store.call(connect, limit + 5), store, met)
     except StoreLost as error:
         store.close()
         raise RankError(

@@ -84,7 +84,7 @@ class Door:
                 caller.close()
 
 
-class Mesh:
+class LocalSockets:
     """A rank's connections with all others.
 
     Args:
@@ -171,13 +171,13 @@ def open_door(size: int) -> Door | None:
         return None
 
 
-def connect_mesh(
+def connect_locally(
     door: Door | None,
     index: int,
     addresses: Sequence[Address | None],
     seconds: float,
     in_vain: Callable[[], str],
-) -> Mesh | None:
+) -> LocalSockets | None:
     """The connections of all ranks; None on all of them where some cannot be made. All ranks.
 
     Ranks in different network namespaces of one machine cannot reach each other.
@@ -186,8 +186,8 @@ def connect_mesh(
         door: of this rank.
         index: of this rank.
         addresses: of the doors of all ranks.
-        seconds: as for `Mesh`.
-        in_vain: as for `Mesh`.
+        seconds: as for `LocalSockets`.
+        in_vain: as for `LocalSockets`.
     """
     others: dict[int, socket.socket] = {}
     known = [address for address in addresses if address is not None]
@@ -195,14 +195,14 @@ def connect_mesh(
         with door.socket, contextlib.suppress(OSError):
             if len(known) == len(addresses):
                 door.connect(index, known, others)
-    mesh = Mesh(index, others, seconds, in_vain)
+    local = LocalSockets(index, others, seconds, in_vain)
     is_whole = len(others) == len(addresses) - 1
     with contextlib.suppress(RuntimeError):
         # A rank that lacks a connection says so on those that it has: then all of them learn of it.
-        answers = mesh.start(b"1" if is_whole else b"0")()
+        answers = local.start(b"1" if is_whole else b"0")()
         if is_whole and b"0" not in answers:
-            return mesh
-    mesh.close()
+            return local
+    local.close()
     return None
 
 
