@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.data.order import Order
-from anyrank.data.position import Position, check_receipt
+from anyrank.data.position import Position, RankRecords, check_receipt
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.tensors.hashing import derive
@@ -61,7 +61,7 @@ class Together(Ranks):
         self.rows: list[Any] = []  # none while the ranks meet
         super().__init__(alone.ranks, alone.rank)
         self.rows = [
-            (
+            RankRecords(
                 rank.at[0],
                 rank.step,
                 [(one.epoch, one.earlier, one.planned) for one in rank._records],
@@ -71,7 +71,7 @@ class Together(Ranks):
         ]
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        return self.rows if self.rows and isinstance(value, tuple) else [value]
+        return self.rows if self.rows and isinstance(value, RankRecords) else [value]
 
 
 RUNS = st.lists(

@@ -7,6 +7,7 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -23,6 +24,23 @@ OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "padded")
+
+
+@dataclass(frozen=True)
+class RankRecords:
+    """What a rank has of the epochs since the last check, for comparison.
+
+    Attributes:
+        index: of the rank among the data-parallel ones.
+        step: completed steps.
+        plans: of each epoch, its number, and the receipts of its earlier and planned samples.
+        seen: of each, the receipt of the samples that this rank has run.
+    """
+
+    index: int
+    step: int
+    plans: list[tuple[int, Receipt, Receipt]]
+    seen: list[Receipt]
 
 
 class Position:
@@ -237,15 +255,15 @@ class Position:
         index, size = self._data_rank()
         plans = [(record.epoch, record.earlier, record.planned) for record in self._records]
         seen = [record.seen for record in self._records]
-        rows = ranks.gather((index, self.step, plans, seen))
-        if {row[0] for row in rows} != set(range(size)):
+        rows = ranks.gather(RankRecords(index, self.step, plans, seen))
+        if {row.index for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
                 "call with all of them"
             )
-        steps = [row[1] for row in rows]
-        by_index = {row[0]: row[3] for row in rows}
-        if any(row[2] != rows[0][2] or row[3] != by_index[row[0]] for row in rows):
+        steps = [row.step for row in rows]
+        by_index = {row.index: row.seen for row in rows}
+        if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):
             raise CheckpointError(
                 f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
                 "every rank must run all steps, and commit() each of them"
