@@ -157,7 +157,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
     alone = dist.get_rank() == 1
     with closing(anyrank.Checkpoints(path, state, on_commit=lambda record: None)) as ckpts:
         for step in loader:
-            for _ in step.microbatches(nn.Linear(1, 1)):
+            for _ in step.microbatches(nn.Identity()):  # nothing for which the others would wait
                 if what == "step_done" and alone:
                     break
             try:
