@@ -360,6 +360,14 @@ class ElasticLoader(Position):
                 yield request_for(self._schedule, plan, slot.k)
 
 
+def announce_left_step(data: object) -> None:
+    """If this rank left the loop over its microbatches, end the waits of ranks that are in it."""
+    if isinstance(data, ElasticLoader):
+        current = data._current  # pyright: ignore[reportPrivateUsage]
+        if current is not None and current.left is not None:
+            current.left.leave()
+
+
 def abandon_step(loader: ElasticLoader) -> None:
     """Forget the current step, whose optimizer has not stepped: it will be repeated."""
     loader._current = None  # pyright: ignore[reportPrivateUsage]

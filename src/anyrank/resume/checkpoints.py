@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Literal
 
-from anyrank.data.loader import ElasticLoader
+from anyrank.data.loader import ElasticLoader, announce_left_step
 from anyrank.data.position import check_same_on_ranks
 from anyrank.data.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
@@ -338,6 +338,7 @@ class Checkpoints:
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
         self._folder.check_place()
+        announce_left_step(self._state.data)
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)

@@ -336,6 +336,14 @@ class Ranks:
         assert self.connections is not None
         return self.connections.roll_call(self.rank, self._flag, self.watch.number, what)
 
+    def leave(self) -> None:
+        """This rank comes to no further exchange: who waits for it in one, or comes to wait, raises
+        within seconds. Any rank.
+        """
+        if self.connections is not None:
+            with contextlib.suppress(StoreLost):
+                self.connections.store.set("roll call")
+
     @property
     def _flag(self) -> str:
         return f"failed/{self.round}"

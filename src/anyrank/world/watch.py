@@ -85,7 +85,7 @@ class Watch:
         if not self.answered and self.store.has(["roll call"], ANSWER_SEC):
             self.answered = True
             self.store.set(f"alive/{self.rank}")
-            self.in_vain = "another rank has left the group, as its connections broke"
+            self.in_vain = "another rank has left the group"
         if self.since and not self.in_vain:
             gone = [rank for rank, process in self.processes.items() if has_ended(process)]
             self.in_vain = f"{self.name(gone)} ended" if gone else ""
