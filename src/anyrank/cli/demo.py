@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import tempfile
@@ -38,8 +37,7 @@ RANK_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
-FILES = ("report.json", "loss.csv", "load.txt")
-LOG = "torchrun.log"
+REPORT, LOG = "report.json", "torchrun.log"
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
 
 
@@ -90,7 +88,8 @@ def command(
     with err().status(f"loading and training on {ranks} ranks and fewer, some two minutes"):
         results = run_ranks_of_demo(weights, out, ranks, steps)
     results = describe(results, weights, ranks, time.perf_counter() - start)
-    write_results(results, out)
+    with open(os.path.join(out, REPORT), "w", encoding="utf-8") as file:
+        json.dump(results, file, indent=2)
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
@@ -197,23 +196,6 @@ def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) 
     }
 
 
-def write_results(results: dict[str, Any], out: str) -> None:
-    """Write report.json, loss.csv and load.txt to the folder of torchrun.log."""
-    from anyrank.loading.report import LoadReport
-
-    report, curve, loads = (os.path.join(out, name) for name in FILES)
-    with open(report, "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=2)
-    with open(curve, "w", encoding="utf-8", newline="") as file:
-        both = zip(results["training"]["losses"], results["training"]["reference"], strict=False)
-        rows = ((step, *pair) for step, pair in enumerate(both, 1))
-        csv.writer(file).writerows([("step", "killed twice", "one rank"), *rows])
-    with open(loads, "w", encoding="utf-8") as file:
-        for part in PARTS[1:]:
-            file.write(f"{part}: {LoadReport(**results[part]['report'])}\n\n")
-        file.write(json.dumps(results["training"]["resumed"], indent=2))
-
-
 def show(results: dict[str, Any], out: str, console: Console) -> None:
     """The summary, on one screen."""
     from anyrank.cli.console import write
@@ -231,7 +213,7 @@ def show(results: dict[str, Any], out: str, console: Console) -> None:
         f"{results['last_loss']:.2f} at last{bars}",
         *leg_lines(results["training"]),
         same_bits_line(results["training"]),
-        f"  wrote     {', '.join(FILES)} and {LOG} in {out}",
+        f"  wrote     {REPORT} and {LOG} in {out}",
         f"  took      {results['seconds']:.0f} s",
     )
 

@@ -214,7 +214,7 @@ def findings_of(results: dict[str, Any]) -> list[str]:
     """The findings of a killed run, as sentences."""
     found: list[str] = []
     if results["losses"] != results["reference"]:
-        found.append("losses differ from those of one rank: see loss.csv")
+        found.append("losses differ from those of one rank: see report.json")
     if results["sha256"] != results["reference_sha256"]:
         both = f"SHA-256 {results['sha256']} and {results['reference_sha256']}"
         found.append(f"weights and optimizer differ from those of one rank: {both}")
