@@ -37,11 +37,11 @@ def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
 def _show(inspection: Inspection, every: bool) -> None:
     from anyrank.cli.console import out, write
     from anyrank.cli.tree import tree
-    from anyrank.inspection.groups import Group, group, printable
+    from anyrank.inspection.groups import TensorGroup, group, printable
     from anyrank.inspection.inspect import notes, summary
 
     tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
     groups = group(tensors)
     if every:
-        groups = [Group(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
+        groups = [TensorGroup(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
     write(out(), *summary(inspection), tree(groups), *notes(inspection))

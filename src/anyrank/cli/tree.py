@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 from rich.tree import Tree
 
-from anyrank.inspection.groups import Group, in_units, short_dtype
+from anyrank.inspection.groups import TensorGroup, in_units, short_dtype
 
 GUIDE_COLUMNS = 4  # rich indents each level by this
 MAX_LEVELS = 16  # the remaining parts of longer names stay together
@@ -20,9 +20,9 @@ class Branch:
 
     def __init__(self) -> None:
         self.below: dict[str, Branch] = {}
-        self.here: list[Group] = []
+        self.here: list[TensorGroup] = []
 
-    def add(self, group: Group) -> None:
+    def add(self, group: TensorGroup) -> None:
         """File a group under its parts."""
         branch, split = self, MAX_LEVELS - 1
         parts = group.parts
@@ -45,7 +45,7 @@ class Branch:
         return below + sum(group.nbytes for group in self.here)
 
 
-def tree(groups: Iterable[Group]) -> Tree:
+def tree(groups: Iterable[TensorGroup]) -> Tree:
     """The groups as a tree that rich prints."""
     root = Branch()
     for group in groups:

@@ -11,7 +11,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.checksums import mismatches
 from anyrank.files.listing import Listing
-from anyrank.files.output import Span
+from anyrank.files.output import FileSpan
 from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
@@ -22,7 +22,7 @@ BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
 class Content(Protocol):
     """Fills spans of the output. Called from several threads, each with memory of its own."""
 
-    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+    def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
 
         Raises:
@@ -74,9 +74,9 @@ class StoredContent:
             return f"xxh3-64 of {len(listing.sums)} files of the source"
         return "not the bytes of the source"
 
-    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+    def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         jobs: list[Job] = []
-        casts: list[tuple[Span, torch.Tensor, torch.Tensor]] = []
+        casts: list[tuple[FileSpan, torch.Tensor, torch.Tensor]] = []
         for span, memory in pieces:
             stored = self.tensors[span.tensor.name]
             given = memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.storage import join_path, read_whole, storage_for
-from anyrank.files.store import Store, store_for, storing
+from anyrank.files.store import WritableStorage, store_for, storing
 from anyrank.formats.sources import list_source
 
 UNFINISHED = ".unfinished-"
@@ -45,7 +45,7 @@ class Destination:
     """
 
     path: str
-    store: Store
+    store: WritableStorage
     is_file: bool
     folder: str
     held: frozenset[str] = frozenset()
@@ -161,7 +161,7 @@ def _is_inside(inner: str, outer: str) -> bool:
 
 
 def _check_replaceable(
-    store: Store, path: str, is_file: bool, overwrite: bool, sources: Sequence[str]
+    store: WritableStorage, path: str, is_file: bool, overwrite: bool, sources: Sequence[str]
 ) -> None:
     is_folder = store.is_dir(path)
     if is_folder and not is_file and not store.names(path):
@@ -177,7 +177,7 @@ def _check_replaceable(
         _check_folder(store, path, sources)
 
 
-def _check_folder(store: Store, path: str, sources: Sequence[str]) -> None:
+def _check_folder(store: WritableStorage, path: str, sources: Sequence[str]) -> None:
     """Raises ValueError: a folder with anything in it that replacing it would lose."""
     others = [name for name in sorted(store.names(path)) if not _is_own(store, path, name, sources)]
     if others:
@@ -195,7 +195,7 @@ def _check_folder(store: Store, path: str, sources: Sequence[str]) -> None:
         ) from error
 
 
-def _is_own(store: Store, path: str, name: str, sources: Sequence[str]) -> bool:
+def _is_own(store: WritableStorage, path: str, name: str, sources: Sequence[str]) -> bool:
     """Whether an entry is a file of weights, or a copy of one in a source's folder."""
     file = join_path(path, name)
     if store.is_dir(file):
@@ -216,7 +216,7 @@ def _is_copy(one: str, other: str) -> bool:
     return contents[0] == contents[1]
 
 
-def _entries(store: Store, path: str) -> frozenset[str]:
+def _entries(store: WritableStorage, path: str) -> frozenset[str]:
     """Names in a folder, or of a file; none where nothing is, or an empty folder."""
     if store.is_dir(path):
         return frozenset(store.names(path))

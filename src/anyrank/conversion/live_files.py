@@ -16,7 +16,7 @@ from anyrank.conversion.planning import check_headers
 from anyrank.conversion.writing import finishing
 from anyrank.errors import CheckpointError
 from anyrank.files import placed_file
-from anyrank.files.output import Output, Span
+from anyrank.files.output import FileSpan, Output
 from anyrank.files.placed_file import PlacedFile
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
@@ -36,14 +36,14 @@ class Part:
 
     held: ModelTensor
     piece: Piece
-    span: Span
+    span: FileSpan
 
 
 def parts_of(
     output: Output, targets: Sequence[ModelTensor], writes: Sequence[Write], rank: int
 ) -> dict[str, list[Part]]:
     """File -> what one rank writes into it."""
-    at: dict[str, list[tuple[str, Span]]] = {}
+    at: dict[str, list[tuple[str, FileSpan]]] = {}
     for file in output.files:
         for span in file.spans:
             at.setdefault(span.tensor.name, []).append((file.name, span))
@@ -104,7 +104,7 @@ def _windows(part: Part) -> Iterator[Box]:
     yield from part.piece.box.cut(WINDOW_BYTES // part.span.tensor.dtype.itemsize)
 
 
-def _runs(span: Span, box: Box) -> Iterator[tuple[int, int]]:
+def _runs(span: FileSpan, box: Box) -> Iterator[tuple[int, int]]:
     """File offset and bytes of each run of adjacent elements of a box inside a span, in order."""
     itemsize, strides = span.tensor.dtype.itemsize, row_major(span.box.sizes)
     whole = len(box.sizes)  # dims from here on are whole, so that a run reaches over them

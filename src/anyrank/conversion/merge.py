@@ -19,7 +19,7 @@ import torch
 from anyrank.conversion.content import StoredContent, all_finite, cast_into
 from anyrank.conversion.selection import Selection
 from anyrank.errors import LoadError
-from anyrank.files.output import Span
+from anyrank.files.output import FileSpan
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.tensors.box import Box
 from anyrank.tensors.low_rank import product
@@ -223,7 +223,7 @@ class MergedContent:
         self.lock = threading.Lock()
         self.factors: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
-    def fill(self, pieces: Sequence[tuple[Span, torch.Tensor]]) -> None:
+    def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         plain = [piece for piece in pieces if piece[0].tensor.name not in self.added]
         self.base.fill(plain)
         for span, memory in pieces:

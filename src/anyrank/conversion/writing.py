@@ -15,11 +15,11 @@ import torch
 from anyrank.conversion.content import Content
 from anyrank.errors import CheckpointError
 from anyrank.files import placed_file
-from anyrank.files.output import OutputFile, Span
+from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.placed_file import PlacedFile
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import join_path, read_exactly
-from anyrank.files.store import Store, storing
+from anyrank.files.store import WritableStorage, storing
 from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
@@ -40,7 +40,7 @@ class Window:
 
     start: int
     fixed: bytes = b""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[FileSpan, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +65,7 @@ def windows_of(file: OutputFile) -> Iterator[Window]:
     ]
     parts += [Window(span.start, b"", (span,)) for span in file.spans if span.nbytes]
     parts.sort(key=lambda window: window.start)
-    waiting: list[Span] = []
+    waiting: list[FileSpan] = []
     for part in parts:
         for span in (small for s in part.spans for small in s.cut(WINDOW_BYTES)):
             if waiting and not _joins(waiting, span):
@@ -81,7 +81,7 @@ def windows_of(file: OutputFile) -> Iterator[Window]:
         yield Window(waiting[0].start, b"", tuple(waiting))
 
 
-def _joins(waiting: Sequence[Span], span: Span) -> bool:
+def _joins(waiting: Sequence[FileSpan], span: FileSpan) -> bool:
     """Whether a span goes into the same window: no hole, not too long, and aligned in it."""
     first = waiting[0].start
     short = span.stop - first <= WINDOW_BYTES
@@ -97,7 +97,7 @@ class Writer:
         content: what fills the spans.
     """
 
-    def __init__(self, store: Store, folder: str, content: Content) -> None:
+    def __init__(self, store: WritableStorage, folder: str, content: Content) -> None:
         self.store, self.folder, self.content = store, folder, content
 
     def write(self, file: OutputFile) -> None:
@@ -137,7 +137,7 @@ class Writer:
     def _bytes(self, window: Window, memory: torch.Tensor) -> memoryview:
         if window.fixed:
             return memoryview(window.fixed)
-        pieces: list[tuple[Span, torch.Tensor]] = []
+        pieces: list[tuple[FileSpan, torch.Tensor]] = []
         for span in window.spans:
             low = span.start - window.start
             part = memory[low : low + span.nbytes].view(span.tensor.dtype)
@@ -175,7 +175,7 @@ def run_all(
     spread(items, [partial(work, memory) for memory in memories])
 
 
-def compare(store: Store, path: str, sealed: Sequence[Sealed]) -> None:
+def compare(store: WritableStorage, path: str, sealed: Sequence[Sealed]) -> None:
     """Read a file again, and compare it with what was to be written.
 
     Raises:

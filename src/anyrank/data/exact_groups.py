@@ -22,7 +22,7 @@ GROUP_BYTES = 4 << 20  # of gradients exchanged together
 MOST_STARTED = 4  # groups in flight within a backward, each in several copies
 
 
-class Group:
+class GradientGroup:
     """Parameters whose gradients are exchanged together, as one tensor.
 
     Args:
@@ -114,7 +114,7 @@ class ExactGroups:
         self.parameters, self.rounds, self.ranks, self.dtypes = parameters, rounds, ranks, dtypes
         self.sums = {name: TreeSum(rounds.count) for name in parameters}  # until an exchange
         self.groups = [
-            Group({name: parameters[name] for name in names}, ranks)
+            GradientGroup({name: parameters[name] for name in names}, ranks)
             for names in grouped(parameters)
         ]
         self.grouped = {name for group in self.groups for name in group.names}
@@ -157,19 +157,19 @@ class ExactGroups:
             group.keep()
             group.kept.release()
 
-    def start(self, group: Group) -> None:
+    def start(self, group: GradientGroup) -> None:
         """Start to exchange a group's sums. All ranks."""
         nodes = self.nodes_of(group)
         for name in group.names:
             self.sums[name] = TreeSum(self.rounds.count)
         group.start(nodes, self.rounds.spans(self.rounds.number))
 
-    def nodes_of(self, group: Group) -> list[tuple[Span, list[torch.Tensor | None]]]:
+    def nodes_of(self, group: GradientGroup) -> list[tuple[Span, list[torch.Tensor | None]]]:
         """The nodes of this rank's sums, each with a value for each parameter of the group."""
         sums = [self.sums[name].nodes for name in group.names]
         return [(row[0][0], [value for _, value in row]) for row in zip(*sums, strict=True)]
 
-    def start_early(self, group: Group) -> None:
+    def start_early(self, group: GradientGroup) -> None:
         """Start to exchange a group's sums and last gradients, which are all kept. All ranks."""
         nodes = self.nodes_of(group)
         leaf = self.rounds.leaf

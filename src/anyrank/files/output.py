@@ -28,7 +28,7 @@ class OutputTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Bytes [start, stop) of a file: the elements of one box of a tensor, row-major.
 
     Attributes:
@@ -49,11 +49,11 @@ class Span:
     def stop(self) -> int:
         return self.start + self.nbytes
 
-    def cut(self, most_bytes: int) -> Iterator[Span]:
+    def cut(self, most_bytes: int) -> Iterator[FileSpan]:
         """Consecutive spans of at most `most_bytes` (or one element)."""
         position = self.start
         for box in self.box.cut(most_bytes // self.tensor.dtype.itemsize):
-            part = Span(self.tensor, box, position)
+            part = FileSpan(self.tensor, box, position)
             yield part
             position = part.stop
 
@@ -72,7 +72,7 @@ class OutputFile:
     name: str
     size: int
     fixed: tuple[tuple[int, bytes], ...]
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
     def check_cover(self) -> None:
         """What is neither fixed nor a span would be zeros that nobody asked for."""

@@ -6,7 +6,7 @@ import os
 from typing import Protocol
 
 from anyrank import faults
-from anyrank.files.store import Store, start_writeback
+from anyrank.files.store import WritableStorage, start_writeback
 
 # For longer writes Linux looks for large pages, and moves others to make room for them: that takes
 # three times as long as the write itself where memory is fragmented.
@@ -68,7 +68,7 @@ class _RemotePlaced:
 
     in_order = True
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: WritableStorage, path: str) -> None:
         self.sink = store.create(path)
         self.position = 0
 
@@ -84,7 +84,7 @@ class _RemotePlaced:
         self.sink.abandon()
 
 
-def create(store: Store, path: str, size: int) -> PlacedFile:
+def create(store: WritableStorage, path: str, size: int) -> PlacedFile:
     """A new file.
 
     Raises:

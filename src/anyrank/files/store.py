@@ -141,7 +141,7 @@ class _RemoteSink:
         self.file.closed = True
 
 
-class Store(Storage, Protocol):
+class WritableStorage(Storage, Protocol):
     """A place that files are written to. `renames`: whether a folder moves in one step."""
 
     renames: bool
@@ -240,7 +240,7 @@ class RemoteStore(RemoteStorage):
             return []
 
 
-def store_for(path: str) -> Store:
+def store_for(path: str) -> WritableStorage:
     """The store that a path or URL belongs to.
 
     Raises:
@@ -251,7 +251,7 @@ def store_for(path: str) -> Store:
     return RemoteStore(path) if "://" in path else LocalStore()
 
 
-def write_file(store: Store, path: str, data: bytes) -> Written:
+def write_file(store: WritableStorage, path: str, data: bytes) -> Written:
     """Write a small file, durably.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from anyrank.files.output import Output, OutputFile, OutputTensor, Span
+from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import SavedBox
@@ -18,7 +18,7 @@ DATA = "__0_0.distcp"
 def plan_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
     """A DCP folder of a flat dict of tensors; tied names point at the same bytes."""
     fixed: list[tuple[int, bytes]] = []
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     places: list[SavedBox] = []
     position = 0
     for tensor in tensors:
@@ -30,7 +30,7 @@ def plan_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Out
             places.append(SavedBox(*what, DATA, start, position, length))
             padding = bytes(-length % ALIGN)
             fixed += [(position, head), (start + nbytes, tail + padding)]
-            spans.append(Span(tensor, box, start))
+            spans.append(FileSpan(tensor, box, start))
             position += length + len(padding)
     file = OutputFile(DATA, position, tuple(fixed), tuple(spans))
     return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from anyrank.errors import LoadError
-from anyrank.files.output import Output, OutputFile, OutputTensor, Span, shards_of
+from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor, shards_of
 from anyrank.formats.safetensors import DTYPES, MAX_HEADER_BYTES
 from anyrank.tensors.box import Box
 
@@ -47,10 +47,10 @@ def plan_file(
     if len(text) > MAX_HEADER_BYTES:
         raise LoadError(f"{name}: a header of {len(text)} bytes is too long: give shard_bytes=")
     head = len(text).to_bytes(8, "little") + text
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     start = len(head)
     for tensor in ordered:
-        spans.append(Span(tensor, Box.whole(tensor.shape), start))
+        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
         start += tensor.nbytes
     return OutputFile(name, start, ((0, head),), tuple(spans))
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anyrank.files.output import Output, OutputFile, OutputTensor, Span
+from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
 from anyrank.formats.torch_blob import ALIGN, UTF8, tensor_opcodes, value_opcodes
 from anyrank.tensors.box import Box
 
@@ -32,10 +32,10 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str
     made.add("data.pkl", opcodes + b"u.")
     made.add("byteorder", b"little")
     made.add("version", b"3\n")
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for tensor in tensors:
         start = made.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
-        spans.append(Span(tensor, Box.whole(tensor.shape), start))
+        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
     made.close()
     return Output((OutputFile(name, made.size, tuple(made.fixed), tuple(spans)),))
 

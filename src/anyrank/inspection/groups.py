@@ -15,7 +15,7 @@ Blanked = tuple[str | None, ...]  # a name's parts, None where a number stood
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors of one shape and dtype whose names differ in numbers only.
 
     Attributes:
@@ -41,7 +41,7 @@ class Group:
         return f"{self.name} {list(self.shape)} {short_dtype(self.dtype)}{times}"
 
 
-def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Group]:
+def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[TensorGroup]:
     """Group (name, shape, dtype, nbytes), in the order of names with numbers counted as numbers.
 
     A group holds every combination of the numbers that its name shows, and each tensor is in one.
@@ -50,14 +50,14 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Grou
     for name, shape, dtype, nbytes in tensors:
         blanked, numbers = _blank(name)
         alike.setdefault((blanked, shape, dtype), {})[numbers] = nbytes
-    made: list[tuple[list[tuple[int, str]], Group]] = []
+    made: list[tuple[list[tuple[int, str]], TensorGroup]] = []
     for (blanked, shape, dtype), members in alike.items():
         for product in as_products(members):
             size = math.prod(len(numbers) for numbers in product)
             nbytes = size * next(iter(members.values()))  # equal shape and dtype, equal bytes
             order = _filled(blanked, product)
             parts = tuple(text for _, text in order)
-            made.append((order, Group(parts, shape, dtype, size, nbytes)))
+            made.append((order, TensorGroup(parts, shape, dtype, size, nbytes)))
     return [group for _, group in sorted(made, key=lambda item: (item[0], item[1].shape))]
 
 

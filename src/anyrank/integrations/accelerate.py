@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import anyrank
 from anyrank.integrations.accelerate_run import (
-    ElasticRun,
+    AccelerateRun,
     add_modules,
     check_unsharded,
     make_state,
@@ -113,7 +113,7 @@ class Accelerator(_Accelerator):
         self._data |= {"seed": seed, "exact": exact}
         options = {"every": every, "keep": keep, "keep_every": keep_every}
         options |= {"background": background, "verify": verify}
-        self._elastic = ElasticRun(os.fspath(folder), self._make_state, options)
+        self._elastic = AccelerateRun(os.fspath(folder), self._make_state, options)
         self._batches: ElasticBatches | None = None
         self._wrapped: list[nn.Module] = []  # accelerate's own list has them without DDP
 

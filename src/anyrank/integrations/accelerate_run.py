@@ -19,7 +19,7 @@ log = logging.getLogger("anyrank.integrations")
 OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
-class ElasticRun:
+class AccelerateRun:
     """The checkpoints of a run whose parts an Accelerator prepares.
 
     Args:
@@ -168,7 +168,7 @@ def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
     return {f"{name}_{number}" if number else name: thing for number, thing in enumerate(things)}
 
 
-def step_as_trained(scheduler: Any, run: ElasticRun) -> Any:
+def step_as_trained(scheduler: Any, run: AccelerateRun) -> Any:
     """Let a prepared scheduler step once for what is trained, not for each process, and not at the
     ends of epochs that were finished before.
     """

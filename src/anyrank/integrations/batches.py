@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import send_to_device
 from torch import nn
 
-from anyrank.integrations.accelerate_run import ElasticRun
+from anyrank.integrations.accelerate_run import AccelerateRun
 from anyrank.integrations.dataloaders import elastic_loader
 
 log = logging.getLogger("anyrank.integrations")
@@ -37,7 +37,9 @@ class ElasticBatches:
         is_running: whether the loop is in the body of a microbatch.
     """
 
-    def __init__(self, accelerator: Any, run: ElasticRun, dataloader: Any, **options: Any) -> None:
+    def __init__(
+        self, accelerator: Any, run: AccelerateRun, dataloader: Any, **options: Any
+    ) -> None:
         self.loader = elastic_loader(dataloader, **options)
         self.dataset = dataloader.dataset
         self.batch_size: int = options["microbatch"] or dataloader.batch_size

@@ -24,7 +24,7 @@ from anyrank.model.dora import is_magnitude, recompute_magnitudes
 from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
-from anyrank.model.share import Share
+from anyrank.model.share import ModelShare
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.spec import dtype_name
@@ -129,7 +129,7 @@ class _Executor:
         self.match = plan.match
         self.ranks = ranks
         self.meter = meter
-        self.share = Share(model, plan.match, plan.seed, meter)
+        self.share = ModelShare(model, plan.match, plan.seed, meter)
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         self.bytes_read = self.bytes_sent = 0
 

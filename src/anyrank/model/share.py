@@ -18,7 +18,7 @@ from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor
 
 
-class Share:
+class ModelShare:
     """What one rank fills, by this rank alone: no method waits for others.
 
     Attributes:

@@ -14,7 +14,7 @@ from anyrank.files.block_sums import SUFFIX, BlockDigester
 from anyrank.files.manifest import FileRecord, record
 from anyrank.files.reader import copy_into, memory_of
 from anyrank.files.storage import join_path, split
-from anyrank.files.store import Sink, Store, storing, write_file
+from anyrank.files.store import Sink, WritableStorage, storing, write_file
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.torch_blob import ALIGN, wrap
 from anyrank.state.digests import check_memory
@@ -154,7 +154,7 @@ class WrittenShare(NamedTuple):
 
 
 def write_share(
-    store: Store, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
+    store: WritableStorage, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
 ) -> WrittenShare:
     """Write the items into one data file, durably, and its checksums into another.
 

@@ -18,7 +18,7 @@ from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, Loa
 from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.storage import absolute, join_path
-from anyrank.files.store import Store, reading, storing, write_file
+from anyrank.files.store import WritableStorage, reading, storing, write_file
 from anyrank.formats.run_folder import (
     INDEX,
     SavedStep,
@@ -44,7 +44,7 @@ MIN_KEPT = 2
 class RunFolder:
     """The files of one run. Used by one rank, the first."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: WritableStorage, path: str) -> None:
         self.store = store
         self.path = path
         self._place = absolute(path)

@@ -17,13 +17,13 @@ from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.replace import Replacement
-from anyrank.model.share import Share
+from anyrank.model.share import ModelShare
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
 from anyrank.syncing.ends import look
 from anyrank.syncing.flows import Flow
-from anyrank.syncing.move import WHAT, Mover, Places
+from anyrank.syncing.move import WHAT, LocalEnds, Mover
 from anyrank.syncing.planning import Agreement, agree_plan
 from anyrank.syncing.report import SyncReport, forget, remember
 from anyrank.syncing.verify import check_before, check_equal
@@ -91,11 +91,11 @@ class _Sync:
         """
         agreed, plan = self.agreed, self.agreed.plan
         match: ModelMatch = plan.match.of(agreed.dst.tensors)
-        share = Share(agreed.dst.module, match, agreed.seed, self.meter)
+        share = ModelShare(agreed.dst.module, match, agreed.seed, self.meter)
 
         factors, gathered = self._factors()
 
-        def prepare() -> tuple[Places, Mover]:
+        def prepare() -> tuple[LocalEnds, Mover]:
             shared = SharedMemory(match, share.real(), self._sources)
             shared.check_writable()  # a kept plan knows no memory
             apart = shared.filled_apart()
@@ -104,7 +104,7 @@ class _Sync:
             share.allocate(match.stored if self.atomic else apart)
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
-            places = Places(self._memory, targets, Adapters(factors, plan.added))
+            places = LocalEnds(self._memory, targets, Adapters(factors, plan.added))
             return places, self._mover(plan.flows, places)
 
         places, mover = self.ranks.own("allocating memory", prepare)
@@ -144,7 +144,7 @@ class _Sync:
             seconds=max(seconds for _, seconds, *_ in answers),
         )
 
-    def _move(self, mover: Mover, places: Places, share: Share) -> str:
+    def _move(self, mover: Mover, places: LocalEnds, share: ModelShare) -> str:
         """Move the bytes, and compare both ends; what was compared, in words. All ranks."""
         replicas = 0
         if self.verify:
@@ -177,13 +177,13 @@ class _Sync:
                 for flow in plan.factors
                 if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
             }
-            return self._mover(plan.factors, Places(sources, factors))
+            return self._mover(plan.factors, LocalEnds(sources, factors))
 
         mover = self.ranks.own("allocating memory", allocate)
         self.ranks.together("gathering the adapters", mover.run)
         return dict(mover.places.targets), (mover.sent, mover.received)
 
-    def _mover(self, flows: Sequence[Flow], places: Places) -> Mover:
+    def _mover(self, flows: Sequence[Flow], places: LocalEnds) -> Mover:
         return Mover(flows, self.agreed.plan.receivers, places, self.ranks, self.meter.sample)
 
     @property

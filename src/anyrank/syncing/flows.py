@@ -28,7 +28,7 @@ from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sync_plan import (
     Coordinate,
-    Place,
+    HeldBox,
     Strip,
     Transfer,
     places_of,
@@ -132,7 +132,7 @@ class Planner:
         self.options = options
         self.summaries = dict(zip(ranks.ranks, summaries, strict=True))
         self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
-        self.places: dict[Any, tuple[Place, ...]] = {}
+        self.places: dict[Any, tuple[HeldBox, ...]] = {}
         self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
         self.transfers: dict[Any, tuple[Transfer, ...]] = {}
 
@@ -348,7 +348,7 @@ class Planner:
         }
         return {rank: pieces[coordinate] for rank, coordinate in at.items()}
 
-    def _places(self, source: SourceTensor) -> tuple[Any, tuple[Place, ...]]:
+    def _places(self, source: SourceTensor) -> tuple[Any, tuple[HeldBox, ...]]:
         layout: Layout | None = source.layout
         key = (source.shape, layout, tuple(source.coordinates.items()))
         if key not in self.places:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 Side = Callable[[Flow, Transfer, Box], torch.Tensor]
 
 
-class Places:
+class LocalEnds:
     """This rank's memory at both ends.
 
     Attributes:
@@ -172,7 +172,7 @@ class Mover:
         self,
         flows: Sequence[Flow],
         receivers: int,
-        places: Places,
+        places: LocalEnds,
         ranks: Ranks,
         sample: Callable[[], None],
     ) -> None:

@@ -114,7 +114,7 @@ def _decoded(
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldBox:
     """A box of a source tensor and the ranks that hold it.
 
     Attributes:
@@ -153,7 +153,7 @@ def places_of(
     layout: Layout | None,
     coordinates: Mapping[int, Coordinate],
     nodes: Mapping[int, int],
-) -> tuple[Place, ...]:
+) -> tuple[HeldBox, ...]:
     """Who holds which box of a tensor.
 
     Args:
@@ -170,7 +170,7 @@ def places_of(
         for piece in local_pieces(shape, layout, coordinate):
             holders.setdefault(piece.box, {}).update(dict.fromkeys(ranks, piece.local))
     return tuple(
-        Place(box, dict(sorted(ranks.items())), nodes)
+        HeldBox(box, dict(sorted(ranks.items())), nodes)
         for box, ranks in sorted(holders.items(), key=lambda item: item[0].offsets)
     )
 
@@ -198,7 +198,7 @@ class Transfer:
 def transfers_of(
     rank: int,
     strips: Sequence[Strip],
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[HeldBox]],
     wanted: Mapping[int, Sequence[Piece]],
 ) -> list[Transfer]:
     """What a rank sends and receives of one wanted tensor, in the order of all ranks.
