@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,3 +149,19 @@ def test_an_incomplete_download_names_the_missing_shard(
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     assert snapshot("inspect_incomplete", "inspect .").exit_code == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's own file")
+def test_a_full_disk_is_one_line(weights: Path) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        line = [
+            sys.executable,
+            "-c",
+            "from anyrank.cli import main; main()",
+            "inspect",
+            str(weights),
+        ]
+        ended = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: the results cannot be written: ")
+    assert ended.stderr.count("\n") == 1

@@ -5,6 +5,8 @@ Exit status: 0 success, 1 findings or an error in the input, 2 wrong usage or a 
 
 from __future__ import annotations
 
+import errno
+import os
 from importlib import import_module
 from typing import Any
 
@@ -29,11 +31,18 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an AnyrankError becomes a message without a traceback."""
+        """Run the command; an AnyrankError becomes a message without a traceback, and so does
+        standard output on a full disk.
+        """
         try:
             return super().invoke(ctx)
         except AnyrankError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails again at exit
+            raise click.ClickException(f"the results cannot be written: {error}") from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
