@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from anyrank.errors import AnyrankError
 
 MIB = 1 << 20
-MOST_BYTES = 1 << 36  # 64 GiB
-MOST_SEC = 1_000_000  # 11 days; deadlines of 2**31 milliseconds overflow below torch
-MOST_THREADS = 1024
+MAX_BYTES = 1 << 36  # 64 GiB
+MAX_SEC = 1_000_000  # 11 days; deadlines of 2**31 milliseconds overflow below torch
+MAX_THREADS = 1024
 SHOWN_CHARACTERS = 40  # of a value in a message
 
 
@@ -57,24 +57,24 @@ class Knob:
 
 
 BUFFER_BYTES = Knob(
-    "ANYRANK_BUFFER_BYTES", 8 * MIB, MOST_BYTES, "read and exchange buffer of one rank, CPU targets"
+    "ANYRANK_BUFFER_BYTES", 8 * MIB, MAX_BYTES, "read and exchange buffer of one rank, CPU targets"
 )
 CUDA_BUFFER_BYTES = Knob(
     "ANYRANK_CUDA_BUFFER_BYTES",
     128 * MIB,
-    MOST_BYTES,
+    MAX_BYTES,
     "pinned read buffer of one rank, CUDA targets",
 )
 READ_THREADS = Knob(
     "ANYRANK_READ_THREADS",
     4,
-    MOST_THREADS,
+    MAX_THREADS,
     "most threads that one rank reads with, where cores are free",
 )
 TIMEOUT_SEC = Knob(
     "ANYRANK_TIMEOUT_SEC",
     1800,
-    MOST_SEC,
+    MAX_SEC,
     "how long a rank waits for the others before it names the missing",
 )
 EXACT_BYTES = Knob(
@@ -86,7 +86,7 @@ EXACT_BYTES = Knob(
 LOCK_SEC = Knob(
     "ANYRANK_LOCK_SEC",
     600,
-    MOST_SEC,
+    MAX_SEC,
     "silence after which another machine's lock on a run folder is stale",
 )
 

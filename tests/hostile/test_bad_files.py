@@ -61,7 +61,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "length of 2^63": (struct.pack("<Q", 2**63) + b"{}", "claims 9223372036854775808"),
     "not JSON": (header(b"{'a': 1}"), "not JSON"),
     "JSON of great depth": (header(b"[" * 100_000), "not JSON"),
-    "a list": (header([1]), "not a table"),
+    "a list": (header([1]), "not a JSON object"),
     "a key twice": (header(b'{"a": 1, "a": 2}'), "twice"),
     "unknown dtype": (header({"a": entry(0, 80, [20], "F31")}), "F31"),
     "dtype of another type": (header({"a": entry(0, 80, [20], 3)}), "dtype 3 is unknown"),

@@ -155,12 +155,12 @@ def test_a_piece_outside_of_its_tensor_is_damage(step: Path) -> None:
     ("field", "value", "said"),
     [
         ("format", "other", "its format is 'other'"),
-        ("version", "1", "version: '1' is no int"),
+        ("version", "1", "version: '1' is not of type int"),
         ("version", 2, "has format version 2, this anyrank reads 1"),
-        ("samples", "many", "samples: 'many' is no int"),
+        ("samples", "many", "samples: 'many' is not of type int"),
         ("parts", [], "parts: "),
-        ("run", "../x", "run: '../x' is no id of a run"),
-        ("run", "", "run: '' is no id of a run"),
+        ("run", "../x", "run: '../x' is not an id of a run"),
+        ("run", "", "run: '' is not an id of a run"),
     ],
 )
 def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
@@ -213,7 +213,7 @@ STREAMS = ("streams", "ranks", 0, "streams")
         (("epoch",), 1, "epoch is 1 in the manifest, and 0 in its data"),
         (("parts", "data", "tree", "samples"), 4, "samples is 8 in the manifest, and 4 in"),
         (("parts", "data", "tree"), {}, "data position"),
-        (("parts", "data", "tree"), None, "is no state_dict"),
+        (("parts", "data", "tree"), None, "is not a state_dict"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_damage(
@@ -250,7 +250,7 @@ def test_a_file_outside_of_the_step_is_damage(step: Path, name: str) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     record = {"size": 3, "xxh3_64": xxhash.xxh3_64_hexdigest(b"abc")}
     write(step, table | {"files": table["files"] | {name: record}})
-    with pytest.raises(anyrank.CorruptCheckpoint, match="is no file of the step's folder"):
+    with pytest.raises(anyrank.CorruptCheckpoint, match="is not a file of the step's folder"):
         resume(step.parent, build())
 
 

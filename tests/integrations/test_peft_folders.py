@@ -291,7 +291,7 @@ def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> 
     config = peft.ShiraConfig(target_modules=["0"], r=2)
     model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), config)
     with pytest.raises(
-        ValueError, match=r"SHIRA, of which PEFT saves .*shira_indices, which is no"
+        ValueError, match=r"SHIRA, of which PEFT saves .*shira_indices, which is not"
     ):
         anyrank.integrations.peft.save(model, tmp_path / "adapter")
 

@@ -275,7 +275,7 @@ def test_another_resume_beside_the_run_is_refused(tmp_path: Path) -> None:
     plain = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     plain.train()
     made = elastic(trainer(tmp_path, max_steps=1), tmp_path / "run", global_batch=12)
-    with pytest.raises(ValueError, match="is no saved step of the run"):
+    with pytest.raises(ValueError, match="is not a saved step of the run"):
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     with pytest.raises(ValueError, match="checkpoint-1: is the Trainer's own checkpoint"):
         made.train(resume_from_checkpoint=True)

@@ -94,7 +94,7 @@ def test_what_is_no_mesh(mesh: Any) -> None:
 RENAMES: list[tuple[Any, str]] = [
     ({1: "x"}, "rename= takes keys and names as text, not 1: 'x'"),
     ({"x": None}, "rename= takes keys and names as text, not 'x': None"),
-    ([("x", 3)], "3 is no text to put in place"),
+    ([("x", 3)], "3 is not text to put in place"),
 ]
 
 

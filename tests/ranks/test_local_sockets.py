@@ -16,10 +16,10 @@ from anyrank import faults
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import local_sockets
 from anyrank.world import ranks as ranks_module
-from anyrank.world.local_sockets import MOST_BYTES, Address, connect_locally, open_door
+from anyrank.world.local_sockets import MAX_BYTES, Address, connect_locally, open_door
 from anyrank.world.ranks import open_ranks
 
-LENGTHS = [0, 1, MOST_BYTES - 64, MOST_BYTES, MOST_BYTES + 1, 5 * MOST_BYTES]
+LENGTHS = [0, 1, MAX_BYTES - 64, MAX_BYTES, MAX_BYTES + 1, 5 * MAX_BYTES]
 
 
 def job_lengths() -> bool:

@@ -298,7 +298,7 @@ def test_10_host_memory_is_what_is_stored_and_ends_with_close() -> None:
 
 
 class Holder:
-    """An object of the user's, which is no module."""
+    """An object of the user's, which is not a module."""
 
     def __init__(self, unit: Any) -> None:
         self.units = {"mlp": unit}

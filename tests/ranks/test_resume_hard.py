@@ -252,5 +252,5 @@ def test_of_a_part_that_may_differ_the_first_ranks_state_is_for_all(tmp_path: Pa
     run_ranks(2, job_log, path, 5.0, [])
     with pytest.raises(RanksFailed, match="whose state differed between the 2 ranks"):
         run_ranks(3, job_log, path, 9.0, [])
-    with pytest.raises(ValueError, match="first_rank names 'model', which is no stateful part"):
+    with pytest.raises(ValueError, match="first_rank names 'model', which is not a stateful part"):
         anyrank.TrainState(nn.Linear(1, 1), first_rank=["model"])

@@ -23,7 +23,7 @@ GLOBAL = torch.ones(WIDTH, dtype=D)
 
 
 class Scaled(nn.Module):
-    """Reads a tensor that is no buffer; autograd saves it, or not."""
+    """Reads a tensor that is not a buffer; autograd saves it, or not."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

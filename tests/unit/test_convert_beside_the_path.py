@@ -79,7 +79,7 @@ def test_what_came_during_the_conversion_is_not_deleted(
 @pytest.mark.parametrize("dst", ["file/out", "file/deep/out.pt"])
 def test_a_place_in_a_file_is_refused_first(tmp_path: Path, dst: str) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="file is no folder"):
+    with pytest.raises(ValueError, match="file is not a folder"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / dst)
 
 

@@ -336,7 +336,7 @@ def test_extra_state_that_no_source_has_is_named(tmp_path: Path) -> None:
         def set_extra_state(self, state: int) -> None: ...
 
     report = anyrank.convert(nn.Sequential(Counts(2, 2)), tmp_path / "out")
-    assert report.skipped == ["0._extra_state: extra state of a module, which is no tensor"]
+    assert report.skipped == ["0._extra_state: extra state of a module, which is not a tensor"]
     report = anyrank.load(nn.Sequential(Counts(2, 2)), tmp_path / "out")
     assert report.own_code_not_run == {
         "0._extra_state": "is not in the source, and the module keeps its own"

@@ -14,7 +14,7 @@ from torch import nn
 
 import anyrank
 from anyrank.files.listing import Listing
-from anyrank.files.quantised import MOST_NUMEL, dequantised
+from anyrank.files.quantised import MAX_NUMEL, dequantised
 from anyrank.files.reader import Reader
 from anyrank.formats.sources import list_source
 
@@ -168,7 +168,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
         reader.fetch = fetch  # type: ignore[method-assign]
         whole = reader.read(stored)
-    assert max(fetched) <= MOST_NUMEL
+    assert max(fetched) <= MAX_NUMEL
     expected = read_by_torch(folder, {"l.weight": (4096, 512)}, 128)["l.weight"]
     assert torch.equal(whole, expected)
 

@@ -1,4 +1,4 @@
-"""ANYRANK_* variables: what is no positive number within the bounds is refused by name."""
+"""ANYRANK_* variables: what is not a positive number within the bounds is refused by name."""
 
 from __future__ import annotations
 

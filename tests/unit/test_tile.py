@@ -516,7 +516,7 @@ X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
     "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
     "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
-    "a dim that is no int": (
+    "a dim that is not an int": (
         {"in_dims": (1.5,)},
         lambda t: t(X),
         TypeError,

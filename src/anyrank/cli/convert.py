@@ -33,7 +33,7 @@ def parse_bytes(text: str | None) -> int | None:
         UNITS.get(found[2].upper().removesuffix("B") + "B" if found[2] else "") if found else None
     )
     if found is None or unit is None or not int(found[1]):
-        raise click.BadParameter(f"{text!r} is no size: give for instance 5GB or 512MiB")
+        raise click.BadParameter(f"{text!r} is not a size: give for instance 5GB or 512MiB")
     return int(found[1]) * unit
 
 

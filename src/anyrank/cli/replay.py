@@ -118,7 +118,7 @@ def receipts_of(run: str, start: int, stop: int | None) -> dict[int, Manifest]:
     """
     folders = committed_steps(run)
     if not folders:
-        raise AnyrankError(f"{run}: is no run, or has no step yet: check the path")
+        raise AnyrankError(f"{run}: is not a run, or has no step yet: check the path")
     there = sorted(folders)
     if start not in folders:
         raise AnyrankError(f"{run}: has no step {start} to begin with; it has {_some(there)}")

@@ -15,7 +15,7 @@ from anyrank.formats.sources import ENDINGS, Source
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
-MOST_BYTES = 64 << 20  # of one file
+MAX_BYTES = 64 << 20  # of one file
 NO_COPY = ("trainer_state.json", "anyrank.json", "tensors.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -44,7 +44,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
         if name.startswith(".") or not wanted or weights or name in NO_COPY:
             continue
         try:
-            if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
+            if not storage.is_file(path) or storage.info(path).size > MAX_BYTES:
                 continue
             data = read_whole(storage, path)
         except OSError as error:

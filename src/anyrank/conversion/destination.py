@@ -28,7 +28,7 @@ OWN_NAMES = re.compile(
     r"|sentencepiece\.bpe\.model|tokenizer\.tiktoken"
 )
 SHOWN = 5
-MOST_BYTES = 64 << 20  # of a file that is compared with the source's
+MAX_BYTES = 64 << 20  # of a file that is compared with the source's
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ def _check_parent(path: str) -> None:
     while not os.path.lexists(above):
         above = os.path.dirname(above)
     if not os.path.isdir(above):
-        raise ValueError(f"{path}: {above} is no folder, so nothing goes in it: give another place")
+        raise ValueError(
+            f"{path}: {above} is not a folder, so nothing goes in it: give another place"
+        )
 
 
 def _is_inside(inner: str, outer: str) -> bool:
@@ -210,7 +212,7 @@ def _is_copy(one: str, other: str) -> bool:
     storages = [storage_for(path) for path in (one, other)]
     contents: list[bytes] = []
     for storage, path in zip(storages, (one, other), strict=True):
-        if not storage.is_file(path) or storage.info(path).size > MOST_BYTES:
+        if not storage.is_file(path) or storage.info(path).size > MAX_BYTES:
             return False
         contents.append(read_whole(storage, path))
     return contents[0] == contents[1]

@@ -100,7 +100,10 @@ def convert_live(
         copied=[],
         skipped=[
             *(f"{n}: differs between ranks; the first rank's was written" for n in differ),
-            *(f"{key}: extra state of a module, which is no tensor" for key in extra_states(model)),
+            *(
+                f"{key}: extra state of a module, which is not a tensor"
+                for key in extra_states(model)
+            ),
             *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
         ],
         verified=f"xxh3-64 of {len(output.files)} files, and their headers",

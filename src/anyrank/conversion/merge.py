@@ -27,7 +27,7 @@ from anyrank.tensors.names import PEFT_PREFIX, of_adapter
 from anyrank.tensors.spec import StoredTensor
 
 CONFIG = "adapter_config.json"
-MOST_BYTES = 16 << 20  # of a configuration
+MAX_BYTES = 16 << 20  # of a configuration
 BASE_LAYER = ".base_layer."
 KEPT = 8  # factors that stay in memory
 # Values of init_lora_weights with which PEFT changes the base's weights as it adds the adapter.
@@ -86,7 +86,7 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
             base[name.replace(BASE_LAYER, ".")] = stored
         else:
             raise LoadError(
-                f"{key}: is no factor of LoRA and no tensor of the base, so it cannot be merged: "
+                f"{key}: is neither a factor of LoRA nor a tensor of the base: it cannot be merged: "
                 "merge with PEFT (merge_and_unload), and convert the result"
             )
     added = {
@@ -112,7 +112,7 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
         raise LoadError(f"merge=True takes [base, adapter], and no {CONFIG} is in any of {paths}")
     where = join_path(path, CONFIG)
     try:
-        config: Any = json.loads(read_whole(storage, where, MOST_BYTES))
+        config: Any = json.loads(read_whole(storage, where, MAX_BYTES))
         kind = config["peft_type"]
         if kind != "LORA":
             raise LoadError(
@@ -123,7 +123,7 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
         patterns = config.get("alpha_pattern") or {}
         alphas = {str(key): float(value) for key, value in patterns.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LoadError(f"{where}: is no configuration of a LoRA adapter ({error!r})") from error
+        raise LoadError(f"{where}: is not a configuration of a LoRA adapter ({error!r})") from error
     odd = [
         key
         for key in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "megatron_config")
@@ -157,12 +157,12 @@ def _check_untied(
         if not storage.is_file(where):
             continue
         try:
-            config: Any = json.loads(read_whole(storage, where, MOST_BYTES))
+            config: Any = json.loads(read_whole(storage, where, MAX_BYTES))
             rows = config.get("text_config", config).get("vocab_size")
             has_head = any(HEADS.search(name) for name in config.get("architectures") or ())
             is_tied = config.get("tie_word_embeddings", True)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise LoadError(f"{where}: is no configuration of a model ({error!r})") from error
+            raise LoadError(f"{where}: is not a configuration of a model ({error!r})") from error
         of_words = [name for name, t in base.items() if len(t.shape) == 2 and t.shape[0] == rows]
         stored = [name for name in of_words if HEAD.search(name)]
         tied = [name for name in trained if name in of_words and not stored]

@@ -46,7 +46,7 @@ def select(listing: Listing, given: Rename) -> Selection:
         given: `rename=`.
 
     Raises:
-        LoadError: two keys get one name, there are no weights, or one of them is no dense tensor.
+        LoadError: two keys get one name, there are no weights, or one is not a dense tensor.
     """
     keys, skipped = _weights_of(listing)
     rename = renamer(given)
@@ -69,7 +69,7 @@ def select(listing: Listing, given: Rename) -> Selection:
             "the source holds no weights to convert: `anyrank inspect` shows what it holds"
         )
     kept, tied = _ties(tensors)
-    extras = [f"{key}: extra state of a module, which is no tensor" for key in listing.extras]
+    extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
     idle = [f"{old}: rename= has it, and no key matches" for old in unused(given, keys.values())]
     return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras, *idle))

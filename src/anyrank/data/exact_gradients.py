@@ -24,7 +24,7 @@ from anyrank.data.gradient_sync import local
 
 log = logging.getLogger("anyrank.data")
 
-MOST_SAMPLES = 4  # parameters: a norm scales all
+MAX_SAMPLES = 4  # parameters: a norm scales all
 CORNER = 4  # elements of a sample along each dim
 WARNING = (
     "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
@@ -49,7 +49,7 @@ class DeliveredGradients:
         sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None)
         samples = ((id(parameter), sample_of(parameter)) for parameter in sharded)
         some = ((name, sample) for name, sample in samples if sample.numel())
-        self.samples = dict(itertools.islice(some, MOST_SAMPLES))
+        self.samples = dict(itertools.islice(some, MAX_SAMPLES))
 
     def are_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether gradients that an optimizer steps were changed, not only by powers of two."""

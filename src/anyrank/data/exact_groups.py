@@ -19,7 +19,7 @@ from anyrank.data.ordered_reduce import OrderedGroup, all_gather, as_term, start
 from anyrank.data.tree_sum import Span, TreeSum, sum_dtype
 
 GROUP_BYTES = 4 << 20  # of gradients exchanged together
-MOST_STARTED = 4  # groups in flight within a backward, each in several copies
+MAX_STARTED = 4  # groups in flight within a backward, each in several copies
 
 
 class GradientGroup:
@@ -189,8 +189,8 @@ class ExactGroups:
             nonlocal num_started
             self.start_early(self.groups[num_started])
             num_started += 1
-            if num_started > MOST_STARTED:
-                self.groups[num_started - 1 - MOST_STARTED].gather()
+            if num_started > MAX_STARTED:
+                self.groups[num_started - 1 - MAX_STARTED].gather()
 
         def ready(name: str) -> None:
             if place[name] < num_started:
@@ -214,7 +214,7 @@ class ExactGroups:
                 hook.remove()
         while num_started < len(self.groups):
             start_next()
-        for group in self.groups[-MOST_STARTED:]:
+        for group in self.groups[-MAX_STARTED:]:
             group.gather()
         if self.rounds.leaf is not None:
             grads = ((name, parameter.grad) for name, parameter in self.parameters.items())

@@ -184,7 +184,7 @@ def refusal_of(
     """Why an optimizer cannot step a sharded parameter, and the way out; None if it can.
 
     Args:
-        optimizer: the sentence goes on behind its name.
+        optimizer: the sentence goes on after its name.
         group: the parameter's.
         parameter: stands for all of its kind in the group.
     """

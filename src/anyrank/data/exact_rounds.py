@@ -74,5 +74,5 @@ class Rounds:
 
 
 def spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
-    """The nodes over some leaves, in order; None is no leaf."""
+    """The nodes over some leaves, in order; None is not a leaf."""
     return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))

@@ -142,7 +142,7 @@ def parse(data: bytes, path: str) -> Manifest:
     try:
         check(table, {"format": str, "version": COUNT}, "the manifest")
     except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {error}: it is no manifest of a run") from error
+        raise CorruptCheckpoint(f"{path}: {error}: it is not a manifest of a run") from error
     if table["format"] != FORMAT:
         raise CorruptCheckpoint(f"{path}: its format is {table['format']!r}, not {FORMAT!r}")
     if table["version"] != VERSION:
@@ -162,7 +162,7 @@ def parse(data: bytes, path: str) -> Manifest:
         values = {name: table[name] for name in names if name in table}
         values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
         if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
-            raise ValueError(f"the manifest.run: {table['run'][:40]!r} is no id of a run")
+            raise ValueError(f"the manifest.run: {table['run'][:40]!r} is not an id of a run")
         _check_files(values["files"])
         return Manifest(**values)
     except (TypeError, ValueError) as error:  # TypeError: a field of a file that there is not
@@ -178,7 +178,9 @@ def _check_files(files: Mapping[str, FileRecord]) -> None:
     """
     for name, record in files.items():
         if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ValueError(f"the manifest.files: {name[:40]!r} is no file of the step's folder")
+            raise ValueError(
+                f"the manifest.files: {name[:40]!r} is not a file of the step's folder"
+            )
         other = files.get(record.blocks)
         if bool(record.xxh3_64) == bool(record.blocks) or (
             record.blocks and not (other and other.xxh3_64)
@@ -205,7 +207,7 @@ def read_small(
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
     except (NotAFile, IsADirectoryError) as error:
-        raise CorruptCheckpoint(f"{path}: is no regular file: the step is damaged") from error
+        raise CorruptCheckpoint(f"{path}: is not a regular file: the step is damaged") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it names the path and the byte

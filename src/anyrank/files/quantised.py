@@ -26,7 +26,7 @@ from anyrank.tensors.quantised import (
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
 
-MOST_NUMEL = 1 << 18  # computed at a time
+MAX_NUMEL = 1 << 18  # computed at a time
 ITEM = torch.float32.itemsize
 
 
@@ -42,7 +42,7 @@ class DequantisedFile:
         unit, numel = self.quantised.unit, self.quantised.numel
         end = offset + sum(len(buffer) for buffer in buffers)
         start = offset // ITEM // unit * unit
-        most = start + max(unit, MOST_NUMEL // unit * unit)
+        most = start + max(unit, MAX_NUMEL // unit * unit)
         stop = min(-(-end // ITEM // unit) * unit, most, numel)
         values = self.quantised.decode(start, stop, self.fetch)  # which `data` does not keep
         data = memory_of(values)[offset - start * ITEM :]

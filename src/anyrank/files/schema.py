@@ -52,14 +52,14 @@ def check(value: Any, schema: Schema, where: str) -> None:
     elif schema is DIGEST:
         text = cast("str", _of(value, str, where))
         if len(text) != 16 or set(text) - set("0123456789abcdef"):
-            raise ValueError(f"{where}: {text[:40]!r} is no checksum")
+            raise ValueError(f"{where}: {text[:40]!r} is not a checksum")
     elif schema is not ANY:
         _of(value, schema, where)
 
 
 def _of(value: Any, kind: type, where: str) -> Any:
-    if type(value) is not kind:  # exactly: True is no number
-        raise ValueError(f"{where}: {str(value)[:40]!r} is no {kind.__name__}")
+    if type(value) is not kind:  # exactly: True is not a number
+        raise ValueError(f"{where}: {str(value)[:40]!r} is not of type {kind.__name__}")
     return value
 
 

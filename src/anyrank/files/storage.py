@@ -55,7 +55,7 @@ class LocalFile:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             os.close(self.descriptor)
-            raise NotAFile(errno.EINVAL, "is no regular file", path)
+            raise NotAFile(errno.EINVAL, "is not a regular file", path)
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)

@@ -164,7 +164,7 @@ class _Reader:
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 
     def value(self, fqn: str, places: dict[Any, Any]) -> Any:
-        """A value that is no tensor."""
+        """A value that is not a tensor."""
         place = places.get((fqn, ()))
         if place is None:
             raise LoadError(f"{self.folder}: {fqn}: no file holds it")

@@ -69,7 +69,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     models = _ranked(MODEL, folder, names)
     model: Any = files.tree(files.named(models[0]))
     if not isinstance(model, dict):
-        raise LoadError(f"{files.named(models[0])}: is no table of a model's states")
+        raise LoadError(f"{files.named(models[0])}: does not hold a dict of a model's states")
     optimizers = _ranked(OPTIMIZER, folder, names)
     try:
         if UNIVERSAL in names:

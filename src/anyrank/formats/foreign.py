@@ -252,7 +252,7 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
 def _name(key: Any, path: str) -> str | int:
     if isinstance(key, (str, int)) and not isinstance(key, bool):
         return key
-    raise LoadError(f"{path}: {str(key)[:80]!r} is no parameter's name or number")
+    raise LoadError(f"{path}: {str(key)[:80]!r} is not a parameter's name or number")
 
 
 def _entries(entries: Any, path: str) -> dict[str, Any]:

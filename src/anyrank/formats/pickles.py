@@ -92,7 +92,7 @@ class Record(Inert):
 
 @dataclass(frozen=True, slots=True)
 class Bytesless:
-    """Stands for a tensor that is no strided view of bytes; `kind` says which, and the way out."""
+    """Stands for a tensor that is not a strided view of bytes; `kind` says which and the way out."""
 
     kind: str
 
@@ -325,7 +325,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     if isinstance(tree, TensorRef):
         return {"": tree}, []
     if not isinstance(tree, dict):
-        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a table of weights")
+        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of weights")
     entries = cast("dict[Any, Any]", tree)
     direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
     for name in NESTED:
@@ -365,7 +365,7 @@ def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
 
 
 def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
-    """Extra state of modules that stands among the weights and is no tensor."""
+    """Extra state of modules that stands among the weights and is not a tensor."""
     return {
         str(key): extra_of(value)
         for key, value in table.items()

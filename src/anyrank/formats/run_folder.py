@@ -242,7 +242,7 @@ def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> St
     shape = tuple(table["shape"])
     dtype = getattr(torch, table["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key}: {table['dtype']} is no dtype")
+        raise ValueError(f"{key}: {table['dtype']} is not a dtype")
     chunks: list[Chunk] = []
     for piece in table["chunks"]:
         check(piece[:2], [[COUNT]], key)

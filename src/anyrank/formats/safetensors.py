@@ -60,7 +60,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         header = _parse(read_range(file, path, 8, length), path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise UnsafeFile(f"{path}: __metadata__ is not a table of texts")
+        raise UnsafeFile(f"{path}: __metadata__ is not a JSON object of strings")
     tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
     spans = [(*entry["data_offsets"], key) for key, entry in header.items()]
     _check_cover(spans, 8 + length, info.size, path)
@@ -80,7 +80,7 @@ def _parse(text: bytes, path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsafeFile(f"{path}: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise UnsafeFile(f"{path}: its header is not a table")
+        raise UnsafeFile(f"{path}: its header is not a JSON object")
     return header
 
 

@@ -85,7 +85,7 @@ def _placement(given: Any, path: str) -> Placement:
 def merged(trees: Sequence[Any], path: str) -> Any:
     """One tree of the trees of all ranks, whose shares become whole tensors.
 
-    What is no share is the first rank's.
+    What is not a share is the first rank's.
 
     Raises:
         LoadError: the shares do not make up a tensor.

@@ -50,7 +50,7 @@ def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
     files = Collector(storage, folder)
     tree = files.tree(path)
     if not isinstance(tree, dict):
-        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a table of parts")
+        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
     return of_table(files, cast("dict[Any, Any]", tree), path)
 
 

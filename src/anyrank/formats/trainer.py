@@ -77,7 +77,7 @@ def _progress(files: Collector) -> dict[str, Any]:
     try:
         table = json.loads(files.small(path))
     except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: is no JSON ({error})") from error
+        raise LoadError(f"{path}: is not JSON ({error})") from error
     if not isinstance(table, dict):
-        raise LoadError(f"{path}: is no table")
+        raise LoadError(f"{path}: is not a JSON object")
     return table

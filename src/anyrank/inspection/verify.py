@@ -110,7 +110,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 
     Raises:
         LoadError: nothing is there, or it cannot be read.
-        TypeError: neither path, list of paths nor dict of tensors, or finite is no bool.
+        TypeError: neither path, list of paths nor dict of tensors, or finite is not a bool.
     """
     check_source(source)
     given: Any = finite  # whatever it is

@@ -76,7 +76,7 @@ class Elastic(_Callback):
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
             manual optimization, several optimizers, or a strategy that is not listed above.
-        TypeError: in `fit`: training data that is no DataLoader over a dataset with a length.
+        TypeError: in `fit`: training data that is not a DataLoader over a dataset with a length.
 
     Example::
 

@@ -32,7 +32,7 @@ def keys_in_folder(model: PeftModel, own: dict[str, Any], adapter: str) -> dict[
     if computed:
         raise ValueError(
             f"{adapter!r} is of {model.peft_config[adapter].peft_type}, of which PEFT saves "
-            f"{computed[0]}, which is no tensor of the model: save it with PEFT "
+            f"{computed[0]}, which is not a tensor of the model: save it with PEFT "
             "(save_pretrained), from a model that is whole"
         )
     return {key: names[id(chosen[key])] for key in sorted(chosen)}

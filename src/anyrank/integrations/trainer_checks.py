@@ -173,7 +173,7 @@ def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
     """What `Checkpoints.resume` is to resume; None to start anew.
 
     Raises:
-        ValueError: a path that is no step of the run.
+        ValueError: a path that is not a step of the run.
     """
     if asked is None or asked is False:
         return None
@@ -187,7 +187,7 @@ def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
         if os.path.abspath(checkpoint.path) == path:
             return checkpoint.step
     raise ValueError(
-        f"resume_from_checkpoint={asked!r}: is no saved step of the run {folder}: give True for "
+        f"resume_from_checkpoint={asked!r}: is not a saved step of the run {folder}: give True for "
         f"the newest, or one of {[step.path for step in saved]}; the weights of another checkpoint "
         "come in with anyrank.load(model, path), the run then starts with train()"
     )

@@ -207,8 +207,8 @@ def _mesh_sizes(
     """Sizes of the mesh's axes.
 
     Raises:
-        ValueError, TypeError: an argument that is no positive whole number, or a mesh that does not
-            multiply to `world_size`.
+        ValueError, TypeError: an argument that is not a positive whole number, or a mesh that does
+            not multiply to `world_size`.
     """
     given: Any = mesh  # whatever it is
     if given is not None and not (isinstance(given, Sequence) and given):

@@ -121,7 +121,7 @@ class Captured:
 
 
 def reached_from(place: Place, value: Any) -> list[Place]:
-    """The parts of a value, which is no module, that the function may use."""
+    """The parts of a value, which is not a module, that the function may use."""
     if isinstance(value, functools.partial):
         whole = place._replace(names=None)
         given = (*items_of(whole, value.args), *items_of(whole, value.keywords))

@@ -108,7 +108,7 @@ def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
     """Generators as sources of random numbers.
 
     Raises:
-        TypeError: one is no generator that can be set back.
+        TypeError: one is not a generator that can be set back.
     """
     found = [(each, source_of(each)) for each in generators]
     for each, source in found:

@@ -102,7 +102,7 @@ def members(value: Any) -> dict[Any, Any] | None:
 
 
 def check_dims(name: str, dims: Any) -> None:
-    """Raises TypeError: an entry is no dim."""
+    """Raises TypeError: an entry is not a dim."""
     for each in flatten(dims)[0]:
         if isinstance(each, bool) or not (each is None or isinstance(each, int)):
             raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {each!r}")
@@ -173,7 +173,7 @@ class TiledArguments:
         return list(inspect.signature(forward).parameters.values())[len(self.args) :]
 
     def check_names(self, given: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Raises ValueError: a name is no argument."""
+        """Raises ValueError: a name is not an argument."""
         known = [each.name for each in self.parameters()]
         if unknown := set(given) - {*known, *others}:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Adapters that PEFT computes from the base weights: what becomes of them under another base.
 
 Copies of token embeddings are computed again. Of the other methods, those that are known to draw
-their first values without the base are let through; the rest is refused by name, since the values
+their initial values without the base are let through; the rest is refused by name, since the values
 that are there may be of the weights that are replaced.
 """
 
@@ -20,7 +20,7 @@ from anyrank.model.tensors import ModelTensor, Registration
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import StoredTensor
 
-# Methods of PEFT 0.21 whose first values are the same on any base (tests/integrations).
+# Methods of PEFT 0.21 whose initial values are the same on any base (tests/integrations).
 INDEPENDENT = frozenset({
     "adalora", "beft", "boft", "c3a", "cartridge", "fourierft", "glora", "gralora", "hira", "hra",
     "ia3", "lily", "loha", "lokr", "miss", "multitask_prompt_tuning", "oft", "p_tuning", "peanut",

@@ -58,7 +58,7 @@ class _Part:
 
 
 def check_layout(given: object) -> None:
-    """Refuse what is no layout.
+    """Refuse what is not a layout.
 
     Raises:
         TypeError: neither a dict of (mesh, placements), nor a function, nor None.

@@ -66,7 +66,7 @@ class Checkpoints:
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
-        TypeError: `state` is no TrainState.
+        TypeError: `state` is not a TrainState.
         ValueError: an argument outside of what is listed.
 
     Example::
@@ -198,7 +198,7 @@ class Checkpoints:
 
         Raises:
             ValueError: no limit, both, a negative one; fused=True with exact=True and FSDP2.
-            TypeError: the state's data is no ElasticLoader; a limit that is no int.
+            TypeError: the state's data is not an ElasticLoader; a limit that is not an int.
             CheckpointError: ranks give other limits; or a save failed: the last one is still there.
 
         Example::

@@ -240,7 +240,7 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
 
     Raises:
         ValueError: none or both were given, or a negative number.
-        TypeError: a number that is no int.
+        TypeError: a number that is not an int.
     """
     if (until is None) == (epochs is None):
         raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")

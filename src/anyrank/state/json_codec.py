@@ -126,7 +126,9 @@ def from_json(value: Any, take: Take) -> Any:
         return _from_json(value, take)
     except WRONG as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(f"{str(value)[:80]} is no saved value ({reason[:200]})") from error
+        raise CorruptCheckpoint(
+            f"{str(value)[:80]} is not a saved value ({reason[:200]})"
+        ) from error
 
 
 def _from_json(value: Any, take: Take) -> Any:

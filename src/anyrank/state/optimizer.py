@@ -238,7 +238,7 @@ def match_optimizer(
 def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
     value = from_json(tree, taker.take)
     if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{str(tree)[:80]} is no table of an optimizer's")
+        raise CorruptCheckpoint(f"{str(tree)[:80]} is not the state_dict() of an optimizer")
     return cast("dict[Any, Any]", value)
 
 

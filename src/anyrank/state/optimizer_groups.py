@@ -95,5 +95,5 @@ def fit_groups(
 
 
 def are_regrouped(groups: Sequence[int | None], count: int) -> bool:
-    """Whether groups are other than the checkpoint's, in order, and new ones behind them."""
+    """Whether groups are other than the checkpoint's, in order, and new ones after them."""
     return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])

@@ -112,7 +112,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
 
     tree: Any = from_json(record["tree"], take)
     if isinstance(current, dict) and not isinstance(tree, dict):
-        raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is no state_dict(): it is damaged")
+        raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is not a state_dict(): it is damaged")
     if isinstance(thing, Position):
         try:
             check_state_dict(thing, tree)

@@ -158,7 +158,7 @@ class RunParts:
             part = self.parts.get(name)
             if part is None or isinstance(part, (nn.Module, Optimizer)):
                 raise ValueError(
-                    f"first_rank names {name!r}, which is no stateful part: the parts are "
+                    f"first_rank names {name!r}, which is not a stateful part: the parts are "
                     f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
                 )
         self.first_rank = frozenset(first_rank)

@@ -323,7 +323,7 @@ class Mover:
         return self.memory[start : start + message.nbytes]
 
     def _free_at(self, need: int) -> int:
-        """Where the ring has room behind its newest part; -1 if nowhere."""
+        """Where the ring has room after its newest part; -1 if nowhere."""
         staged = [each for each in self.pending if each.start >= 0]
         if not staged:
             return 0

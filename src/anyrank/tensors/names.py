@@ -27,7 +27,7 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     replacement applied in order, or a callable.
 
     Raises:
-        ValueError: a regex that does not compile, or an entry that is no pair.
+        ValueError: a regex that does not compile, or an entry that is not a pair.
         TypeError: another type.
     """
     if rename is None:
@@ -58,7 +58,7 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
         wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
         if wrong:
-            raise TypeError(f"{wrong[0]!r} is no text to put in place")
+            raise TypeError(f"{wrong[0]!r} is not text to put in place")
     except (re.error, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(

@@ -35,7 +35,7 @@ def members(process_group: Group) -> tuple[list[int], int]:
 
     Raises:
         RankError: this process is not in the group.
-        TypeError: it is no group, or one that was destroyed.
+        TypeError: it is not a group, or one that was destroyed.
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None and process_group is not ALONE:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-MOST_BYTES = 16 << 10  # of a message: a socket takes several without a reader
+MAX_BYTES = 16 << 10  # of a message: a socket takes several without a reader
 CONNECT_SEC = 5.0  # ranks that have met connect in a millisecond
 LOOK_SEC = 0.2  # how often a rank that waits looks whether it waits in vain
 
@@ -116,7 +116,7 @@ class LocalSockets:
         What is started need not be waited for, or in another order.
 
         Args:
-            data: 1 to MOST_BYTES bytes.
+            data: 1 to MAX_BYTES bytes.
 
         Raises:
             RuntimeError: a rank is gone, here or where it is waited for.
@@ -135,7 +135,7 @@ class LocalSockets:
     def _receive(self, index: int, number: int) -> bytes:
         """The message of one rank in one exchange."""
         while self.received[index] <= number:
-            got = self._patiently(lambda: self.others[index].recv(MOST_BYTES))
+            got = self._patiently(lambda: self.others[index].recv(MAX_BYTES))
             if not got:
                 raise RuntimeError(f"rank {index} of the group has closed its connection")
             self.inbox[index, self.received[index]] = got

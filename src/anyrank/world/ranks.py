@@ -24,7 +24,7 @@ from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.connections import Connections, connect_ranks
 from anyrank.world.failures import Answer, Interrupted, different, failure_of, joined
 from anyrank.world.group import Group, members, named
-from anyrank.world.local_sockets import MOST_BYTES, LocalSockets, connect_locally, open_door
+from anyrank.world.local_sockets import MAX_BYTES, LocalSockets, connect_locally, open_door
 from anyrank.world.processes import own_process
 from anyrank.world.store import StoreLost
 from anyrank.world.waits import Pending, Waits, abandon
@@ -105,7 +105,7 @@ class Ranks:
     @property
     def head_bytes(self) -> int:
         """Of a gathered value, what is sent at first: most fit, and then one exchange is enough."""
-        return HEAD_BYTES if self.local is None else MOST_BYTES
+        return HEAD_BYTES if self.local is None else MAX_BYTES
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some of the ranks in words; with their machines, where there are several."""
