@@ -86,7 +86,7 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
             base[name.replace(BASE_LAYER, ".")] = stored
         else:
             raise LoadError(
-                f"{key}: is neither a factor of LoRA nor a tensor of the base: it cannot be merged: "
+                f"{key}: is neither a factor of LoRA nor a tensor of the base, so not merged: "
                 "merge with PEFT (merge_and_unload), and convert the result"
             )
     added = {

@@ -92,7 +92,7 @@ class Record(Inert):
 
 @dataclass(frozen=True, slots=True)
 class Bytesless:
-    """Stands for a tensor that is not a strided view of bytes; `kind` says which and the way out."""
+    """A tensor that is not a strided view of bytes; `kind` says which, and what to do."""
 
     kind: str
 
@@ -193,7 +193,7 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
 
 
 def _rebuild_wrapper(*args: Any) -> Inert:
-    """Stands for a tensor subclass, of which only DTensor is known."""
+    """A tensor subclass, of which only DTensor is known."""
     return Inert()
 
 
