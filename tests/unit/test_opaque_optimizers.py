@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,6 +150,76 @@ def test_tensors_that_a_state_dict_leaves_out_are_refused(
     with pytest.raises(anyrank.CheckpointError, match="slow") as caught:
         save(tmp_path, anyrank.TrainState(net, optimizer))
     assert f"a {kind.__name__} has tensors that its state_dict() does not hold" in str(caught.value)
+
+
+@dataclass
+class Box:
+    """A plain object."""
+
+    inside: Any
+
+
+def modules(tensors: list[torch.Tensor]) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in tensors])
+
+
+@pytest.mark.parametrize("keep", [deque, modules, Box, lambda slow: {"a": (Box(slow),)}])
+def test_tensors_in_any_container_are_found(tmp_path: Path, keep: Any) -> None:
+    net, optimizer = run_of(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer.slow = keep([p.detach().clone() for p in net.parameters()])
+    with pytest.raises(anyrank.CheckpointError, match=r"state_dict\(\) does not hold: slow\."):
+        save(tmp_path, anyrank.TrainState(net, optimizer))
+
+
+def test_the_trained_module_in_an_attribute_is_a_part_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.model, optimizer.me = net, optimizer
+    optimizer.scaler = torch.amp.GradScaler("cpu")
+    save(tmp_path, anyrank.TrainState(net, optimizer))
+    report = resume(tmp_path, anyrank.TrainState(net, optimizer))
+    assert report is not None
+    assert report.components["optimizer"] == "exact"
+
+
+class Ramp(torch.optim.SGD):
+    """Counts its steps in an attribute; torch's own state_dict()."""
+
+    width, num_steps = 3, 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.limit = 7
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        super().step()
+
+
+def test_a_counter_that_is_not_saved_makes_a_resume_derived(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(net: nn.Module) -> Ramp:
+        return Ramp(net.parameters())
+
+    net, optimizer = run_of(make)
+    state = anyrank.TrainState(net, optimizer)
+    save(tmp_path / "before", state)
+    step(net, optimizer)
+    assert not caplog.records
+    save(tmp_path / "after", state)
+    assert "num_steps" in caplog.text
+    found: list[Any] = []
+    for folder in ("before", "after"):
+        other, resumed = run_of(make)
+        report = resume(tmp_path / folder, anyrank.TrainState(other, resumed))
+        assert report is not None
+        found.append(report.components["optimizer"])
+    assert found == ["exact", "derived"]
+    assert found[1].reason == (
+        "not in torch's state_dict(), so it begins anew: num_steps, a number in an attribute"
+    )
 
 
 def test_a_load_state_dict_of_its_own_is_called_and_casts_nothing(tmp_path: Path) -> None:

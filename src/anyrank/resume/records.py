@@ -35,6 +35,7 @@ RECORDS = {
         "groups": [{"params": [str], "options": Table(ANY)}],
         "state": Table(ANY),
         "extra": ANY,
+        "unsaved": Optional([str]),
     },
     "stateful": BY_METHODS,
 }

@@ -137,6 +137,9 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     (parts, states), summaries = ranks.own_and_all("collecting the state", here)
     compare(parts, summaries, ranks)
     records = records_of(parts, summaries, ranks)
+    for part, saved in parts.items():
+        if saved.unsaved:
+            records[part] = {**records[part], "unsaved": saved.unsaved}
     streams = _streams(summaries, states, ranks)
     own = [
         held

@@ -7,13 +7,14 @@ optimizers have slow weights, inner optimizers or partitions besides, which only
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
+from anyrank.state.optimizer_attributes import kept_elsewhere, within
 from anyrank.state.part_types import Matched, Saved, Stored, listed
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import match_stateful, save_stateful, tensors_now
@@ -24,7 +25,6 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
 
 
 def is_opaque(optimizer: Optimizer) -> bool:
@@ -32,7 +32,7 @@ def is_opaque(optimizer: Optimizer) -> bool:
     return (
         overrides(optimizer, "state_dict")
         or any(getattr(optimizer, name, None) for name in HOOKS)
-        or next(_kept_elsewhere(optimizer), None) is not None
+        or next(kept_elsewhere(optimizer), None) is not None
     )
 
 
@@ -40,31 +40,6 @@ def overrides(optimizer: Optimizer, method: str) -> bool:
     """Whether a method of an optimizer is not torch's own."""
     own = getattr(type(optimizer), method) is getattr(Optimizer, method)
     return not own or method in vars(optimizer)
-
-
-def _kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    """Tensors other than the parameters, and other optimizers, in an optimizer's attributes."""
-    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
-    for name, value in vars(optimizer).items():
-        if name not in PLAIN:
-            yield from _within(name, value, seen)
-
-
-def _within(
-    where: str, value: Any, seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor | Optimizer):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
-            yield from _within(f"{where}.{key if isinstance(key, str) else '*'}", item, seen)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in cast("list[Any]", value):
-            yield from _within(f"{where}.*", item, seen)
 
 
 def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
@@ -103,7 +78,7 @@ def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
     """Names of tensors that an optimizer keeps in addition to its parameters, and does not save."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     kept = [*_tensors_of("state", optimizer.state, parameters)]
-    for where, value in _kept_elsewhere(optimizer):
+    for where, value in kept_elsewhere(optimizer):
         if isinstance(value, Optimizer):
             kept += _tensors_of(f"{where}.state", value.state, parameters)
         else:
@@ -118,7 +93,7 @@ def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
 
 
 def _tensors_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, found in _within(where, value, {*seen}):
+    for name, found in within(where, value, {*seen}):
         if isinstance(found, torch.Tensor):
             yield name, found
 

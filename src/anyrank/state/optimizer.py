@@ -27,6 +27,7 @@ from anyrank.state.opaque import (
     overrides,
     save_opaque,
 )
+from anyrank.state.optimizer_attributes import changed_numbers
 from anyrank.state.optimizer_groups import (
     IMPLEMENTATION,
     Names,
@@ -83,8 +84,17 @@ def warn_of_copies(part: str, optimizer: Optimizer) -> None:
                 return
 
 
-def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
+def save_optimizer(
+    part: str, optimizer: Optimizer, names: Names, rank: int, numbers: Mapping[str, int | float]
+) -> Saved:
     """What an optimizer contributes to a save. This rank's view; the ranks compare it.
+
+    Args:
+        part: its name in the state.
+        optimizer: as this rank holds it.
+        names: of its parameters.
+        rank: this process's own.
+        numbers: in its attributes, before it stepped.
 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
@@ -117,6 +127,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         "layout": layout_digest(saved.tensors),
     }
     saved.steady = {held.name for held in saved.tensors}
+    saved.unsaved = changed_numbers(optimizer, numbers)
     return saved
 
 
@@ -206,8 +217,12 @@ def match_optimizer(
         matched.problems += check_options(f"{part}: group {number}", saved, group)
     extra = _table(record["extra"], other)
     matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
+    unsaved = [f"{name}, a number in an attribute" for name in record.get("unsaved", ())]
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
+    elif unsaved:
+        text = "not in torch's state_dict(), so it begins anew"
+        matched.outcome = Outcome("derived", listed(text, unsaved))
 
     def place() -> None:
         for parameter in by_name.values():

@@ -34,6 +34,7 @@ class Saved:
         strict: whether replicas that differ are an error. Else the first rank's are saved.
         by_rank: whether a record that differs between ranks is kept for each.
         first_rank: whether the first rank's record is kept alone, though others may differ.
+        unsaved: names of what changes in the part on this rank, and is in no record.
     """
 
     record: Any
@@ -45,6 +46,7 @@ class Saved:
     strict: bool = True
     by_rank: bool = False
     first_rank: bool = False
+    unsaved: list[str] = field(default_factory=list[str])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer, warn_of_copies
+from anyrank.state.optimizer_attributes import numbers_in
 from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
@@ -25,6 +27,8 @@ from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
 from anyrank.world.connections import declining
 from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.state")
 
 RESERVED = ("streams", "run", "step", "epoch", "samples")
 
@@ -131,6 +135,8 @@ class RunParts:
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
         given: the plain tensors that are parts of a whole.
+        numbers: in the attributes of each optimizer, when the state was made.
+        warned: optimizers of which it was said that some of these are lost.
         unusable: why the values are those of no step, or None.
         compared: which replicas earlier saves compared.
     """
@@ -172,6 +178,12 @@ class RunParts:
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):
                 warn_of_copies(name, part)
+        self.numbers = {
+            name: numbers_in(part)
+            for name, part in self.parts.items()
+            if isinstance(part, Optimizer)
+        }
+        self.warned: set[str] = set()
         self.unusable: str | None = None
         self.compared = History()
 
@@ -234,11 +246,23 @@ class RunParts:
                 if part == "model" and self.base is not None:
                     saved[part].record["base"] = self.base.record(targets_of(value), stepped)
             elif isinstance(value, Optimizer):
-                saved[part] = save_optimizer(part, value, names, rank)
+                saved[part] = save_optimizer(part, value, names, rank, self.numbers[part])
+                self._warn_of_unsaved(part, saved[part].unsaved, rank)
             else:
                 saved[part] = save_stateful(part, cast("Stateful", value), rank)
                 saved[part].first_rank = part in self.first_rank
         return saved
+
+    def _warn_of_unsaved(self, part: str, unsaved: Sequence[str], rank: int) -> None:
+        if unsaved and rank == 0 and part not in self.warned:
+            self.warned.add(part)
+            log.warning(
+                "%s: %s changes in an attribute, which torch's state_dict() does not hold: a "
+                "resume begins it anew; keep it in the groups' options or in a state_dict() of "
+                "the optimizer's own",
+                part,
+                ", ".join(unsaved),
+            )
 
     def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
         """What fills every part that `records` has; nothing is changed."""
