@@ -244,6 +244,13 @@ def test_a_path_that_does_not_exist(source: str) -> None:
     refused(source, anyrank.LoadError, "does not exist")
 
 
+@pytest.mark.parametrize("name", ["pipe.safetensors", "pipe.pt"])
+def test_a_pipe_is_not_opened(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(anyrank.LoadError, match="is neither a regular file nor a folder"):
+        anyrank.load(net(), tmp_path / name)
+
+
 def test_an_empty_folder(tmp_path: Path) -> None:
     refused(tmp_path, anyrank.LoadError, "no weights here; the folder holds nothing")
 

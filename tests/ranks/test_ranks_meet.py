@@ -404,6 +404,8 @@ with anyrank.world.ranks.open_ranks() as ranks:
     ranks.gather(rank)
 held = anyrank.world.ranks.open_ranks()
 kept = held.__enter__()
+ckpts = anyrank.Checkpoints(folder + "/run", anyrank.TrainState(model), background=True)
+ckpts.save()
 if sys.argv[4] == "destroyed":
     dist.destroy_process_group()
 print("last line")

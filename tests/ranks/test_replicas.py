@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ def job_average(path: str, background: bool) -> Any:
             one.fill_(dist.get_rank())
     state = anyrank.TrainState(net, optimizer, ema=average)
     notes: list[list[str]] = []
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("anyrank.state").addHandler(handler)
     with anyrank.Checkpoints(path, state, background=background) as ckpts:
         for _ in range(2):
             state.step += 1
@@ -103,7 +108,8 @@ def job_average(path: str, background: bool) -> Any:
                 for one in average.parameters():
                     one.add_(dist.get_rank())
     values = {float(one.sum()) for one in average.parameters()}
-    return values, [note for one in notes for note in one]
+    logging.getLogger("anyrank.state").removeHandler(handler)
+    return values, [note for one in notes for note in one], logged
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -112,7 +118,8 @@ def test_an_average_of_the_first_rank_alone_is_saved_whole(
 ) -> None:
     told = run_ranks(2, job_average, str(tmp_path), background)
     assert told[0][0] == {0.0}
-    for _, notes in told:
+    assert any("the first rank's are saved: ema.0" in one for one in told[0][2])
+    for _, notes, _ in told:
         assert len([one for one in notes if "8 tensors differed between the ranks" in one]) == 2
         assert all("the first rank's are kept: ema.0" in one for one in notes)
 

@@ -131,6 +131,8 @@ def _list_path(path: str) -> Listing:
             return _file_lister(storage, path)(storage, path)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error}") from error
+    if os.path.exists(path):
+        raise LoadError(f"{path}: is neither a regular file nor a folder")
     raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
 
 
