@@ -317,6 +317,11 @@ def job_unit_in_tiles(how: str) -> list[Any]:
     x = rows(ROWS if dist.get_rank() else 3)
     if how == "peer":
         fn = lambda x: torch.cat([unit(part) for part in x.split(CHUNK, 1)], 1)  # noqa: E731
+    elif how.startswith("loss"):
+        labels = torch.zeros(x.shape[:2], dtype=torch.int64)
+        called = Holder(unit).call if "method" in how else unit
+        function = lambda x, _: called(x).square().sum(-1)  # noqa: E731
+        fn = lambda x: anyrank.tiled_loss(function, x, labels, chunk_size=CHUNK)  # noqa: E731
     elif how != "inside":
         options: dict[str, Any] = {"chunk_size": CHUNK, "check": "checked" in how}
         found: dict[str, Callable[..., Any]] = {
@@ -339,7 +344,8 @@ def job_unit_in_tiles(how: str) -> list[Any]:
 def test_11_ranks_with_different_numbers_of_tiles_do_not_wait_for_each_other() -> None:
     with pytest.raises(RanksFailed):
         run_ranks(2, job_unit_in_tiles, "peer", timeout=4)
-    for how in ("ours", "closure", "closure, checked", "argument", "method"):
+    cases = ("ours", "closure", "closure, checked", "argument", "method", "loss", "loss, method")
+    for how in cases:
         with pytest.raises(RanksFailed, match="between 1 and 3") as caught:
             run_ranks(2, job_unit_in_tiles, how)
         assert "RankError" in str(caught.value)
