@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -545,6 +546,17 @@ def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, number: signal
             ckpts.step_done()
         assert [one.step for one in ckpts.saved()] == [2]
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("how", ["with", "resume"])
+def test_a_signal_before_the_first_step_saves_at_its_end(tmp_path: Path, how: str) -> None:
+    ckpts = anyrank.Checkpoints(tmp_path, anyrank.TrainState(*build()))
+    with ckpts if how == "with" else contextlib.closing(ckpts):
+        if how == "resume":
+            ckpts.resume("auto")
+        signal.raise_signal(signal.SIGUSR1)
+        ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [1]
 
 
 @pytest.mark.parametrize("how", ["with", "close"])
