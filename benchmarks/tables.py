@@ -214,6 +214,28 @@ def small_table(result: dict[str, Any]) -> str:
     return f"{what} {busy(result)}\n\n{table(head, body)}"
 
 
+def key_table(result: dict[str, Any]) -> str:
+    """What telling of keys that fit nowhere costs, and its goal."""
+    body = [
+        [f"{row['keys']:,}", *(spread(row[way]) if way in row else "-" for way in KEY_WAYS)]
+        for row in result["keys"]
+    ]
+    head = ["keys", "anyrank, CPU s", "torch, CPU s"]
+    return f"n = {result['n']}. {busy(result)}\n\n{table(head, body)}"
+
+
+def column_table(result: dict[str, Any]) -> str:
+    """Seconds and bytes of each way to read columns, and ratios of the same repetition."""
+    body = [
+        [str(row["ranks"])]
+        + [f"{row[way]['seconds']:.2f} s, {row[way]['read_mib']:.0f} MiB" for way in WAYS]
+        + [f"{row['dcp']['seconds']:.2f} s", spread(row["own_x_stripe"]), spread(row["own_x_dcp"])]
+        for row in result["columns"]
+    ]
+    head = ["ranks", *WAYS, "DCP", "own / stripe", "own / DCP"]
+    return f"A matrix of {result['mib']} MiB, n = {result['n']}.\n\n{table(head, body)}"
+
+
 def link_table(result: dict[str, Any]) -> str:
     """Seconds of both strategies, and the ratios of the same repetition."""
     body = [
@@ -228,6 +250,7 @@ def link_table(result: dict[str, Any]) -> str:
 
 
 WAYS = ("own", "stripe")
+KEY_WAYS = ("anyrank", "torch")
 
 
 # -- saves and resumes ----------------------------------------------------------------------------

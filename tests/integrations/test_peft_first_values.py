@@ -19,8 +19,8 @@ from anyrank.testing import run_ranks
 
 # Methods whose rules run; of the others, those that PEFT builds on meta are refused.
 RIGHT = {
-    "BEFT", "BOFT", "HIRA", "HRA", "IA3", "LILY", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PEANUT",
-    "POLY", "ROAD",
+    "BEFT", "BOFT", "C3A", "HIRA", "HRA", "IA3", "LILY", "LOHA", "LOKR", "LORA", "MISS", "OFT",
+    "PEANUT", "POLY", "ROAD",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
@@ -126,6 +126,8 @@ def assert_same_kind(value: torch.Tensor, expected: torch.Tensor, name: str) -> 
 @pytest.mark.parametrize(
     ("method", "more"),
     [
+        ("C3A", {"init_weights": False}),
+        ("C3A", {"init_weights": "gaussian"}),
         ("LOHA", {"init_weights": False}),
         ("LOKR", {"init_weights": False}),
         ("OFT", {"init_weights": False}),
@@ -144,6 +146,7 @@ def test_an_adapter_that_starts_at_random_does_so(method: str, more: dict[str, A
 @pytest.mark.parametrize(
     ("method", "more"),
     [
+        ("C3A", {"init_weights": True}),
         ("LOKR", {"init_weights": "lycoris"}),
         ("MISS", {"init_weights": "mini", "mini_r": 2}),
         ("IA3", {"init_ia3_weights": False}),

@@ -216,6 +216,42 @@ def test_a_new_dora_adapter_does_nothing_on_the_base_that_was_loaded(
                 torch.testing.assert_close(magnitude, wanted, rtol=0, atol=1e-6)
 
 
+def job_dora_without_zeros(folder: str, first: Any, sharded: bool) -> Any:
+    """Magnitudes as they are on the base that was loaded, as they should be, and the report."""
+    torch.manual_seed(3)
+    config = LoraConfig(**{**DORA, "target_modules": ["q_proj"]}, init_lora_weights=first)
+    model: Any = get_peft_model(build("llama"), config)
+    if sharded:
+        shard(model.base_model.model)
+    report = anyrank.load(model, folder)
+    found: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        if name.endswith("q_proj"):
+            a, b = full(layer.lora_A.default.weight), full(layer.lora_B.default.weight)
+            assert b.any()
+            whole = full(layer.base_layer.weight) + layer.scaling["default"] * b @ a
+            found[name] = full(layer.lora_magnitude_vector.default.weight)
+            wanted[name] = torch.linalg.norm(whole, dim=1)
+    return found, wanted, report
+
+
+@pytest.mark.parametrize("first", [False, "orthogonal"])
+def test_a_new_dora_adapter_without_zeros_goes_with_the_base_that_was_loaded(
+    tmp_path: Any, first: Any
+) -> None:
+    torch.manual_seed(1)
+    save("llama", tmp_path)
+    results = [job_dora_without_zeros(str(tmp_path), first, False)]
+    if not first:
+        results += run_ranks(2, job_dora_without_zeros, str(tmp_path), first, True)
+    for found, wanted, report in results:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        magnitudes = [name for name in report.initialised if "magnitude" in name]
+        assert len(magnitudes) == len(found) > 0
+        assert not set(magnitudes).intersection(report.kept)
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_trained_dora_adapter_loads_with_its_base_and_keeps_its_magnitudes(
     tmp_path: Any, on_meta: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyrank
+from anyrank.loading import strategy
 from anyrank.testing import PeakMemory, run_ranks
 
 MIB = 1 << 20
@@ -138,6 +140,28 @@ def test_columns_are_read_once_and_exchanged(
             assert report.bytes_sent == [wanted * 3 // 4, 0, 0, 0]
         assert sum(plan.sent_bytes) == sum(report.bytes_sent)
         assert extra < 16 * MIB, f"{extra / MIB:.1f} MiB beyond the share"
+
+
+def job_columns_on_machines(folder: str, machines: int) -> Any:
+    """As `job_columns` with "auto", on so many machines by their names, whatever the bytes."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"machine{rank * machines // world}")
+        patch.setattr(strategy, "MIN_STRIPE_BYTES", 1)
+        return job_columns(folder, "auto", (1,))
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_columns_are_read_once_between_machines(tmp_path: Path, machines: int) -> None:
+    wanted = 2 * LAYERS * WIDTH * WIDTH
+    save_file({f"{n}.weight": columns(n) for n in range(LAYERS)}, tmp_path / "columns.safetensors")
+    for plan, report, _ in run_ranks(4, job_columns_on_machines, str(tmp_path), machines):
+        assert report.strategy == plan.strategy == ("stripe" if machines > 1 else "own")
+        if machines > 1:
+            assert "machines would read" in report.reason
+            assert sum(report.bytes_read) == sum(plan.read_bytes) == wanted
+        else:  # one page cache: each reads the rows around its columns
+            assert min(report.bytes_read) > 0.9 * wanted
 
 
 def job_table_on_one_rank(layout: str) -> Any:

@@ -179,6 +179,23 @@ def use(model: nn.Module, folder: str) -> None:
         ckpts.resume()
 
 
+def job_materialize_under_a_default_device() -> torch.Tensor:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+        torch.manual_seed(0)
+        anyrank.materialize(model, device="cpu")
+    return model.weight.detach()
+
+
+def test_materialize_does_not_use_the_default_device() -> None:
+    torch.manual_seed(0)
+    with anyrank.meta():
+        model = nn.Linear(3, 3)
+    anyrank.materialize(model, device="cpu")
+    for weight in run_ranks(2, job_materialize_under_a_default_device):
+        assert torch.equal(weight, model.weight)
+
+
 @pytest.mark.parametrize("how", ["set", "with"])
 def test_a_default_device_is_nothing_to_anyrank(how: str, tmp_path: Path) -> None:
     assert run_ranks(2, job_default_device, how, str(tmp_path / "run")) == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from tests.ranks.models import LAYOUTS, Net
 from tests.runs import resume
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
@@ -135,3 +137,47 @@ def test_a_run_of_any_layout_goes_on(saved: Saved, world: int, layout: str, meta
         same = place == (world, layout)
         kinds = {str(reports[0].components[part]) for part in ("model", "optimizer")}
         assert kinds == ({"exact"} if same else kinds & {"exact", "resharded"}), place
+
+
+def part(frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer, anyrank.TrainState]:
+    """Two layers, of which the first is frozen or not, in shards, and what trains them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for module in (*net, net):
+        fully_shard(module)
+    net[0].requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.1)
+    return net, optimizer, anyrank.TrainState(net, optimizer)
+
+
+def job_save_frozen(path: str) -> dict[str, torch.Tensor]:
+    net, optimizer, state = part(frozen=True)
+    for parameter in net[1].parameters():
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+    with anyrank.Checkpoints(path, state) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
+    return summary(net, optimizer)
+
+
+def job_unfreeze(path: str) -> tuple[str, dict[str, torch.Tensor], Any]:
+    net, optimizer, state = part(frozen=False)
+    try:
+        resume(path, state)
+        error = ""
+    except anyrank.CheckpointError as raised:
+        error = str(raised)
+    with anyrank.Checkpoints(path, state) as ckpts:
+        report = ckpts.resume(fresh=["0.*"])
+    return error, summary(net, optimizer), report
+
+
+def test_a_layer_that_is_unfrozen_starts_fresh_on_other_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(2, job_save_frozen, str(tmp_path))[0]
+    for error, found, report in run_ranks(3, job_unfreeze, str(tmp_path)):
+        assert "had not: 0.weight, 0.bias: if they are to start anew, resume with fresh=" in error
+        assert found.keys() == saved.keys()  # layer 1 has what it had, layer 0 no state yet
+        for name, tensor in saved.items():
+            assert torch.equal(found[name], tensor), name
+        assert report.components["optimizer"] == "derived"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,9 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
+from anyrank.files.store import RemoteStore
+from anyrank.formats.run_folder import STEP
+from anyrank.saving.other_tools import MOST_FOLDERS, find_checkpoint
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}
@@ -23,6 +30,21 @@ def touch(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
+
+
+@contextlib.contextmanager
+def counted(filesystem: Any, method: str) -> Iterator[list[str]]:
+    calls, real = list[str](), getattr(filesystem, method)
+
+    def call(path: str, **options: Any) -> Any:
+        calls.append(path)
+        return real(path, **options)
+
+    setattr(filesystem, method, call)
+    try:
+        yield calls
+    finally:
+        delattr(filesystem, method)
 
 
 def stock_dcp(folder: Path) -> None:
@@ -41,6 +63,35 @@ MAKERS = {
     "sharded safetensors": lambda folder: touch(folder, "model.safetensors.index.json"),
     "safetensors": lambda folder: save_file(TENSORS, folder / "model.safetensors"),
     "torch": lambda folder: torch.save(TENSORS, folder / "weights.pt"),
+    "lightning, by its logger": lambda folder: touch(
+        folder,
+        "lightning_logs/version_0/hparams.yaml",
+        "lightning_logs/version_0/checkpoints/epoch=3-step=100.ckpt",
+    ),
+    "lightning, checkpoints": lambda folder: touch(folder, "checkpoints/last.ckpt"),
+    "accelerate, by its configuration": lambda folder: touch(
+        folder, "checkpoints/checkpoint_0/model.bin", "checkpoints/checkpoint_0/random_states_0.pkl"
+    ),
+    "a script's": lambda folder: touch(folder, "config.py", "checkpoints/epoch_1_step_100.pth"),
+    "megatron": lambda folder: touch(
+        folder, "latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"
+    ),
+    "verl": lambda folder: touch(
+        folder,
+        "latest_checkpointed_iteration.txt",
+        "global_step_10/actor/model_world_size_1_rank_0.pt",
+    ),
+    "best": lambda folder: touch(folder, "best/model.safetensors"),
+    "last": lambda folder: touch(folder, "last/pytorch_model.bin"),
+}
+
+# What `resume` is told to take, where that is not the folder with the files.
+PLACES = {
+    "lightning, by its logger": "lightning_logs/version_0/checkpoints/epoch=3-step=100.ckpt",
+    "accelerate, by its configuration": "checkpoints/checkpoint_0",
+    "deepspeed": "",
+    "verl": "global_step_10/actor",
+    "best": "best",
 }
 
 
@@ -56,6 +107,35 @@ def test_another_tools_checkpoint_is_an_error_with_its_way_out(
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)), which)
     after = sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name)
     assert after == before
+
+
+@pytest.mark.parametrize("tool", PLACES)
+def test_the_error_names_the_path_that_is_read(tmp_path: Path, tool: str) -> None:
+    MAKERS[tool](tmp_path)
+    place = f"{tmp_path}/{PLACES[tool]}".rstrip("/")
+    with pytest.raises(anyrank.CheckpointError, match=re.escape(f"resume('{place}')")):
+        resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
+
+
+def test_of_several_checkpoints_the_newest_is_named(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"checkpoints/checkpoint_{n}/random_states_0.pkl" for n in (2, 10)))
+    touch(tmp_path, *(f"checkpoints/checkpoint_{n}/model.bin" for n in (2, 10)))
+    touch(tmp_path, *(f"samples/{n}/0.png" for n in range(250)))
+    with pytest.raises(anyrank.CheckpointError, match=r"resume\('.*/checkpoint_10'\)"):
+        resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
+
+
+def test_an_object_store_is_asked_for_few_listings() -> None:
+    store = RemoteStore("memory://others")
+    store.filesystem.pipe({f"/others/lightning_logs/v/{n}/a.csv": b"x" for n in range(300)})
+    store.filesystem.pipe("/others/checkpoints/last.ckpt", b"x")
+    with counted(store.filesystem, "ls") as listings:
+        found = find_checkpoint(store, "memory://others", STEP)
+        assert found == ("memory://others/checkpoints/last.ckpt", "last.ckpt")
+        assert len(listings) < 5
+        store.filesystem.rm("/others/checkpoints/last.ckpt")
+        assert find_checkpoint(store, "memory://others", STEP) is None
+        assert len(listings) < 2 * MOST_FOLDERS
 
 
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
@@ -75,6 +155,9 @@ def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path) -> None:
 def test_unrelated_files_are_an_empty_folder(tmp_path: Path) -> None:
     assert resume(tmp_path / "none", anyrank.TrainState(nn.Linear(1, 1))) is None
     touch(tmp_path, "README.md", "config.json", "train.log", "logs/events.tfevents.1")
+    touch(tmp_path, "samples/10/0.png", "tensorboard/version_0/hparams.yaml", ".cache/hub/a.bin")
+    touch(tmp_path, "wandb/run-1/files/config.yaml", "profile/rank0.pt.trace.json", "checkpoints/a")
+    save(tmp_path / "an" / "older-run", anyrank.TrainState(nn.Linear(1, 1)))
     touch(tmp_path, "step-00000003.tmp-0123abcd-0123abcd/__0_0.distcp", "checkpoint-1/notes.txt")
     assert resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1))) is None
 

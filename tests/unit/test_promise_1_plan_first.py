@@ -125,15 +125,16 @@ def test_the_arguments_of_a_load_fit_a_plan(tmp_path: Path) -> None:
 
 
 def test_thousands_of_wrong_names_are_told_at_once_with_hints() -> None:
-    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4000))
-    keys = [f"{n}.wieght" if n % 2 else f"y.{n}.q{n}" for n in range(4000)]
-    source = {key: torch.zeros(1, 1) for key in keys}
+    model = nn.ModuleList(nn.PReLU() for _ in range(20_000))  # a weight each
+    keys = [f"{n}.wieght" if n % 2 else f"y.{n}.q{n}" for n in range(20_000)]
+    source = {key: torch.zeros(1) for key in keys}
     start = time.process_time()
     with pytest.raises(anyrank.LoadError, match="does not fit") as caught:
         anyrank.load(model, source)
-    assert time.process_time() - start < 3  # 45 s when every name is compared with every other
+    # 225 s when every name is compared with every other, 1 alone (benchmarks/edges.py)
+    assert time.process_time() - start < 5
     assert "1.wieght (near: 1.weight)" in str(caught.value)
-    assert "and 3990 more" in str(caught.value)
+    assert "and 19990 more" in str(caught.value)
 
 
 @pytest.mark.parametrize(

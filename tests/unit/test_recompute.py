@@ -702,6 +702,13 @@ def test_a_module_and_its_wrapper_are_patched_once() -> None:
     assert anyrank.recompute_(model, "layers.*").names == ["layers.0", "layers.1", "layers.2"]
 
 
+def test_a_compiled_layer_is_patched_once() -> None:
+    model = Model().double()
+    compiled: Any = torch.compile(model.layers[1], backend="eager")
+    model.layers[1] = compiled
+    assert anyrank.recompute_(model, "layers.*").names == ["layers.0", "layers.1", "layers.2"]
+
+
 def test_a_broad_pattern_leaves_containers_out() -> None:
     names = anyrank.recompute_(Model(), "**").names
     assert "layers" not in names

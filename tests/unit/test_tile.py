@@ -8,6 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -612,6 +613,16 @@ def test_a_function_that_changes_its_input_is_refused() -> None:
             anyrank.tile(lambda x: x.mul_(2).sin(), chunk_size=4)(x * 1 if grad else x)
 
 
+@dataclasses.dataclass
+class Stats:
+    aux: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class SlotStats:
+    aux: Any = None
+
+
 class Router(nn.Module):
     """Leaves a loss of its router in an attribute."""
 
@@ -621,6 +632,9 @@ class Router(nn.Module):
         self.where = where
         self.losses: list[torch.Tensor] = []
         self.extra: dict[str, torch.Tensor] = {}
+        self.nested: dict[str, list[Any]] = {"aux": []}
+        self.nested["itself"] = [self.nested]
+        self.stats, self.slots, self.space = Stats(), SlotStats(), SimpleNamespace()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.router(x).logsumexp(-1).mean()
@@ -630,13 +644,30 @@ class Router(nn.Module):
             self.losses.append(loss)
         elif self.where == "dict":
             self.extra["aux"] = loss
+        elif self.where == "list in a dict":
+            self.nested["aux"].append((loss,))
+        elif self.where == "dataclass":
+            self.stats.aux = loss
+        elif self.where == "slots":
+            self.slots.aux = loss
+        elif self.where == "namespace":
+            self.space.aux = {"loss": loss}
         else:
             self.aux = loss.detach()
         return torch.tanh(self.linear(x))
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [("attribute", "0.aux"), ("list", "0.losses"), ("dict", "0.extra['aux']")]
+    ("where", "name"),
+    [
+        ("attribute", "0.aux"),
+        ("list", "0.losses"),
+        ("dict", "0.extra['aux']"),
+        ("list in a dict", "0.nested['aux']["),
+        ("dataclass", "0.stats.aux"),
+        ("slots", "0.slots.aux"),
+        ("namespace", "0.space.aux['loss']"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["module", "function"])
 def test_a_loss_left_in_an_attribute_is_refused_by_name(where: str, name: str, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Where bytes are: a local file system, or any that fsspec knows. Six questions, nothing more."""
+"""Where bytes are: a local file system, or any that fsspec knows. Seven questions, nothing more."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Storage(Protocol):
 
     def names(self, path: str) -> list[str]: ...
 
+    def entries(self, path: str) -> dict[str, bool]: ...
+
     def info(self, path: str) -> FileInfo: ...
 
     def open(self, path: str) -> OpenFile: ...
@@ -75,6 +77,11 @@ class LocalStorage:
 
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """Each name in a folder, and whether it is a folder."""
+        with os.scandir(path) as found:
+            return {entry.name: entry.is_dir() for entry in found}
 
     def info(self, path: str) -> FileInfo:
         status = os.stat(path)
@@ -176,6 +183,15 @@ class RemoteStorage:
         with asking(path):
             found: list[str] = self.filesystem.ls(path, detail=False)
         return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in found)
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """Each name in a folder, and whether it is a folder, by one listing."""
+        with asking(path):
+            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+        return {
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["type"] == "directory"
+            for entry in found
+        }
 
     def info(self, path: str) -> FileInfo:
         with asking(path):

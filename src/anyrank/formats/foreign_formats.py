@@ -27,6 +27,11 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Reader], ...] = (
 FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
+def recognises(names: list[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint that is read here."""
+    return any(sign(names) for sign, _ in FOLDERS)
+
+
 def read_foreign(path: str) -> ForeignCheckpoint:
     """What a checkpoint of another tool holds, from its headers and small values.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +20,13 @@ from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
 from anyrank.model.adapter_base import is_token_row, recompute_token_rows
 from anyrank.model.buffers import rebuilt_values
-from anyrank.model.dora import is_magnitude, recompute_magnitudes
+from anyrank.model.dora import is_magnitude, recompute_magnitudes, untrained_magnitudes
 from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
+from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.spec import dtype_name
 from anyrank.world.device import read_threads
@@ -75,7 +76,7 @@ class LoadResult:
             unexpected=match.unexpected,
             initialised=self.rules,
             rebuilt=self.rebuilt,
-            kept=[tensors[i].name for i in match.keep],
+            kept=[n for i in match.keep if (n := tensors[i].name) not in self.rules],
             tied=match.tied,
             cast={
                 tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
@@ -132,6 +133,10 @@ class _Executor:
         self.share = ModelShare(model, plan.match, plan.seed, meter)
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         self.bytes_read = self.bytes_sent = 0
+        self.magnitudes = [t for t in self._targets(plan.match.initialise) if is_magnitude(t)]
+
+    def _targets(self, indices: Iterable[int]) -> list[ModelTensor]:
+        return [self.match.tensors[index] for index in indices]
 
     # -- read ---------------------------------------------------------------------------------
 
@@ -140,6 +145,8 @@ class _Executor:
 
         Files are opened, and found unchanged, on all ranks before real tensors are written to.
         """
+        kept = [t for t in self._targets(self.match.keep) if is_magnitude(t)]
+        self.magnitudes += untrained_magnitudes(kept)
         share = sum(self._stored_bytes(index) for index in self.match.stored)
         first = self.ranks.index == 0
         with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
@@ -251,12 +258,8 @@ class _Executor:
 
     def _recompute_adapters(self) -> None:
         """Compute what new adapters have of the base weights, of which all ranks have the same."""
-        targets = self.match.tensors
-        for indices, trained_too in ((self.match.initialise, True), (self.match.keep, False)):
-            mine = [targets[index] for index in indices if is_magnitude(targets[index])]
-            if mine:
-                self.share.rules.update(recompute_magnitudes(mine, trained_too))
-        rows = [target for target in targets if is_token_row(target)]
+        self.share.rules.update(recompute_magnitudes(self.magnitudes))
+        rows = [target for target in self.match.tensors if is_token_row(target)]
         if rows:
             filled = {id(target.tensor) for target in self.share.filled()}
             for rules in self.ranks.gather(recompute_token_rows(rows, filled)):
@@ -266,7 +269,7 @@ class _Executor:
         """New adapters that each rank drew for itself take the first rank's values."""
         if not self.match.keeps_adapters:
             return
-        kept = [self.match.tensors[i] for i in self.match.keep]
+        kept = self._targets(self.match.keep)
         adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
         hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
         every = self.ranks.gather(hashes)

@@ -85,7 +85,7 @@ def materialize(
         rebuilt, replacements = rebuilt_values(tensors, ranks, initialiser, default)
         replacements += [Replacement(tensor, local) for tensor, local in filled.locals_]
         renewed = ranks.together("putting the values in place", lambda: replace(replacements))
-        rules = filled.rules | recompute_magnitudes(filled.magnitudes, trained_too=True)
+        rules = filled.rules | recompute_magnitudes(filled.magnitudes)
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import Source, list_memory, list_source
+from anyrank.formats.sources import Source, list_source
 from anyrank.frozen.freeze import frozen_parts
 from anyrank.loading.exchange import joint_reads_of
 from anyrank.loading.strategy import Decision, caches_of, decide
@@ -121,8 +122,9 @@ def plan_load(
     """
     sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
+    list_own = functools.cache(lambda: list_source(_given(source)))
     listing = known or ranks.from_one(
-        "reading the headers", lambda: list_source(_given(source)).without_memory(), first
+        "reading the headers", lambda: list_own().without_memory(), first
     )
 
     if options.layout is not None:
@@ -131,7 +133,7 @@ def plan_load(
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
-        mine = list_memory(source) if isinstance(source, Mapping) and source else listing
+        mine = list_own() if isinstance(source, Mapping) and source else listing
         match = match_model(model, mine, options, tensors)
         new = [match.tensors[index] for index in match.initialise]
         check_adapters(model, [t for t in new if t.adapter and not is_magnitude(t)])

@@ -7,7 +7,10 @@ numbers of tiles they would wait for each other forever.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -21,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from anyrank.errors import RankError
 from anyrank.memory.ambient_state import AmbientState
 from anyrank.memory.arguments import Call, flatten
-from anyrank.memory.captured import INTERNAL, Captured
+from anyrank.memory.captured import INTERNAL, MAX_OBJECTS, Captured
 from anyrank.memory.tiling_dims import Tiling, dims_of_leaves, nonnegative_dim
 from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.walk import walk
@@ -205,7 +208,7 @@ class SideResults:
 
 def attributes_of(modules: Sequence[nn.Module]) -> Generator[tuple[str, torch.Tensor]]:
     """Names and tensors of the modules' plain attributes, for tensors that have a graph."""
-    seen = set[nn.Module]()
+    seen, containers = set[nn.Module](), set[int]()
     for top in modules:
         for name, module in walk(top, "", seen):
             own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -214,23 +217,48 @@ def attributes_of(modules: Sequence[nn.Module]) -> Generator[tuple[str, torch.Te
                 # parameters `weight_g`, `weight_orig`: these do not depend on the tile.
                 if key in INTERNAL or any(p.startswith(f"{key}_") for p in own):
                     continue
-                for part, tensor in tensors_in(value):
+                for part, tensor in tensors_in(value, containers):
                     yield f"{name}.{key}{part}".removeprefix("."), tensor
 
 
-def tensors_in(value: Any) -> Generator[tuple[str, torch.Tensor]]:
-    """The tensors with a graph in an attribute: itself, or the items of a container."""
-    if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None:
-            yield "", value
-    elif isinstance(value, dict):
-        for key, each in cast("dict[Any, Any]", value).items():
-            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                yield f"[{key!r}]", each
-    elif isinstance(value, list | tuple):
-        for key, each in enumerate(cast("Sequence[Any]", value)):
-            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                yield f"[{key}]", each
+def tensors_in(value: Any, seen: set[int]) -> Generator[tuple[str, torch.Tensor]]:
+    """The tensors with a graph in an attribute: itself, or those in containers within each other.
+
+    Args:
+        value: the attribute.
+        seen: ids of containers to leave out; those that are found are added.
+    """
+    waiting = deque([("", value)])
+    left = MAX_OBJECTS
+    while waiting and left:
+        name, each = waiting.popleft()
+        if isinstance(each, torch.Tensor):
+            if each.grad_fn is not None:
+                yield name, each
+        elif id(each) not in seen and _is_container(each):
+            seen.add(id(each))
+            left -= 1
+            waiting += [
+                (f"{name}{part}", item)
+                for part, item in _items(each)
+                if isinstance(item, torch.Tensor) or _is_container(item)
+            ]
+
+
+def _is_container(value: Any) -> bool:
+    is_plain = isinstance(value, dict | list | tuple | deque | SimpleNamespace)
+    return is_plain or (is_dataclass(value) and not isinstance(value, type))
+
+
+def _items(container: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(container, dict):
+        table = cast("dict[Any, Any]", container)
+        return ((f"[{key!r}]", item) for key, item in table.items())
+    if isinstance(container, list | tuple | deque):
+        return ((f"[{n}]", item) for n, item in enumerate(cast("Iterable[Any]", container)))
+    slots = not hasattr(container, "__dict__")
+    names = [f.name for f in fields(container)] if slots else list(vars(container))
+    return ((f".{name}", getattr(container, name, None)) for name in names)
 
 
 def recorded() -> dict[str, int]:

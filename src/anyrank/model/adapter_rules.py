@@ -17,6 +17,11 @@ from anyrank.model.tensors import Registration
 from anyrank.model.wrappers import plain_class
 
 BASE_FIRST = "load the base model first, then add the adapter"
+DISTRIBUTIONS = (
+    "gaussian",
+    "xavier_uniform",
+    "kaiming_uniform",
+)  # that a rule is told to draw from
 _SHARED = ("lora", "adapter")  # middles of the names of rules that several methods inherit
 
 
@@ -46,7 +51,7 @@ def adapter_rule(
     if hasattr(layer, "reset_lora_parameters") and choice in (False, "gaussian"):
         if choice is False:
             return None
-    elif choice not in (True, False):
+    elif choice not in (True, False, *DISTRIBUTIONS):
         raise LoadError(
             f"{place.names[0]}: {flag}={choice!r} may compute the adapter from the base weights: "
             f"{BASE_FIRST}"
@@ -56,7 +61,7 @@ def adapter_rule(
     parameters = list(inspect.signature(rule).parameters.values()) if rule is not None else []
     # The choice is an argument of some rules, under the config's name for it.
     takes_choice = any(parameter.name == flag for parameter in parameters)
-    if rule is None or not (choice or takes_choice or name.endswith("_random")):
+    if rule is None or not (choice is True or takes_choice or name.endswith("_random")):
         raise LoadError(
             f"{place.names[0]}: {flag}={choice!r} of {kind.__name__} (PEFT) has no rule that gives "
             f"it a first value: {BASE_FIRST}"

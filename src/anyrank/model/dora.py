@@ -24,7 +24,27 @@ def is_magnitude(target: ModelTensor) -> bool:
     return target.adapter and TABLE in target.registrations[0].names[0].split(".")
 
 
-def recompute_magnitudes(targets: Iterable[ModelTensor], trained_too: bool) -> dict[str, str]:
+def untrained_magnitudes(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
+    """Those that go with the present base weights as PEFT makes them, so not with others.
+
+    Called before other weights are in place. All ranks that share the layers call it with the same
+    targets: a sharded layer's weights are gathered, one layer at a time.
+    """
+    return [target for target in targets if _is_untrained(target)]
+
+
+def _is_untrained(target: ModelTensor) -> bool:
+    layer, adapter = _layer_of(target.registrations[0])
+    if any(factor.is_meta or not whole(factor).any() for factor in _factors(layer, adapter)):
+        return True
+    if any(weight.is_meta for weight in layer.get_base_layer().parameters(recurse=False)):
+        return False
+    held, fresh = whole(target.tensor), _first_values(target)
+    # Alike up to the order of sums: another device computed them, perhaps.
+    return torch.allclose(held, fresh.to(held), rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def recompute_magnitudes(targets: Iterable[ModelTensor]) -> dict[str, str]:
     """Give magnitudes the values that PEFT gives a new adapter on the present base weights.
 
     All ranks that share the layers call it with the same targets: a sharded layer's weights are
@@ -32,31 +52,33 @@ def recompute_magnitudes(targets: Iterable[ModelTensor], trained_too: bool) -> d
 
     Args:
         targets: magnitudes, in place.
-        trained_too: also those of an adapter that was trained, which keep their values else.
 
     Returns:
         Name -> the rule that was run.
     """
     rules: dict[str, str] = {}
     for target in targets:
-        place = target.registrations[0]
-        layer, adapter = _layer_of(place)
-        a, b = (whole(weight) for weight in _factors(layer, adapter))
-        if not trained_too and a.any() and b.any():
-            continue
-        fresh: Any = _bare(place.module)
-        base = _bare(layer.get_base_layer())
-        for name, weight in layer.get_base_layer().named_parameters(recurse=False):
-            base._parameters[name] = nn.Parameter(whole(weight), requires_grad=False)
-        with torch.no_grad():
-            scaling = layer.scaling[adapter]
-            fresh.update_layer(base_layer=base, lora_A=a, lora_B=b, scaling=scaling)
-            local = target.local()
-            for piece in target.pieces:
-                part = local[Box(piece.local, piece.box.sizes).slices()]
-                part.copy_(fresh.weight.detach()[piece.box.slices()])
-        rules[target.name] = f"{plain_class(place.module).__name__}.update_layer"
+        values, local = _first_values(target), target.local()
+        for piece in target.pieces:
+            part = local[Box(piece.local, piece.box.sizes).slices()]
+            part.copy_(values[piece.box.slices()])
+        kind = plain_class(target.registrations[0].module)
+        rules[target.name] = f"{kind.__name__}.update_layer"
     return rules
+
+
+@torch.no_grad()
+def _first_values(target: ModelTensor) -> torch.Tensor:
+    """What PEFT's own code computes for the whole tensor from the weights that are there."""
+    place = target.registrations[0]
+    layer, adapter = _layer_of(place)
+    a, b = (whole(weight) for weight in _factors(layer, adapter))
+    fresh: Any = _bare(place.module)
+    base = _bare(layer.get_base_layer())
+    for name, weight in layer.get_base_layer().named_parameters(recurse=False):
+        base._parameters[name] = nn.Parameter(whole(weight), requires_grad=False)
+    fresh.update_layer(base_layer=base, lora_A=a, lora_B=b, scaling=layer.scaling[adapter])
+    return fresh.weight.detach()
 
 
 def _layer_of(place: Registration) -> tuple[Any, str]:

@@ -15,12 +15,11 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.storage import absolute, join_path
 from anyrank.files.store import WritableStorage, reading, storing, write_file
 from anyrank.formats.run_folder import (
-    INDEX,
+    STEP,
     SavedStep,
     check_sizes,
     committed,
@@ -29,14 +28,12 @@ from anyrank.formats.run_folder import (
     step_name,
     steps_of,
 )
-from anyrank.formats.sources import checkpoint_among
+from anyrank.saving.other_tools import Found, checkpoint_of_another, find_checkpoint
 
 log = logging.getLogger("anyrank.saving")
 
 LATEST = "latest"
 TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
-# Folders in which other tools keep one checkpoint each: step-10, checkpoint-500, global_step3.
-OTHERS = re.compile(r"^(global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer).*\d")
 REMOVED = ".removed-"
 MIN_KEPT = 2
 
@@ -116,16 +113,17 @@ class RunFolder:
         if MANIFEST in names:
             raise CheckpointError(f"{self.path}: is one step of a run: give the run's folder")
         with reading(self.path):
-            other = "a file" if self.store.is_file(self.path) else checkpoint_among(names)
-            place = self.path
-            for name in names:
-                if other is None and OTHERS.match(name) and not TEMPORARY.match(name):
-                    other, place = self._of_another_tool(name), self.join(name)
-        if other is not None:
+            # In an object store a save that died leaves its files under the step's own name.
+            own = TEMPORARY if self.store.renames else STEP
+            found = Found(self.path, "a file")
+            if not self.store.is_file(self.path):
+                found = find_checkpoint(self.store, self.path, own)
+        if found is not None:
             raise CheckpointError(
-                f"{self.path}: holds no step of a run, but what another tool saved: {place} "
-                f"({other}); give Checkpoints a folder of its own, and go on from there with "
-                f"resume({place!r}), or for its weights alone call anyrank.load(model, {place!r})"
+                f"{self.path}: holds no step of a run, but what another tool saved: {found.place} "
+                f"({found.sign}); give Checkpoints a folder of its own, and go on from there with "
+                f"resume({found.place!r}), or for its weights alone call "
+                f"anyrank.load(model, {found.place!r})"
             )
 
     def _of_another_tool(self, name: str) -> str | None:
@@ -134,9 +132,7 @@ class RunFolder:
             return None
         if not self.store.renames and steps_of([name]):
             return None  # a save that died leaves its files under the step's name
-        names = self.store.names(self.join(name))
-        begun = any(file in (MANIFEST, INDEX) or file.endswith(SUFFIX) for file in names)
-        return None if begun else checkpoint_among(names)
+        return checkpoint_of_another(self.store.names(self.join(name)))
 
     def may_be_sound(self, error: Exception) -> bool:
         """Whether a step was not read because a disk did not return its bytes: no proof of damage.
