@@ -38,8 +38,9 @@ html_css_files = ["site.css"]
 html_copy_source = False
 
 WIDE = 6  # columns of a table that gets small print
-LONG = re.compile(r"\S{30,}")  # words that may break in any table
-BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)")  # within CamelCase, names, calls
+LONG = re.compile(r"\S{24,}")  # words that may break in any table
+# within CamelCase, names, calls and dotted names
+BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)|(?<=\.)(?=[a-z_])")
 
 
 def narrow_tables(app: Sphinx, doctree: nodes.document, page: str) -> None:
