@@ -318,16 +318,14 @@ def order_table(result: dict[str, Any]) -> str:
 
 
 def kill_table(result: dict[str, Any]) -> str:
-    """The worst outcome of each event by contender."""
-    ways = result["ways"]
+    """The worst outcome of each contender by event, of which there are fewer."""
+    rows = result["rows"]
     body = [
-        [
-            row["title"] + instants(row),
-            *(bold(row["cells"][way]["verdict"]) for way in ways),
-        ]
-        for row in result["rows"]
+        [title, *(bold(row["cells"][way]["verdict"]) for row in rows)]
+        for way, title in result["ways"].items()
     ]
-    return f"{provenance(result)}\n\n{table(['', *ways.values()], body)}"
+    events = [row["title"] + instants(row) for row in rows]
+    return f"{provenance(result)}\n\n{table(['', *events], body)}"
 
 
 def instants(row: dict[str, Any]) -> str:

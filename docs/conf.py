@@ -38,17 +38,23 @@ html_css_files = ["site.css"]
 html_copy_source = False
 
 WIDE = 6  # columns of a table that gets small print
-BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)")  # within CamelCase, names, calls
+LONG = re.compile(r"\S{24,}")  # words that may break in any table
+# within CamelCase, names, calls and dotted names
+BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)|(?<=\.)(?=[a-z_])")
 
 
 def narrow_tables(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Let long words in wide tables break, so that the table fits beside the navigation."""
+    """Let long words in tables break, and all in wide ones: they fit beside the navigation."""
     for table in doctree.findall(nodes.table):
-        if len(list(table.findall(nodes.colspec))) < WIDE:
-            continue
-        table["classes"].append("wide")
+        is_wide = len(list(table.findall(nodes.colspec))) >= WIDE
+        table["classes"] += ["wide"] * is_wide
         for text in list(table.findall(nodes.Text)):
-            text.parent.replace(text, nodes.Text(BREAKS.sub("\u200b", text)))
+            broken = BREAKS.sub if is_wide else _in_long_words
+            text.parent.replace(text, nodes.Text(broken("\u200b", text)))
+
+
+def _in_long_words(mark: str, text: str) -> str:
+    return LONG.sub(lambda word: BREAKS.sub(mark, word[0]), text)
 
 
 def setup(app: Sphinx) -> None:

@@ -374,6 +374,42 @@ def test_a_broken_link_is_found() -> None:
     assert find_broken_links(page, text) == ["docs/laod.md", "docs/load.md#nothing"]
 
 
+# -- paths ----------------------------------------------------------------------------------------
+
+PATH = re.compile(r"`((?:benchmarks|docs|examples|src|tests)/[\w./*-]+)|`(test_\w+\.py)`")
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def find_lost_paths(text: str) -> list[str]:
+    """Paths of this repository between backticks, and names of tests, that are not there."""
+    names = [path or f"tests/**/{test}" for path, test in PATH.findall(text)]
+    return [name for name in names if not any(ROOT.glob(name.rstrip("/")))]
+
+
+def docstrings(path: Path) -> str:
+    """Of a file and of what it defines."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_paths_on_pages_exist(page: Path) -> None:
+    assert find_lost_paths(page.read_text(encoding="utf-8")) == []
+
+
+def test_paths_in_docstrings_of_tests_exist() -> None:
+    lost = {name_of(path): find_lost_paths(docstrings(path)) for path in TESTS}
+    assert {name: paths for name, paths in lost.items() if paths} == {}
+
+
+def test_a_lost_path_is_found() -> None:
+    text = "`src/anyrank/cli` `tests/unit/test_no.py` `benchmarks/load.py --device cuda`"
+    text += " `test_docs.py` `test_no.py` `src/no/*.py`"
+    lost = ["tests/unit/test_no.py", "tests/**/test_no.py", "src/no/*.py"]
+    assert find_lost_paths(text) == lost
+
+
 # -- commands -------------------------------------------------------------------------------------
 
 TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))

@@ -145,8 +145,8 @@ class Checkpoints:
                 else is a path or URL.
             skip: parts of the state that stay as they are; with a path, where the run begins with
                 it, and not once the run has steps of its own.
-            fresh: names of parameters, or patterns with *, that the checkpoint need not have: they
-                keep their values, and their state in the optimizer starts anew.
+            fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
+                they keep their values, and their state in the optimizer starts anew.
             rename: for another tool's checkpoint: from its names of tensors to the model's, as for
                 `load`.
 
