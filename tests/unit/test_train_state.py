@@ -185,6 +185,33 @@ def test_frozen_parts_are_stored_by_source_and_hash(tmp_path: Path) -> None:
     thawed = nn.ModuleDict({"vae": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
     with pytest.raises(anyrank.CheckpointError, match="was frozen with source"):
         resume(run, anyrank.TrainState(thawed))
+    Path(source).unlink()
+    with anyrank.meta():
+        unread = whole(nn.Linear(4, 4), source)
+    with pytest.raises(anyrank.CheckpointError, match=r"model.vae: its source cannot be read"):
+        resume(run, anyrank.TrainState(unread))
+
+
+@pytest.mark.parametrize("source", [None, "vae.safetensors"])
+def test_a_frozen_part_that_was_written_to_is_not_saved(tmp_path: Path, source: str | None) -> None:
+    part = anyrank.freeze(nn.ModuleDict({"head": nn.Linear(2, 2)}), source=source)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.ModuleDict({"vae": part}))) as ckpts:
+        part["head"].weight.data.add_(1)
+        with pytest.raises(
+            anyrank.CheckpointError, match=r"^model.vae.head.weight: is frozen, and was"
+        ):
+            ckpts.save()
+        assert ckpts.saved() == []
+
+
+@pytest.mark.parametrize("call", ["save", "resume"])
+def test_a_model_that_holds_no_plain_tensors_is_refused(tmp_path: Path, call: str) -> None:
+    if call == "resume":
+        save(tmp_path, anyrank.TrainState(nn.Linear(4, 4)))
+    ckpts = anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.LazyLinear(4)))
+    with pytest.raises(anyrank.CheckpointError, match="weight: is a lazy parameter"):
+        getattr(ckpts, call)()
+    ckpts.close()
 
 
 def test_tied_weights_are_stored_once_and_other_tools_find_both_names(tmp_path: Path) -> None:

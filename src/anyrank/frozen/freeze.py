@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anyrank.errors import LoadError
+from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.walk import walk
@@ -288,24 +288,29 @@ def describe(module: nn.Module) -> dict[str, str] | None:
     return found
 
 
-def check_frozen(module: nn.Module) -> None:
-    """Compare a frozen part with what was recorded of it. Each rank by itself.
+def check_frozen(module: nn.Module, name: str = "") -> None:
+    """Compare a frozen part with what was recorded of it, before a save. Each rank by itself.
 
     Nothing is compared while it was or is on meta or sharded.
 
+    Args:
+        module: the part.
+        name: its own, in front of those of its tensors in a message.
+
     Raises:
-        LoadError: a tensor changed, is new or is gone; names the first.
+        CheckpointError: a tensor changed, is new or is gone; names the first.
     """
     info: FrozenInfo = module.__dict__["anyrank_frozen"]
     now = describe(module)
     if info.tensors is None or now is None:
         return
-    for name in sorted({*info.tensors, *now}):
-        then = info.tensors.get(name, "absent")
-        if now.get(name, "absent") != then:
-            raise LoadError(
-                f"{name}: is frozen, and was {then} when it was frozen or loaded, but is "
-                f"{now.get(name, 'absent')} now: something writes to it; look for an in-place "
+    prefix = f"{name}." if name else ""
+    for key in sorted({*info.tensors, *now}):
+        then = info.tensors.get(key, "absent")
+        if now.get(key, "absent") != then:
+            raise CheckpointError(
+                f"{prefix}{key}: is frozen, and was {then} when it was frozen or loaded, but is "
+                f"{now.get(key, 'absent')} now: something writes to it; look for an in-place "
                 "update, apply() of an initialiser, or an optimizer made before freeze()"
             )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
@@ -40,9 +40,13 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
     """Every tensor of a module.
 
     Raises:
-        CheckpointError: two that a checkpoint holds or checks have one name.
+        CheckpointError: two that a checkpoint holds or checks have one name; a tensor whose bytes
+            cannot be placed.
     """
-    targets = find_tensors(module)
+    try:
+        targets = find_tensors(module)
+    except LoadError as error:  # what it says of reading holds for writing
+        raise CheckpointError(str(error)) from error
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
@@ -62,14 +66,13 @@ def save_module(
         stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
-        CheckpointError: a tensor on meta, sparse or quantised, a conj or neg view, or two of one
-            name; values that only the module's own code knows.
-        LoadError: a frozen part was written to; a tensor whose bytes cannot be placed.
+        CheckpointError: a tensor on meta, sparse or quantised, or a conj or neg view; values that
+            only the module's own code knows; a frozen part was written to.
     """
     frozen: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
     for name, inner in frozen_parts(module):
-        check_frozen(inner)
+        check_frozen(inner, f"{part}.{name}".rstrip("."))
         info: Any = inner.anyrank_frozen
         if info.source is not None and info.digest is not None:
             elsewhere.append(inner)
@@ -266,7 +269,11 @@ def _frozen(
             if info.digest != known["digest"]:
                 problems.append(_digest_differs(part, name, known, info.digest))
             continue
-        listing = list_source(info.source or known["source"])
+        try:
+            listing = list_source(info.source or known["source"])
+        except LoadError as error:
+            problems.append(f"{part}.{name}: its source cannot be read: {error}")
+            continue
         targets = in_state_dict(find_tensors(inner))
         found = match_keys(
             [target.all_names() for target in targets], listing.tensors, lambda key: key

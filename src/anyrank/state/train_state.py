@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anyrank.data.position import Position
-from anyrank.errors import CheckpointError, LoadError
+from anyrank.errors import CheckpointError
 from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.state.base import Base, base_problems
@@ -233,10 +233,7 @@ class RunParts:
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
-        try:
-            targets = self.targets()
-        except LoadError as error:  # what it says of reading holds for writing
-            raise CheckpointError(str(error)) from error
+        targets = self.targets()
         names = names_of(targets)
         stepped = self._trained()
         saved: dict[str, Saved] = {}
