@@ -15,8 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.data.exact_checks import ExactRun
 from anyrank.data.exact_fsdp import OrderedReduceScatter
 from anyrank.testing import run_ranks
+from anyrank.world.ranks import open_ranks
 
 KINDS = ("fsdp", "rich fsdp", "hsdp", "bf16")
 
@@ -118,3 +120,20 @@ def test_a_unit_that_whole_rounds_skip() -> None:
     alone = run_ranks(1, job_mixed, 0, True, timeout=100)[0]
     assert run_ranks(2, job_skips, timeout=100) == [alone] * 2
     assert alone != run_ranks(1, job_mixed, 0, timeout=100)[0]
+
+
+def job_choices() -> list[bool | None]:
+    model = fully_shard(nn.Linear(64, 64, bias=False))
+    chosen: list[bool | None] = []
+    os.environ["ANYRANK_EXACT_BYTES"] = str(3 * 64 * 64 * 4)
+    with open_ranks() as ranks:
+        for count in (3, 18, 19):  # a rank keeps 1, 3 and 4 nodes
+            run = ExactRun()
+            run.deal(model, count, ranks)
+            chosen.append(run.is_interleaved)
+    del os.environ["ANYRANK_EXACT_BYTES"]
+    return chosen
+
+
+def test_the_nodes_that_a_rank_keeps_are_counted() -> None:
+    assert run_ranks(3, job_choices) == [[False, False, True]] * 3

@@ -194,7 +194,7 @@ def test_another_number_of_threads_is_refused() -> None:
     loader = loader_of()
     train(nn.Linear(4, 1), loader, 1)
     state = loader.state_dict()
-    assert set(state["exact"]) == {"threads", "device", "cpu", "torch"}
+    assert set(state["exact"]) == {"threads", "device", "cpu", "torch", "anyrank", "wrapper"}
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     again = loader_of()
@@ -245,7 +245,7 @@ def test_one_optimizer_of_models_that_two_loaders_train_is_not_refused() -> None
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["device", "cpu", "torch"])
+@pytest.mark.parametrize("name", ["device", "cpu", "torch", "anyrank", "wrapper"])
 def test_what_differs_from_the_run_is_noted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()
     train(nn.Linear(4, 1), loader, 1)
@@ -257,6 +257,47 @@ def test_what_differs_from_the_run_is_noted(name: str, caplog: pytest.LogCapture
     (note,) = again.notes
     assert "was something else and is" in note
     assert note in caplog.text
+
+
+def test_a_record_of_an_earlier_version_has_less() -> None:
+    loader = loader_of()
+    train(nn.Linear(4, 1), loader, 1)
+    state = loader.state_dict()
+    for name in ("anyrank", "wrapper"):
+        del state["exact"][name]
+    again = loader_of()
+    again.load_state_dict(state)
+    train(nn.Linear(4, 1), again, 1)
+    assert again.notes == []
+
+
+def test_a_compiled_model_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader, model = loader_of(), torch.compile(nn.Linear(4, 1), backend="eager")
+    assert isinstance(model, nn.Module)
+    for _ in range(2):
+        train(model, loader)
+    (note,) = loader.notes
+    assert "torch.compile(mode='max-autotune') chooses kernels by timing" in note
+    assert caplog.text.count(note) == 1
+
+
+@pytest.fixture
+def deterministic() -> Generator[None, None, None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_kernels_of_a_device_have_to_be_deterministic() -> None:
+    """On meta, which is no CPU: nothing is computed."""
+    model = nn.Linear(4, 1, device="meta")
+    match = r"torch\.use_deterministic_algorithms\(True\), without warn_only"
+    for options in ({"mode": False}, {"mode": True, "warn_only": True}):
+        torch.use_deterministic_algorithms(**options)
+        with pytest.raises(ValueError, match=match):
+            check_model(model, one_process())
+    torch.use_deterministic_algorithms(True)
+    check_model(model, one_process())
 
 
 def test_exact_that_begins_or_ends_in_mid_run_is_noted() -> None:

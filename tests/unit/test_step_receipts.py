@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 import anyrank
 from anyrank.files import receipt
-from anyrank.files.receipt import digest_of_box, receipt_of_step
+from anyrank.files.receipt import digest_of_box, receipt_of_step, without_numbers
 from anyrank.tensors.box import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool, torch.int64]
@@ -76,15 +77,25 @@ DATA = {"seed": 0, "epoch": 0, "step": 1, "samples": 8, "receipt": [1, 2, 3]}
 
 
 def table(**tensors: int) -> dict[str, Any]:
-    return receipt_of_step([tensors], DATA)
+    return receipt_of_step([tensors], DATA, None)
 
 
 def test_a_receipt_differs_with_values_and_with_data() -> None:
     first = table(a=1, b=2)
     assert table(b=2, a=1) == first
     assert table(a=1, b=3)["digest"] != first["digest"]
-    assert receipt_of_step([{"a": 1}, {"b": 2}], DATA) == first
-    assert receipt_of_step([{"a": 1, "b": 2}], DATA | {"epoch": 1})["digest"] != first["digest"]
+    assert receipt_of_step([{"a": 1}, {"b": 2}], DATA, None) == first
+    other = receipt_of_step([{"a": 1, "b": 2}], DATA | {"epoch": 1}, None)
+    assert other["digest"] != first["digest"]
+
+
+def test_a_receipt_differs_with_numbers() -> None:
+    def digest(numbers: dict[str, Any] | None) -> str:
+        return receipt_of_step([{"a": 1}], DATA, numbers)["digest"]
+
+    every = [{"n": 1}, {"n": 2}, {"n": True}, {"n": 0.0}, {"n": -0.0}, {"m": 1}, {}]
+    assert len({digest(each) for each in every}) == len(every)
+    assert digest(None) == digest({})  # as earlier versions made it
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -116,9 +127,18 @@ def test_checkpoints_of_exact_runs_have_a_receipt(
 
 
 def train(
-    folder: Path, *, rate: float = 0.1, seed: int = 0, exact: bool = True, every: int = 1
+    folder: Path,
+    *,
+    rate: float = 0.1,
+    seed: int = 0,
+    exact: bool = True,
+    every: int = 1,
+    final: float = 0.1,
 ) -> None:
-    """A run of four steps, whose third has another learning rate; the last one is always saved."""
+    """A run of four steps, whose third has another learning rate; the last one is always saved.
+
+    The last step sets one more learning rate, for a step that is never trained.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1, bias=False))
     model.register_buffer("empty", torch.empty(0, 3))
@@ -133,6 +153,7 @@ def train(
             optimizer.param_groups[0]["lr"] = rate if state.step == 2 else 0.1
             optimizer.step()
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = final if state.step == 3 else 0.1
 
 
 def forge(step: Path, change: Callable[[Any], None]) -> None:
@@ -166,6 +187,95 @@ def test_diff_names_the_first_step_that_differs_without_reading_tensors(tmp_path
     assert (found.data, found.values, found.only_a, found.only_b) == ({}, {}, [], [])
     assert "the same samples up to this step" in str(found)
     assert json.loads(found.to_json())["digests"] == found.digests
+
+
+def test_options_of_groups_are_compared(tmp_path: Path) -> None:
+    """Two runs that will part at the next step."""
+    train(tmp_path / "a")
+    train(tmp_path / "b", final=0.2)
+    found = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    assert (bool(found), found.step, found.digests) == (False, 4, [])
+    assert found.numbers == {"optimizer.param_groups.0.lr": (0.1, 0.2)}
+    assert "number    optimizer.param_groups.0.lr: 0.1 and 0.2" in str(found)
+    assert "the same samples up to this step" in str(found)
+    assert anyrank.verify(tmp_path / "b")
+
+
+def forget_numbers(table: Any) -> None:
+    """Make a receipt one of an earlier version."""
+    receipt = table["receipt"]
+    table["receipt"] = without_numbers(receipt, table["parts"]["data"]["tree"])
+
+
+def test_earlier_receipts_are_compared_for_what_they_have(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", final=0.2)
+    train(tmp_path / "c", rate=0.2)
+    for step in range(1, 5):
+        forge(tmp_path / f"a/step-{step:08d}", forget_numbers)
+    assert anyrank.verify(tmp_path / "a")
+    assert anyrank.diff(tmp_path / "a", tmp_path / "b")
+    found = anyrank.diff(tmp_path / "a", tmp_path / "c")
+    assert (found.step, found.numbers) == (3, {})
+    assert found.digests == ["model.0.bias", "model.0.weight", "model.1.weight"]
+
+
+class Counts(torch.optim.SGD):
+    """Keeps numbers beside each parameter."""
+
+    first = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", self.first) + 1
+            state["kept"] = {"scale": math.nan, "of": ("x", None)}
+        return super().step(closure)
+
+
+def numbers_of(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """The numbers in the receipt of one step."""
+    data = torch.linspace(-1, 1, 16).view(4, 4)
+    loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=2, exact=True)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        for step in ckpts.steps(until=1):
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+    return json.loads((folder / "step-00000001/anyrank.json").read_text())["receipt"]["numbers"]
+
+
+def test_numbers_are_those_of_options_and_of_each_parameter(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for number, foreach in enumerate([True, False]):
+        model = nn.Linear(4, 1)
+        optimizer = Counts(model.parameters(), lr=0.1, foreach=foreach)
+        optimizer.first = 100 * number
+        found.append(numbers_of(optimizer, model, tmp_path / str(number)))
+    first, second = found
+    group = {n.rsplit(".", 1)[1] for n in first if ".param_groups.0." in n}
+    assert group == {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}
+    assert first["optimizer.state.weight.kept.scale"] == "nan"
+    assert first["optimizer.state.weight.kept.of.1"] is None
+    differences = {
+        name: (first[name], second[name]) for name in first if first[name] != second[name]
+    }
+    assert differences == {f"optimizer.state.{n}.calls": (1, 101) for n in ("bias", "weight")}
+
+
+def test_a_learning_rate_that_is_a_tensor_is_in_the_receipt(tmp_path: Path) -> None:
+    digests: list[str] = []
+    for number, rate in enumerate([0.1, 0.2]):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(rate), betas=(0.8, 0.9))
+        numbers = numbers_of(optimizer, model, tmp_path / str(number))
+        assert numbers["optimizer.param_groups.0.betas.0"] == 0.8
+        assert not any("lr" in name or "step" in name for name in numbers)
+        text = (tmp_path / str(number) / "step-00000001/anyrank.json").read_text()
+        digests.append(json.loads(text)["receipt"]["tensors"]["optimizer.param_groups.0.lr"])
+    assert len({*digests}) == 2
 
 
 def test_runs_that_were_saved_at_other_steps_are_compared_where_both_were(tmp_path: Path) -> None:
@@ -218,12 +328,17 @@ def test_tensors_of_one_run_alone_are_named(tmp_path: Path) -> None:
     assert (found.step, found.only_a, found.digests, found.data) == (2, ["model.0.bias"], [], {})
 
 
+def raise_rate(table: Any) -> None:
+    table["parts"]["optimizer"]["groups"][0]["options"]["lr"] = 7.5
+
+
 FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "tensor": (
         lambda t: t["receipt"]["tensors"].update({"model.0.bias": "0" * 16}),
         "model.0.bias has digest 0000000000000000 in the receipt",
     ),
     "digest": (lambda t: t["receipt"].update(digest="0" * 32), "the receipt's digest is 00000"),
+    "number": (raise_rate, "param_groups.0.lr is 0.1 in the receipt and 7.5 here"),
     "samples": (lambda t: t["parts"]["data"]["tree"].update(seed=7), "and of its parts "),
     "name": (
         lambda t: t["receipt"]["tensors"].update({"model.x": "0" * 16}),
@@ -254,6 +369,13 @@ def test_a_receipt_without_its_data_is_damage(tmp_path: Path, data: Any) -> None
     assert "the manifest.parts.data" in finding.what
     with pytest.raises(anyrank.CorruptCheckpoint, match=r"the manifest\.parts\.data"):
         anyrank.diff(tmp_path, tmp_path)
+
+
+def test_a_receipt_of_a_damaged_optimizer_is_damage(tmp_path: Path) -> None:
+    train(tmp_path)
+    forge(tmp_path / "step-00000002", lambda t: t["parts"]["optimizer"].update(groups=[1]))
+    (finding,) = anyrank.verify(tmp_path).findings
+    assert "the manifest.parts.optimizer.groups.0: '1' is no dict" in finding.what
 
 
 def test_verify_without_a_receipt_says_nothing_of_receipts(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyrank.data.exact_rounds import most_nodes
 from anyrank.data.schedule import slots_of_rank
 from anyrank.data.tree_sum import Span, TreeSum, inner_nodes, merged, ordered, sum_dtype
 
@@ -80,9 +82,19 @@ def test_shares_of_the_loader_need_few_nodes(count: int, size: int) -> None:
     for rank in range(size):
         leaves = [slot.k for slot in slots_of_rank(count, rank, size) if not slot.is_copy]
         spans = merged(count, (Span(k, k + 1) for k in leaves))
-        assert len(spans) <= 2 * max(1, len(leaves)).bit_length()
+        most = most_nodes(count, leaves)
+        # As docs/exact.md says.
+        assert len(spans) <= most <= 1 + 2 * math.log2(max(1, len(leaves)))
         if count % size == 0 and size & (size - 1) == 0:
             assert len(spans) == 1  # a power of two of equal shares: one exchange of one tensor
+            assert most <= 1 + math.log2(len(leaves))
+
+
+def test_shares_beside_the_tree_need_more_nodes() -> None:
+    shares = [slots_of_rank(67, rank, 3) for rank in range(3)]
+    most = [most_nodes(67, [slot.k for slot in slots if not slot.is_copy]) for slots in shares]
+    assert max(most) == 7
+    assert most_nodes(64, range(16, 32)) == 4
 
 
 @given(st.integers(1, 300))

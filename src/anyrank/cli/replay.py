@@ -9,9 +9,15 @@ from typing import Any
 
 from anyrank.errors import AnyrankError
 from anyrank.files.manifest import Manifest, read_manifest
-from anyrank.files.receipt import are_equal, data_differences, in_short, tensor_differences
+from anyrank.files.receipt import (
+    are_equal,
+    data_differences,
+    in_short,
+    number_differences,
+    tensor_differences,
+)
 from anyrank.files.storage import storage_for
-from anyrank.inspection.diff import committed_steps, data_in_words
+from anyrank.inspection.diff import committed_steps, data_in_words, numbers_in_words
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count
 from anyrank.resume.replay import ReplayRequest, TrainedStep, read_trained, real_path, write_request
@@ -22,7 +28,7 @@ AGAIN = {
     "first": "a second replay equals the first: the script, its data or a library has changed, or "
     "the machine erred when the run was trained",
     "run": "a second replay equals the run: the machine erred in the first one, an operation is "
-    "not deterministic, or what no receipt has (a learning rate) differs from an earlier step on",
+    "not deterministic, or what no receipt has differs from an earlier step on",
     "neither": "a second replay differs from both: this machine errs, or an operation is not "
     "deterministic",
 }
@@ -42,6 +48,7 @@ class ReplayReport:
         equal: the steps with the same receipt as the run's.
         step: the first step that differs, or None.
         digests: its tensors whose digests differ.
+        numbers: the numbers of its optimizers that differ -> of the run, and now.
         data: what differs between the states of the loaders at that step -> of the run, and now.
         again: what a second replay up to that step equals: "first", "run" or "neither".
     """
@@ -52,6 +59,7 @@ class ReplayReport:
     equal: list[int] = field(default_factory=list[int])
     step: int | None = None
     digests: list[str] = field(default_factory=list[str])
+    numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     again: str = ""
 
@@ -65,6 +73,10 @@ class ReplayReport:
             return f"{where}: the same bits as the run\n{same}"
         lines = [f"{where}: step {self.step} differs", *([same] if self.equal else [])]
         lines += [f"  data      {printable(line)}" for line in data_in_words(self.data)]
+        numbers = numbers_in_words(self.numbers)
+        lines += [f"  number    {printable(line)}" for line in numbers[:SHOWN]]
+        if len(numbers) > SHOWN:
+            lines.append(f"  number    and {len(numbers) - SHOWN} more")
         lines += [f"  digest    {printable(name)}" for name in self.digests[:SHOWN]]
         if len(self.digests) > SHOWN:
             lines.append(f"  digest    and {len(self.digests) - SHOWN} more")
@@ -98,6 +110,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
         equal,
         first.step,
         tensor_differences(theirs.receipt, first.receipt),
+        number_differences(theirs.receipt, first.receipt),
         data_differences(theirs.data_state, first.data),
         same_as(second, first, theirs),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from anyrank.data.exact_gradients import DeliveredGradients
+from anyrank.data.exact_rounds import most_nodes
 from anyrank.data.gradient_sync import GradientSync, units
+from anyrank.data.schedule import slots_of_rank
 from anyrank.data.tree_sum import sum_dtype
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.settings import EXACT_BYTES
@@ -31,6 +34,12 @@ KEEPS_STATISTICS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+KINDS = dict.fromkeys(("device", "cpu", "torch", "anyrank", "wrapper"), str) | {"threads": int}
+FSDP2, OTHER = "FSDP2", "DDP or none"
+COMPILED = (
+    "exact=True: the model is compiled, and torch.compile(mode='max-autotune') chooses kernels by "
+    "timing them, which may round in another way in each process: compile it without autotuning"
+)
 
 
 class ExactRun:
@@ -38,7 +47,8 @@ class ExactRun:
 
     Attributes:
         record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
-            "cpu" (instruction set) and "torch" (version); empty until the first step.
+            "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
+            or none, of the model that was trained first); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
         repeating: models whose parameters get gradients several times in a microbatch.
         looks: at the attributes of models, in the passes over their first microbatches.
@@ -54,12 +64,15 @@ class ExactRun:
         self.looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.delivered = DeliveredGradients()
         self.is_interleaved: bool | None = None
+        self._has_begun = False  # since the run began, or was resumed
+        self._told: set[str] = set()
 
     def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
         """Check a model before its first step. All data-parallel ranks.
 
         Returns:
-            Differences from what the run began with, as sentences.
+            Differences from what the run began with, and what cannot be seen, as sentences; each
+            of them once.
 
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
@@ -67,16 +80,21 @@ class ExactRun:
             CheckpointError: what results depend on differs between the ranks.
         """
         now = environment(model)
+        if self._has_begun:
+            now["wrapper"] = self.record["wrapper"]
 
         def check() -> None:
             check_model(model, ranks)
             check_threads(self.record, ValueError)
 
         same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
-        notes = [
+        found = [
             difference(name, self.record[name], now[name]) for name in changed(self.record, now)
         ]
-        self.record = now
+        found += [COMPILED] if is_compiled(model) else []
+        notes = [note for note in found if note not in self._told]
+        self._told.update(notes)
+        self.record, self._has_begun = now, True
         if ranks.index == 0:
             for note in notes:
                 log.warning("%s", note)
@@ -91,7 +109,7 @@ class ExactRun:
             ranks: the ranks with different data.
         """
         if self.is_interleaved is None:
-            kept = most_kept_bytes(model, -(-count // ranks.size))
+            kept = most_kept_bytes(model, count, ranks)
             is_short = ranks.together(
                 "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
             )
@@ -115,7 +133,7 @@ class ExactRun:
                 if step
                 else []
             )
-        self.record = read_record(saved)
+        self.record, self._has_begun = read_record(saved), False
         return []
 
 
@@ -127,6 +145,8 @@ def environment(model: nn.Module) -> dict[str, int | str]:
         "device": " and ".join(kinds),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),
+        "anyrank": version("anyrank"),
+        "wrapper": FSDP2 if any(isinstance(m, FSDPModule) for m in model.modules()) else OTHER,
     }
 
 
@@ -135,20 +155,21 @@ def device_types(model: nn.Module) -> list[str]:
     return sorted({parameter.device.type for parameter in model.parameters()})
 
 
-def most_kept_bytes(model: nn.Module, num_rounds: int) -> int:
+def most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
     """Gradients of sharded parameters that a rank would keep until the last of its microbatches."""
-    if num_rounds < 2:
+    if count <= ranks.size:
         return 0
+    slots = slots_of_rank(count, ranks.index, ranks.size)
+    nodes = most_nodes(count, [slot.k for slot in slots if not slot.is_copy])
     sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad)
     whole = sum(p.numel() * sum_dtype(p.dtype).itemsize for p in sharded)
-    return whole * num_rounds.bit_length()
+    return whole * nodes
 
 
 def read_record(saved: object) -> dict[str, int | str]:
     """A record from an untrusted state."""
-    kinds = {"threads": int, "device": str, "cpu": str, "torch": str}
     if not isinstance(saved, Mapping) or any(
-        name not in kinds or type(value) is not kinds[name] for name, value in saved.items()
+        name not in KINDS or type(value) is not KINDS[name] for name, value in saved.items()
     ):
         raise CorruptCheckpoint(
             f"data position: exact is {saved!r}, which is not a valid state: resume from another "
@@ -175,11 +196,26 @@ def changed(record: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def difference(name: str, before: object, now: object) -> str:
     """A difference from the run in words."""
-    titles = {"device": "device type", "cpu": "CPU instruction set", "torch": "torch version"}
+    titles = {
+        "device": "device type",
+        "cpu": "CPU instruction set",
+        "torch": "torch version",
+        "anyrank": "anyrank version",
+    }
+    reasons = {
+        "anyrank": "it may add up in another order",
+        "wrapper": "where a unit of FSDP2 uses its input several times, as with skip connections, "
+        "it adds up gradients in another order (x = x.view_as(x) at its beginning prevents it)",
+    }
     return (
-        f"exact=True: the {titles.get(name, name)} was {before} and is {now}: kernels may round "
-        "in another way, so bits may differ from here on"
+        f"exact=True: the {titles.get(name, name)} was {before} and is {now}: "
+        f"{reasons.get(name, 'kernels may round in another way')}, so bits may differ from here on"
     )
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps a model or a module of it."""
+    return any(name.endswith("_orig_mod") for name, _ in model.named_modules())
 
 
 def check_model(model: nn.Module, ranks: Ranks) -> None:
@@ -221,10 +257,12 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
         if isinstance(parameter, DTensor):
             check_mesh(name, parameter, ranks)
             check_hooks(name, parameter)
-    if set(device_types(model)) - {"cpu"} and not torch.are_deterministic_algorithms_enabled():
+    is_kept = torch.are_deterministic_algorithms_enabled()
+    is_kept = is_kept and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if set(device_types(model)) - {"cpu"} and not is_kept:
         raise ValueError(
             "exact=True: kernels of accelerators may add in any order: call "
-            "torch.use_deterministic_algorithms(True) before the first step"
+            "torch.use_deterministic_algorithms(True), without warn_only, before the first step"
         )
 
 

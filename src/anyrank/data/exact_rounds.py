@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anyrank.data.schedule import StepPlan
-from anyrank.data.tree_sum import Span, merged
+from anyrank.data.tree_sum import Span, TreeSum, merged
 from anyrank.world.ranks import Ranks
 
 
@@ -76,3 +76,12 @@ class Rounds:
 def spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
     """The nodes over some leaves, in order; None is not a leaf."""
     return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))
+
+
+def most_nodes(count: int, leaves: Sequence[int]) -> int:
+    """The most nodes that a rank keeps at once while it adds up some leaves."""
+    tree, most = TreeSum(count), 0
+    for leaf in leaves:
+        tree.add(Span(leaf, leaf + 1), None)
+        most = max(most, len(tree.nodes))
+    return most

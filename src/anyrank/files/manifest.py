@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.optimizer_numbers import RECORD, is_optimizer, optimizer_numbers
 from anyrank.files.schema import ANY, COUNT, DIGEST, Optional, Table, check
 from anyrank.files.storage import NotAFile, Storage, join_path, read_range
 from anyrank.files.store import Written, digest_of
@@ -52,7 +53,7 @@ FIELDS = {
     "parts": Table(ANY),
     "differed": [str],
     "streams": STREAMS,
-    "receipt": Optional({"digest": str, "tensors": Table(DIGEST)}),
+    "receipt": Optional({"digest": str, "tensors": Table(DIGEST), "numbers": Optional(Table(ANY))}),
 }
 # What a receipt's digest takes from the state of the loader.
 POSITION = {"seed": int, "epoch": COUNT, "step": COUNT, "samples": COUNT, "receipt": [ANY]}
@@ -76,7 +77,8 @@ class Manifest:
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
         receipt: of a run with exact=True: `tensors`, name -> digest of its values in any layout,
-            and `digest`, of these and of the data up to the step; empty for other runs.
+            `numbers`, those of its optimizers, and `digest`, of both and of the data up to the
+            step; empty for other runs. Earlier receipts lack the numbers.
     """
 
     run: str
@@ -98,6 +100,11 @@ class Manifest:
         """The state of the loader, of a step with a receipt."""
         state: dict[str, Any] = self.parts["data"]["tree"]
         return state
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the optimizers, as a receipt has them."""
+        return optimizer_numbers(self.parts)
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
@@ -156,6 +163,9 @@ def parse(data: bytes, path: str) -> Manifest:
         check(table, FIELDS, "the manifest")
         if "receipt" in table:
             check(table["parts"], {"data": {"tree": POSITION}}, "the manifest.parts")
+            for part, each in table["parts"].items():
+                if is_optimizer(each):
+                    check(each, RECORD, f"the manifest.parts.{part}")
         if not table["saved_on"]["ranks"]:
             raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
         names = [field.name for field in fields(Manifest)]

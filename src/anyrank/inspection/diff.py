@@ -15,7 +15,14 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
-from anyrank.files.receipt import IN_PART, are_equal, data_differences, tensor_differences
+from anyrank.files.receipt import (
+    IN_PART,
+    are_equal,
+    data_differences,
+    number_differences,
+    tensor_differences,
+    without_numbers,
+)
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import committed, list_step, recognises
 from anyrank.formats.sources import Source, check_source, list_source
@@ -59,6 +66,8 @@ class DiffReport:
         values: name -> how they differ, the largest difference first.
         digests: of steps that both have a receipt: the tensors whose digests in it differ. No
             values were read then, and none are compared.
+        numbers: of such steps: the numbers of optimizers (options of their groups, and what their
+            state has of them) that differ -> both values.
         data: of such steps: what differs between the states of their loaders -> both values;
             empty where both have seen the same samples.
         step: of two runs: the first step that both have and in which they differ, which the other
@@ -79,6 +88,7 @@ class DiffReport:
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, Difference]
     digests: list[str] = field(default_factory=list[str])
+    numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     step: int | None = None
     steps_equal: list[int] = field(default_factory=list[int])
@@ -87,7 +97,7 @@ class DiffReport:
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
-        by_receipt = self.digests or self.data or self.unreadable
+        by_receipt = self.digests or self.numbers or self.data or self.unreadable
         if self.steps_only and not self.steps_equal:
             return False
         return not (names or self.shapes or self.dtypes or self.values or by_receipt)
@@ -101,6 +111,7 @@ class DiffReport:
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._verdict()}"]
+        by_receipt = self.data or self.digests or self.numbers
         if self.step is not None:
             lines.append(f"  step {self.step} is the first that differs")
         for title, items in (
@@ -110,7 +121,8 @@ class DiffReport:
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [_in_words(name, each) for name, each in self.values.items()]),
-            ("data", data_in_words(self.data) if self.data or self.digests else []),
+            ("data", data_in_words(self.data) if by_receipt else []),
+            ("number", numbers_in_words(self.numbers)),
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
@@ -136,6 +148,11 @@ def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
         return ["the same samples up to this step"]
     lines = [f"{name}: {x} and {y}" for name, (x, y) in data.items() if name != "receipt"]
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
+
+
+def numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Numbers that differ, a line each."""
+    return [f"{name}: {x} and {y}" for name, (x, y) in numbers.items()]
 
 
 def _in_words(name: str, each: Difference) -> str:
@@ -221,20 +238,23 @@ def _diff_steps(a: str, b: str) -> DiffReport:
     of_a, of_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
     if not (of_a.receipt and of_b.receipt):
         return _diff(a, b, _list_step(a), _list_step(b))
-    mine, other = of_a.receipt["tensors"], of_b.receipt["tensors"]
+    receipts = of_a.receipt, of_b.receipt
+    if len({"numbers" in receipt for receipt in receipts}) > 1:
+        receipts = [without_numbers(each.receipt, each.data_state) for each in (of_a, of_b)]
+    mine, other = (receipt["tensors"] for receipt in receipts)
     same = [name for name in mine if mine[name] == other.get(name)]
     found = DiffReport(a, b, len(same), [], [], {}, {}, {}, {})
-    if are_equal(of_a.receipt, of_b.receipt):
+    if are_equal(*receipts):
         return found
     data = data_differences(of_a.data_state, of_b.data_state)
-    digests = tensor_differences(of_a.receipt, of_b.receipt)
+    digests, numbers = tensor_differences(*receipts), number_differences(*receipts)
     only_a, only_b = (
         [name for name in one if name not in two and not IN_PART.search(name)]
         for one, two in ((mine, other), (other, mine))
     )
-    if not (data or digests or only_a or only_b):
-        data = {"digest": (of_a.receipt["digest"], of_b.receipt["digest"])}
-    return replace(found, only_a=only_a, only_b=only_b, digests=digests, data=data)
+    if not (data or digests or numbers or only_a or only_b):
+        data = {"digest": (receipts[0]["digest"], receipts[1]["digest"])}
+    return replace(found, only_a=only_a, only_b=only_b, digests=digests, numbers=numbers, data=data)
 
 
 def _list_step(folder: str) -> Listing:

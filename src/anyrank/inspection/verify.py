@@ -12,7 +12,12 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, read_manifest
-from anyrank.files.receipt import Digests, receipt_of_step, tensor_differences
+from anyrank.files.receipt import (
+    Digests,
+    number_differences,
+    receipt_of_step,
+    tensor_differences,
+)
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_folder import check_sizes, is_step, list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
@@ -236,11 +241,16 @@ def _forged(folder: str, manifest: Manifest, listing: Listing) -> Iterator[Findi
             digests.tensors[name] = 0  # all of it, where it has no element
             for box in boxes_of(stored):
                 digests.add(name, stored.shape, stored.dtype, box, values.read(stored, box))
-    found = receipt_of_step([digests.tensors], manifest.data_state)
+    numbers = manifest.numbers if "numbers" in receipt else None
+    found = receipt_of_step([digests.tensors], manifest.data_state, numbers)
     for name in tensor_differences(receipt, found):
         mine, other = receipt["tensors"][name], found["tensors"][name]
         yield Finding(where, f"{name} has digest {mine} in the receipt and {other} here: {wrong}")
-    if receipt["tensors"] == found["tensors"] and receipt["digest"] != found["digest"]:
+    other_numbers = number_differences(receipt, found)
+    for name, (mine, other) in other_numbers.items():
+        yield Finding(where, f"{name} is {mine!r} in the receipt and {other!r} here: {wrong}")
+    is_same = receipt["tensors"] == found["tensors"] and not other_numbers
+    if is_same and receipt["digest"] != found["digest"]:
         what = f"the receipt's digest is {receipt['digest']}, and of its parts {found['digest']}"
         yield Finding(where, f"{what}: {wrong}")
 

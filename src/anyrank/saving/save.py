@@ -274,7 +274,9 @@ def write(
         now = datetime.now(UTC).isoformat(timespec="seconds")
         receipt: dict[str, Any] = {}
         if snapshot.receipt is not None:
-            receipt = receipt_of_step([digests for _, digests in shares], snapshot.receipt.data)
+            receipt = receipt_of_step(
+                [digests for _, digests in shares], snapshot.receipt.data, snapshot.manifest.numbers
+            )
         manifest = replace(
             snapshot.manifest, files=files, differed=differed, written=now, receipt=receipt
         )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.listing import Fill
+from anyrank.files.optimizer_numbers import IMPLEMENTATION
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.json_codec import from_json, to_json
@@ -29,7 +30,6 @@ from anyrank.state.opaque import (
 )
 from anyrank.state.optimizer_attributes import changed_numbers
 from anyrank.state.optimizer_groups import (
-    IMPLEMENTATION,
     Names,
     are_regrouped,
     check_options,

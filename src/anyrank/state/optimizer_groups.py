@@ -9,11 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CorruptCheckpoint
+from anyrank.files.optimizer_numbers import IMPLEMENTATION
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import Stored, differences, listed
 
-# How a step is computed, not what: a run goes on with what its optimizer is made with now.
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
