@@ -195,7 +195,7 @@ def small(kind: str, repeats: int) -> dict[str, list[float]]:
         ends = (None, src) if dist.get_rank() == 0 else (dst, None)
 
     def look_at_both() -> tuple[Any, Any]:
-        return look(ends[0], None, ranks), look(ends[1], None, ranks)
+        return look(ends[0]), look(ends[1])
 
     def plan() -> object:
         return agree_plan(look_at_both, LoadOptions(), ranks, None, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 import anyrank
 from anyrank.model.given_layouts import RankMesh
 from anyrank.testing import run_ranks
+from anyrank.world.ranks import Ranks
 
 
 class Part(nn.Module):
@@ -106,6 +110,94 @@ def job_sync() -> None:
 
 def test_parts_are_synced_both_ways() -> None:
     run_ranks(4, job_sync)
+
+
+def job_misspelt(kind: str) -> Any:
+    """Parts that lie the other way round at the two ends: as whole tensors they would be wrong."""
+    rank = dist.get_rank()
+    full = torch.arange(24.0).reshape(6, 4)
+    src, dst = {"up.weight": full.chunk(2)[rank].clone()}, {"up.weight": torch.zeros(3, 4)}
+    key = {"right": "up.*", "pattern": "upp.*", "name": "up.wieght", "one end": "up.*"}[kind]
+    into, out_of = ({key: (ranks, [Shard(0)])} for ranks in ([1, 0], [0, 1]))
+    given = (into, {**out_of, "down.*": ([0, 1], [Shard(0)])} if kind == "one end" else out_of)
+    try:
+        anyrank.sync(dst, src, layout=given)
+    except anyrank.LoadError as error:
+        unchanged = not dst["up.weight"].any()
+        return str(error) if unchanged else "changed"
+    return torch.equal(dst["up.weight"], full.chunk(2)[1 - rank])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("right", ""),
+        ("pattern", "layout= names upp.*, which no tensor of dst has on any rank that gives it"),
+        ("name", "layout= names up.wieght, which no tensor of dst has"),
+        ("one end", "layout= names down.*, which no tensor of src has"),
+    ],
+)
+def test_a_misspelt_name_is_refused_in_sync(kind: str, words: str) -> None:
+    answers = run_ranks(2, job_misspelt, kind)
+    assert answers[0] == answers[1]
+    assert answers[0] is True if kind == "right" else words in answers[0], answers
+
+
+def job_one_dict_for_both() -> str:
+    """Each end has its own of the names, on its own rank; one is on neither."""
+    rank = dist.get_rank()
+    src, dst = ({f"{end}.w": torch.full((2,), 1.0 + rank)} for end in ("src", "dst"))
+    given = {"src.*": ([0], [Shard(0)]), "dst.w": ([1], [Shard(0)])}
+    ends = (None, src) if rank == 0 else (dst, None)
+    anyrank.sync(*ends, layout=given, rename={"src": "dst"})
+    assert dst["dst.w"].tolist() == ([1.0, 1.0])
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.sync(*ends, layout={**given, "x": ([0], [Shard(0)])}, rename={"src": "dst"})
+    return str(caught.value)
+
+
+def test_one_dict_for_both_ends_names_tensors_of_either() -> None:
+    text, other = run_ranks(2, job_one_dict_for_both)
+    assert text == other
+    assert "layout= names x, which no tensor of dst or src has" in text
+
+
+def longest_message(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and the bytes of the longest value that this rank gave the others."""
+    sizes, usual = [0], Ranks.start_gather
+
+    def spied(self: Ranks, value: Any, what: str) -> Any:
+        sizes.append(len(pickle.dumps(value)))
+        return usual(self, value, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start_gather", spied)
+        return call(), max(sizes)
+
+
+def job_again() -> list[tuple[bool, int]]:
+    """Whether each call made a plan, and its longest message."""
+    rank = dist.get_rank()
+    names = [f"layers.{n}.weight" for n in range(40)]
+    src = {name: torch.arange(8.0).reshape(4, 2) for name in names}
+    halves: Any = ([0, 1], [Shard(0)])
+    turns: Any = (*halves, [[(0, 1), (2, 1)], [(1, 1), (3, 1)]])
+    found: list[tuple[bool, int]] = []
+    for layout, mine in ((halves, [0, 1]), (halves, [0, 1]), (turns, [0, 2])):
+        dst = {name: torch.zeros(2, 2) for name in names}
+        ends, given = (dst, src if rank == 0 else None), ({"layers.*": layout}, None)
+        report, size = longest_message(partial(anyrank.sync, *ends, layout=given))
+        found.append((report.is_planned, size))
+        rows = [row + rank * (2 if layout is halves else 1) for row in mine]
+        assert all(torch.equal(held, src[name][rows]) for name, held in dst.items())
+    return found
+
+
+def test_a_second_call_compares_a_digest_of_the_parts() -> None:
+    for first, second, changed in run_ranks(2, job_again):
+        assert [is_planned for is_planned, _ in (first, second, changed)] == [True, False, True]
+        assert min(first[1], changed[1]) > 2000
+        assert second[1] < 500
 
 
 def job_wrong(change: str) -> str:

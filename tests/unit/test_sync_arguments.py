@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import anyrank
 
@@ -107,3 +109,42 @@ def test_dicts_of_a_compiled_model_fill_one_another() -> None:
     plain = {"w": torch.zeros(1)}
     anyrank.sync(plain, src)
     assert plain["w"] == 1
+
+
+@pytest.mark.parametrize("writer", ["load", "resume", "load of a part's whole"])
+def test_a_model_that_was_given_other_weights_forgets_the_version(
+    writer: str, tmp_path: Path
+) -> None:
+    src, dst = nn.Linear(2, 2), nn.Linear(2, 2)
+    held = nn.Sequential(dst) if "part" in writer else dst
+    state = anyrank.TrainState(dst)
+    if writer == "resume":
+        with anyrank.Checkpoints(tmp_path, state) as run:
+            run.save()
+    assert anyrank.sync(dst, src, version=41).version == 41
+    assert anyrank.SyncReport.last(dst) is not None
+    if writer == "resume":
+        with anyrank.Checkpoints(tmp_path, state) as run:
+            assert run.resume() is not None
+    else:
+        old = {key: torch.zeros_like(value) for key, value in held.state_dict().items()}
+        anyrank.load(held, old)
+    assert anyrank.SyncReport.last(dst) is None
+    assert anyrank.sync(dst, src).version == 1
+
+
+def test_a_load_that_is_refused_leaves_the_version() -> None:
+    src, dst = nn.Linear(2, 2), nn.Linear(2, 2)
+    report = anyrank.sync(dst, src, version=41)
+    with pytest.raises(anyrank.LoadError):
+        anyrank.load(dst, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
+    assert anyrank.SyncReport.last(dst) == report
+
+
+def test_a_wrapper_and_what_is_inside_know_one_version() -> None:
+    src, dst = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled: Any = torch.compile(dst, backend="eager")
+    anyrank.sync(compiled, src, version=41)
+    assert anyrank.SyncReport.last(dst) == anyrank.SyncReport.last(compiled)
+    anyrank.load(dst, src.state_dict())
+    assert anyrank.SyncReport.last(compiled) is None

@@ -147,7 +147,7 @@ def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[Mo
     """This rank's tensors, with what plain ones are parts of. All ranks."""
     found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
-        apply_layouts(found, options.layout, ranks, strict=True)
+        apply_layouts({"the model": found}, options.layout, ranks)
     return found
 
 

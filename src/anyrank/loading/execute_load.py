@@ -26,6 +26,7 @@ from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
+from anyrank.model.synced import forget_synced
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.spec import dtype_name
@@ -126,6 +127,7 @@ class _Executor:
     """One load on one rank: what has been allocated and filled, and is not in place yet."""
 
     def __init__(self, model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter) -> None:
+        self.model = model
         self.plan = plan
         self.match = plan.match
         self.ranks = ranks
@@ -152,6 +154,7 @@ class _Executor:
         with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
             if self.plan.in_place:
                 self.ranks.together("opening the files", lambda: self._open(reader))
+            forget_synced(self.model)
             try:
                 self.ranks.together("reading the weights", lambda: self._fill(reader))
             except AnyrankError as error:

@@ -129,7 +129,7 @@ def plan_load(
 
     if options.layout is not None:
         tensors = ranks.own("looking at it", lambda: find_tensors(model))
-        apply_layouts(tensors, options.layout, ranks, strict=True)
+        apply_layouts({"the model": tensors}, options.layout, ranks)
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -25,6 +28,8 @@ The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A thi
 the ranks hold of the sharded dim, if that is not torch's even chunks: for each place on the mesh
 axis its (start, length) pairs, in the order in which they lie in the part.
 """
+Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for all ends, or one for each
+Shape: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,67 @@ class RankMesh:
 class _Part:
     """What one rank holds of a tensor: its shape, and where that is."""
 
+    name: str
+    mesh: RankMesh
     layout: Layout
-    coordinate: tuple[int, ...] | None
-    shape: tuple[int, ...]
+    at: tuple[int, ...] | None
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What one rank's `layout=` says.
+
+    Attributes:
+        parts: of each end, by position of the tensor.
+        used: each end, with the names and patterns that a tensor of it has.
+        asked: the ends of which one is to have such a tensor, with each name and pattern.
+    """
+
+    parts: list[dict[int, _Part]]
+    used: set[tuple[str, str]]
+    asked: set[tuple[tuple[str, ...], str]]
+
+    def digest(self, ranks: Ranks) -> str:
+        """A digest of all that is joined on this rank, and for whom."""
+        words: dict[int, str] = {}  # by identity, as many tensors have one layout
+        text = [repr((ranks.rank, ranks.ranks, sorted(self.asked), sorted(self.used)))]
+        for end, parts in enumerate(self.parts):
+            for index, part in parts.items():
+                both = (words.setdefault(id(x), repr(x)) for x in (part.mesh, part.layout))
+                text.append(f"{end} {index} {part.name} {part.at} {part.shape} {' '.join(both)}")
+        return _hash(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the ranks joined before; `key` is a digest of what all of them said."""
+
+    key: str
+    parts: list[dict[int, _Part]]
+    shapes: list[dict[int, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What `layout=` made of the tensors of each end.
+
+    Attributes:
+        key: equal where all ranks say the same of the same parts.
+        meshes: of each end, position of a tensor -> its mesh; of equal ones, the same object.
+    """
+
+    key: str
+    meshes: list[dict[int, RankMesh]]
+
+
+KEPT = 8  # of the latest calls of this process; they hold no tensors
+
+_kept: OrderedDict[str, _Kept] = OrderedDict()
+
+
+def _hash(words: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(words).encode(), digest_size=16).hexdigest()
 
 
 def check_layout(given: object) -> None:
@@ -136,68 +199,110 @@ def _with_intervals(
     )
 
 
-def apply_layouts(
-    tensors: list[ModelTensor], given: GivenLayout, ranks: Ranks, *, strict: bool
-) -> dict[int, RankMesh]:
+def apply_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: Ranks) -> Joined:
     """Make plain tensors parts of a whole, as `layout=` says. All ranks.
 
     The whole's shape is what its parts add up to, and every part has to be the one that the layout
-    gives its rank: no element is there twice on one axis, and none is missing.
+    gives its rank: no element is there twice on one axis, and none is missing. Ranks that said the
+    same before compare a digest of it alone.
 
     Args:
-        tensors: of one model; changed in place.
+        ends: the tensors of each model, which are changed in place, by what messages call it.
         given: the layouts on this rank; DTensors keep their own.
         ranks: of the call.
-        strict: whether each name and pattern has to be of use here.
-
-    Returns:
-        Position of a tensor -> its mesh; of equal ones, the same object.
 
     Raises:
-        LoadError: parts that do not make a whole; a name or pattern that no tensor has.
+        LoadError: parts that do not make a whole; a name or pattern that no tensor has on any rank
+            that gives it.
     """
 
-    def find() -> tuple[dict[int, RankMesh], dict[str, _Part]]:
-        meshes: dict[int, RankMesh] = {}
-        known: dict[RankMesh, RankMesh] = {}
-        parts: dict[str, _Part] = {}
-        for index, mesh, rules in _chosen(tensors, given, strict):
+    def read() -> tuple[tuple[_Said, str, _Kept | None], tuple[str, str]]:
+        said = _read(ends, given, ranks.rank)
+        mine = said.digest(ranks)
+        kept = _kept.get(mine)
+        return (said, mine, kept), (mine, kept.key if kept else "")
+
+    (said, mine, kept), answers = ranks.own_and_all("reading layout=", read)
+    key = _hash(digest for digest, _ in answers)
+    if kept is None or any(known != key for _, known in answers):
+        every = dict(zip(ranks.ranks, ranks.gather(said, "reading layout="), strict=True))
+        shapes = ranks.own("joining the parts of layout=", lambda: _join(said, every))
+        kept = _kept[mine] = _Kept(key, said.parts, shapes)
+        while len(_kept) > KEPT:
+            _kept.popitem(last=False)
+    _kept.move_to_end(mine)
+    for tensors, parts, shapes in zip(ends.values(), kept.parts, kept.shapes, strict=True):
+        for index, part in parts.items():
             tensor = tensors[index]
-            cut = [rule.dim for rule in rules if rule.kind == "shard"]
-            wrong = [dim for dim in cut if not 0 <= dim < tensor.tensor.dim()]
+            tensor.layout, tensor.coordinate, tensor.shape = part.layout, part.at, shapes[index]
+    meshes = [{index: part.mesh for index, part in parts.items()} for parts in kept.parts]
+    return Joined(key, meshes)
+
+
+def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _Said:
+    """What this rank's `layout=` says of its tensors.
+
+    Raises:
+        LoadError: of a tensor that has no such dim, or is outside of its mesh; a function failed.
+        TypeError, ValueError: a function gave no layout.
+    """
+    alike = not isinstance(given, tuple)
+    layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
+    said = _Said([], set(), set())
+    for end, tensors in ends.items():
+        layout = layouts[end]
+        found, used = _chosen(tensors, layout)
+        parts: dict[int, _Part] = {}
+        for index, mesh, rules in found:
+            name, held = tensors[index].name, tensors[index].tensor
+            cut = [rule.dim for rule in rules.placements if rule.kind == "shard"]
+            wrong = [dim for dim in cut if not 0 <= dim < held.dim()]
             if wrong:
                 raise LoadError(
-                    f"{tensor.name}: layout= shards dim {wrong[0]} of a tensor of "
-                    f"{tensor.tensor.dim()} dims: count dims from 0"
+                    f"{name}: layout= shards dim {wrong[0]} of a tensor of {held.dim()} dims: "
+                    "count dims from 0"
                 )
-            at = mesh.coordinate(ranks.rank)
-            if at is None and tensor.tensor.numel():
+            at = mesh.coordinate(rank)
+            if at is None and held.numel():
                 raise LoadError(
-                    f"{tensor.name}: rank {ranks.rank} holds {list(tensor.tensor.shape)}, and is "
-                    f"not in the mesh of its layout=, whose ranks are {list(mesh.ranks)}"
+                    f"{name}: rank {rank} holds {list(held.shape)}, and is not in the mesh of its "
+                    f"layout=, whose ranks are {list(mesh.ranks)}"
                 )
-            meshes[index] = known.setdefault(mesh, mesh)
-            layout = Layout(mesh.shape, rules)
-            parts[tensor.name] = _Part(layout, at, tuple(tensor.tensor.shape))
-        return meshes, parts
+            parts[index] = _Part(name, mesh, rules, at, tuple(held.shape))
+        said.parts.append(parts)
+        said.used.update((end, key) for key in used)
+        asked = layout if isinstance(layout, Mapping) else ()
+        said.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
+    return said
 
-    meshes, every = ranks.own_and_all("reading layout=", find)
 
-    def join() -> None:
-        for index, mesh in meshes.items():
-            tensor = tensors[index]
-            inside = {*mesh.ranks}
-            held = {
-                rank: parts[tensor.name]
-                for rank, parts in zip(ranks.ranks, every, strict=True)
-                if tensor.name in parts and rank in inside
-            }
-            tensor.layout = every[ranks.index][tensor.name].layout
-            tensor.coordinate = every[ranks.index][tensor.name].coordinate
-            tensor.shape = _whole(tensor.name, tensor.layout, held, inside)
+def _join(said: _Said, every: Mapping[int, _Said]) -> list[dict[int, Shape]]:
+    """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
 
-    ranks.together("joining the parts of layout=", join)
-    return meshes
+    Raises:
+        LoadError: as `apply_layouts`.
+    """
+    used: set[tuple[str, str]] = set().union(*(each.used for each in every.values()))
+    asked = {asked for each in every.values() for asked in each.asked}
+    unused = sorted(
+        (ends, key) for ends, key in asked if not used.intersection((end, key) for end in ends)
+    )
+    if unused:
+        ends = unused[0][0]
+        keys = ", ".join([key for among, key in unused if among == ends][:10])
+        raise LoadError(
+            f"layout= names {keys}, which no tensor of {' or '.join(ends)} has on any rank that "
+            "gives it"
+        )
+    shapes: list[dict[int, Shape]] = []
+    for end, parts in enumerate(said.parts):
+        named = {r: {part.name: part for part in s.parts[end].values()} for r, s in every.items()}
+        shapes.append({})
+        for index, part in parts.items():
+            inside = {*part.mesh.ranks}
+            held = {r: named[r][part.name] for r in named if r in inside and part.name in named[r]}
+            shapes[end][index] = _whole(part.name, part.layout, held, inside)
+    return shapes
 
 
 def _answer(given: Callable[[str], Any], name: str) -> Any:
@@ -209,30 +314,36 @@ def _answer(given: Callable[[str], Any], name: str) -> Any:
 
 
 def _chosen(
-    tensors: Sequence[ModelTensor], given: GivenLayout, strict: bool
-) -> list[tuple[int, RankMesh, tuple[Placement, ...]]]:
-    """Position, mesh and placements of each plain tensor that has a layout."""
-    found: list[tuple[int, RankMesh, tuple[Placement, ...]]] = []
+    tensors: Sequence[ModelTensor], given: GivenLayout
+) -> tuple[list[tuple[int, RankMesh, Layout]], set[str]]:
+    """Position, mesh and layout of each plain tensor that has one; the keys that tensors have."""
+    found: list[tuple[int, RankMesh, Layout]] = []
     used: set[str] = set()
+    meshes: dict[RankMesh, RankMesh] = {}
+    known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
+    table: Mapping[str, One] = given if isinstance(given, Mapping) else {}
+    patterns = [
+        (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
+    ]
     for index, tensor in enumerate(tensors):
         # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
         every = (name for raw in tensor.flat_names() for name in candidates(raw))
         names = list(dict.fromkeys(every))
-        value: Any = None
         if callable(given):
             answers = (_answer(given, name) for name in names)
-            value = next((answer for answer in answers if answer is not None), None)
-        elif given is not None:
-            keys = [k for k in given if any(n == k or fnmatch.fnmatchcase(n, k) for n in names)]
+            value: Any = next((answer for answer in answers if answer is not None), None)
+        else:
+            keys = [name for name in names if name in table]
+            keys += [key for key, fits in patterns if any(map(fits, names))]
             used.update(keys)
-            exact = [key for key in keys if key in names]
-            value = given[(exact or keys)[0]] if keys else None
-        if value is not None and tensor.layout is None:
-            found.append((index, *_checked(tensor.name, value)))
-    unused = [key for key in given if key not in used] if isinstance(given, Mapping) else []
-    if unused and strict:
-        raise LoadError(f"layout= names {', '.join(unused[:10])}, which no tensor of the model has")
-    return found
+            value = table[keys[0]] if keys else None
+        if value is None or tensor.layout is not None:
+            continue
+        if id(value) not in known:
+            mesh, rules = _checked(tensor.name, value)
+            known[id(value)] = value, meshes.setdefault(mesh, mesh), Layout(mesh.shape, rules)
+        found.append((index, *known[id(value)][1:]))
+    return found, used
 
 
 def _whole(
@@ -253,13 +364,13 @@ def _whole(
     for dim in range(len(shape)):
         axes = [a for a, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]
         sizes = {
-            tuple(part.coordinate[axis] for axis in axes): part.shape[dim]
+            tuple(part.at[axis] for axis in axes): part.shape[dim]
             for part in held.values()
-            if part.coordinate is not None and len(part.shape) > dim
+            if part.at is not None and len(part.shape) > dim
         }
         shape[dim] = sum(sizes.values()) if axes else shape[dim]
     for rank, part in held.items():
-        expected = local_shape(shape, layout, part.coordinate)
+        expected = local_shape(shape, layout, part.at)
         if part.shape != expected:
             raise LoadError(
                 f"{name}: rank {rank} holds {list(part.shape)}, and its part of {shape} by layout= "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import GivenLayout, apply_layouts
+from anyrank.model.given_layouts import Layouts, RankMesh, apply_layouts
 from anyrank.model.lora import find_lora, merged_name
 from anyrank.model.match import is_pinned
 from anyrank.model.tensors import (
@@ -24,7 +24,6 @@ from anyrank.model.tensors import (
     ModelTensor,
     describe,
     facts_of,
-    find_tensors,
     put_together,
     walk_tensors,
 )
@@ -108,6 +107,7 @@ class _Kept:
     """What a look found, and all that it went by; no tensor and no module."""
 
     facts: Any
+    how: tuple[bool, str]  # whether merged, and a digest of what its parts were joined to
     description: Description
     seen: Seen
 
@@ -115,39 +115,86 @@ class _Kept:
 _kept: deque[_Kept] = deque(maxlen=8)  # of this process, the newest first
 
 
-def look(given: Module, layout: GivenLayout, ranks: Ranks, *, merge: bool = False) -> End:
-    """One end as this rank has it. All ranks, if any of them has a layout.
+def look(given: Module, *, merge: bool = False) -> End:
+    """One end as this rank has it.
 
     Args:
         given: the module, the dict, or None.
-        layout: of plain tensors that are parts; None on all ranks, or something on each.
-        ranks: of the call.
         merge: see the end as the model that it is with its adapters merged.
 
     Raises:
         LoadError: tensors that cannot be read or written, named with their type; adapters that
             cannot be merged.
     """
-    module = _as_module(given)
-    if layout is not None:
-        tensors = ranks.own("looking at it", lambda: find_tensors(module))
-        meshes = apply_layouts(tensors, layout, ranks, strict=False)
-        return End(module, tensors, *_rows(module, tensors, meshes, merge))
-    walk = walk_tensors(module)
-    facts = (facts_of(walk), merge)
-    kept = next((seen for seen in [*_kept] if seen.facts == facts), None)  # others may add to it
-    if kept is not None:
-        return End(module, put_together(walk, kept.description), *kept.seen)
-    description = describe(walk)
-    tensors = put_together(walk, description)
-    seen = _rows(module, tensors, {}, merge)
-    if facts[0] and not any("base_layer" in names[0] for names in description.names):
-        _kept.appendleft(_Kept(facts, description, seen))
-    return End(module, tensors, *seen)
+    return _Look(given, merge).end({}, "")
+
+
+def look_at_parts(
+    dst: Module, src: Module, layout: Layouts, ranks: Ranks, *, merge: bool = False
+) -> tuple[End, End]:
+    """Both ends, where some rank has a `layout=` of plain tensors that are parts. All ranks.
+
+    Raises:
+        LoadError: as `look` and `apply_layouts`.
+    """
+    here = "looking at both ends"
+    into, out_of = ranks.own(here, lambda: (_Look(dst, False), _Look(src, merge)))
+    joined = apply_layouts({"dst": into.tensors, "src": out_of.tensors}, layout, ranks)
+    into_parts, out_of_parts = joined.meshes
+    return ranks.own(
+        here, lambda: (into.end(into_parts, joined.key), out_of.end(out_of_parts, joined.key))
+    )
+
+
+class _Look:
+    """One end on its way; what is found of a model is kept for those alike.
+
+    Args:
+        given: the module, the dict, or None.
+        merge: as for `look`.
+
+    Attributes:
+        tensors: of the module; of plain ones that are parts, as if they were whole.
+
+    Raises:
+        LoadError: as `look`.
+    """
+
+    def __init__(self, given: Module, merge: bool) -> None:
+        self.module, self.merge = _as_module(given), merge
+        walk = walk_tensors(self.module)
+        self.facts = facts_of(walk)
+        alike = (kept for kept in [*_kept] if kept.facts == self.facts)  # others may add to it
+        self.kept = next(alike, None) if self.facts else None
+        self.description = self.kept.description if self.kept else describe(walk)
+        self.tensors = put_together(walk, self.description)
+
+    def end(self, meshes: Mapping[int, RankMesh], joined: str) -> End:
+        """The end, once its tensors say what they are parts of.
+
+        Args:
+            meshes: of the tensors that are parts.
+            joined: a digest of what they are parts of.
+
+        Raises:
+            LoadError: as `look`.
+        """
+        how = (self.merge, joined)
+        kept = self.kept
+        if kept is not None and kept.how != how:
+            alike = (each for each in [*_kept] if each.how == how and each.facts == self.facts)
+            kept = next(alike, None)
+        if kept is not None:
+            return End(self.module, self.tensors, *kept.seen)
+        seen = _rows(self.module, self.tensors, meshes, self.merge)
+        names = self.description.names
+        if self.facts and not any("base_layer" in each[0] for each in names):
+            _kept.appendleft(_Kept(self.facts, how, self.description, seen))
+        return End(self.module, self.tensors, *seen)
 
 
 def _rows(
-    module: nn.Module, tensors: list[ModelTensor], given_meshes: Mapping[int, Any], merge: bool
+    module: nn.Module, tensors: list[ModelTensor], given_meshes: Mapping[int, RankMesh], merge: bool
 ) -> Seen:
     """The rows of an end, this rank's coordinates, and the digest.
 

@@ -19,13 +19,14 @@ from anyrank.model.options import LoadOptions
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.model.shared_memory import SharedMemory, SourceMemory
+from anyrank.model.synced import forget_synced, note_synced, report_of
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
-from anyrank.syncing.ends import look
+from anyrank.syncing.ends import look, look_at_parts
 from anyrank.syncing.flows import Flow
 from anyrank.syncing.move import WHAT, LocalEnds, Mover
 from anyrank.syncing.planning import Agreement, agree_plan
-from anyrank.syncing.report import SyncReport, forget, remember
+from anyrank.syncing.report import SyncReport
 from anyrank.syncing.verify import check_before, check_equal
 from anyrank.tensors.box import row_major
 from anyrank.tensors.sharded_tensor import lazy_view
@@ -49,26 +50,19 @@ def execute_sync(
     Raises:
         AnyrankError: of any rank, on all ranks.
     """
-    last = SyncReport.last(dst) if isinstance(dst, nn.Module) else None
+    last: SyncReport | None = report_of(dst)
     held = last.version if last else 0
-    if ranks.any(options.layout is not None, "reading layout="):
-        layout = options.layout or {}  # ranks without it take part
-        layouts = layout if isinstance(layout, tuple) else (layout, layout)
-        into = look(dst, layouts[0] or {}, ranks)
-        ends = into, look(src, layouts[1] or {}, ranks, merge=options.merge)
+    if ranks.any(options.layout is not None, "reading layout="):  # ranks without it take part
+        ends = look_at_parts(dst, src, options.layout, ranks, merge=options.merge)
         agreed = agree_plan(lambda: ends, options, ranks, version, held)
     else:
         agreed = agree_plan(
-            lambda: (look(dst, None, ranks), look(src, None, ranks, merge=options.merge)),
-            options,
-            ranks,
-            version,
-            held,
+            lambda: (look(dst), look(src, merge=options.merge)), options, ranks, version, held
         )
     report = _Sync(agreed, dst, ranks, meter, options.verify, atomic).run()
     if isinstance(dst, dict):  # its tensors on meta may be new objects
         dst.update(agreed.dst.module.__dict__["_parameters"])
-    remember(dst, report)
+    note_synced(dst, report)
     return report
 
 
@@ -124,7 +118,7 @@ class _Sync:
             moved = (sent, received, mover.copied, *self.meter.peaks())
             return moved, self.meter.seconds(), share.rules, renewed
 
-        forget(self.given)  # with atomic=True only now
+        forget_synced(self.given)  # with atomic=True only now
         with _word_of_dst(OVERWRITTEN):
             answers = self.ranks.together("putting the weights in place", commit)
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
@@ -151,7 +145,7 @@ class _Sync:
             sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
             replicas = compare_replicas(sent, self.ranks)
         if not self.atomic:
-            forget(self.given)
+            forget_synced(self.given)
         with _word_of_dst("dst keeps its values" if self.atomic else OVERWRITTEN):
             self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
             if not self.verify:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.model.report import FillReport, mib_by_rank
-
-HELD = "anyrank_synced"  # attribute of a model: the report of what it holds
+from anyrank.model.synced import report_of
 
 
 @dataclass(frozen=True)
@@ -63,14 +60,15 @@ class SyncReport(FillReport):
     def last(model: nn.Module) -> SyncReport | None:
         """The report of the last sync into a model, whose weights it has; this rank alone.
 
-        None if there was none, or the last one failed in the middle.
+        None if there was none, the last one failed in the middle, or `load` or a resume has written
+        to the model since. Other writers, as `load_state_dict`, are not seen.
 
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
         if not isinstance(cast("object", model), nn.Module):
             raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
-        return model.__dict__.get(HELD)
+        return report_of(model)
 
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
@@ -94,24 +92,3 @@ class SyncReport(FillReport):
         }
         lines += self._lines(others)
         return "\n".join(lines)
-
-
-def remember(model: object, report: SyncReport) -> None:
-    """Let a model know what it holds now; also the one inside of a wrapper."""
-    for module in _wrapped(model):
-        module.__dict__[HELD] = report
-
-
-def forget(model: object) -> None:
-    """What a model holds is no longer known."""
-    for module in _wrapped(model):
-        module.__dict__.pop(HELD, None)
-
-
-def _wrapped(model: object) -> Iterator[nn.Module]:
-    """A model, and the one inside of DDP's or the compiler's wrapper."""
-    while isinstance(model, nn.Module):
-        yield model
-        modules = model.__dict__["_modules"]
-        is_wrapper = "_orig_mod" in modules or isinstance(model, DistributedDataParallel)
-        model = modules.get("_orig_mod") or modules.get("module") if is_wrapper else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import GivenLayout
+from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter, collector_paused
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.execute import execute_sync
@@ -21,8 +21,6 @@ from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.sync")
-
-Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, GivenLayout]"
 
 
 @collector_paused()
