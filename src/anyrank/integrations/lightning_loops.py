@@ -184,7 +184,7 @@ class Replaced:
 
         def clip(
             optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ):
+        ) -> None:
             own, kind = trainer.gradient_clip_val, gradient_clip_algorithm
             value = own if gradient_clip_val is None else gradient_clip_val
             kind = kind or trainer.gradient_clip_algorithm or "norm"
