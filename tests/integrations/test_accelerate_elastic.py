@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch.distributed.fsdp import fully_shard
 
 END, STOP, ROWS = 16, 6, 46  # an epoch has 4 steps
 
@@ -138,6 +139,34 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) ->
     second = run_ranks(2, exact, str(tmp_path / "run"), 8)
     assert [first[0][0] + second[0][0]] == [alone]
     assert {result[1] for result in second} == {weights}
+
+
+def sharded(folder: str) -> tuple[bytes, list[str]]:
+    """The weights after clipped steps, of a model that FSDP2 shards; and the loader's notes.
+
+    Accelerate shards on accelerators alone, so it is as if it had prepared the model.
+    """
+    fresh()
+    accelerator = anyrank.integrations.accelerate.Accelerator(
+        cpu=True, folder=folder, global_batch=6, exact=True
+    )
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Dropout(0.2)))
+    accelerator._wrapped.append(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    on = Setup(accelerator, model, *accelerator.prepare(optimizer, scheduler, points()))
+    assert len([*steps(on, 3)]) == 3
+    weights = [parameter.full_tensor().detach().flatten() for parameter in model.parameters()]
+    accelerator.end_training()
+    return torch.cat(weights).numpy().tobytes(), on.data.loader.notes
+
+
+@pytest.mark.slow
+def test_clipping_of_shards_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    results = [run_ranks(n, sharded, str(tmp_path / str(n)))[0] for n in (1, 3)]
+    assert results[0] == results[1]
+    assert results[0][1] == []
 
 
 # -- one process ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 torch itself writes the folders, from FSDP2 models on two ranks. The layouts are those that the
 sources of torchtitan, torch's tutorials, Megatron and Lightning's `ModelParallelStrategy` define;
-the folder of Accelerate with FSDP2 is written by Accelerate.
+the folders of Accelerate with FSDP2 are written by what its `save_state` calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,30 +148,44 @@ def test_dcp(tmp_path: Path) -> None:
                 assert parts["scheduler"] == ("exact" if known else "fresh")
 
 
-def job_accelerate(folder: str) -> list[float]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
-    expected: list[float] = []
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        with tools.new_accelerate():
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, state_dict_type=kind, reshard_after_forward=True
-            )
-            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-            net = tools.seeded()
-            optimizer = tools.optimizer_of(net)
-            scheduler = tools.cosine(optimizer)
-            net, optimizer = accelerator.prepare(net, optimizer)
-            tools.train(net, optimizer, scheduler, 0, tools.SAVED)
-            accelerator.register_for_checkpointing(scheduler)
-            accelerator.save_state(f"{folder}/{kind}")
-            expected = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
-    return expected
+
+def job_accelerate(folder: str) -> list[float]:
+    """As `Accelerator.save_state` saves FSDP2 models; it shards none itself on a CPU."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.checkpointing import save_accelerator_state, save_custom_state
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    like: Any = SimpleNamespace(
+        num_processes=world,
+        process_index=rank,
+        is_main_process=rank == 0,
+        is_fsdp2=True,
+        wait_for_everyone=dist.barrier,
+    )
+    with tools.new_accelerate():
+        Accelerator(cpu=True)  # for its logging
+        net = tools.wrapped("fsdp", tools.seeded())
+        optimizer = tools.optimizer_of(net)
+        scheduler = tools.cosine(optimizer)
+        tools.train(net, optimizer, scheduler, 0, tools.SAVED)
+        for kind in KINDS:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+            path = f"{folder}/{kind}"
+            save_fsdp_model(plugin, like, net, path)
+            save_fsdp_optimizer(plugin, like, optimizer, net, path)
+            save_accelerator_state(path, [], [], [], [], rank, tools.SAVED)
+            if rank == 0:
+                save_custom_state(scheduler, path)
+            dist.barrier()
+        return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
 
 
 def job_adopt_fsdp(folder: str, layout: str) -> list[tuple[list[float], anyrank.ResumeReport]]:
     found: list[Any] = []
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+    for kind in KINDS:
         net = tools.wrapped(layout, tools.seeded(1))
         optimizer = tools.optimizer_of(net)
         scheduler = tools.cosine(optimizer)
@@ -185,6 +200,12 @@ def job_adopt_fsdp(folder: str, layout: str) -> list[tuple[list[float], anyrank.
 def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     expected = run_ranks(2, job_accelerate, str(tmp_path))[0]
+    beside = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "random_states_1.pkl"]
+    own = {"SHARDED": ["optimizer_0", "pytorch_model_fsdp_0"]}
+    own["FULL"] = ["optimizer.bin", "pytorch_model_fsdp.bin"]
+    for kind in KINDS:
+        names = sorted(path.name for path in (tmp_path / kind).iterdir())
+        assert names == sorted([*beside, *own[kind.partition("_")[0]]])
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         for found in run_ranks(world, job_adopt_fsdp, str(tmp_path), layout):
             for losses, report in found:

@@ -1,8 +1,9 @@
 """Runs of DeepSpeed go on as runs of anyrank, on any number of ranks.
 
-DeepSpeed does not install without a compiler for its kernels: the folders are written here, in the
-layout that its source defines (`runtime/engine.py`, `runtime/zero/stage_1_and_2.py` and
-`stage3.py`, `checkpoint/ds_to_universal.py`), from a training in plain PyTorch.
+DeepSpeed has no wheel, and the tests do not install it (0.19.8 runs on CPU ranks from its unpacked
+sdist, without a compiler): the folders are written here, in the layout that its source defines
+(`runtime/engine.py`, `runtime/zero/stage_1_and_2.py` and `stage3.py`,
+`checkpoint/ds_to_universal.py`), from a training in plain PyTorch.
 """
 
 from __future__ import annotations

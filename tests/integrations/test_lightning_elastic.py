@@ -140,9 +140,11 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
     equal(results, reference)
 
 
-def exact(folder: str) -> bytes:
-    """The bytes of the weights after three clipped steps under DDP."""
+def exact(folder: str, strategy: str, stop: int) -> tuple[bytes, list[str]]:
+    """The bytes of the weights after clipped steps, and the loader's notes."""
     import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -150,32 +152,48 @@ def exact(folder: str) -> bytes:
             torch.manual_seed(0)
             self.net = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Dropout(0.1))
 
+        def configure_model(self) -> None:
+            if strategy == "fsdp2":
+                fully_shard(self.net, mesh=self.trainer.strategy.device_mesh["data_parallel"])
+
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             return self.net(batch).square().mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
+    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    sharded = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
+    elastic = anyrank.integrations.lightning.Elastic(folder, global_batch=12, exact=True)
     rows: Any = torch.randn(36, 7, generator=torch.Generator().manual_seed(1))
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        strategy="ddp",
-        max_steps=3,
+        devices=count,
+        strategy=sharded if strategy == "fsdp2" else strategy,
+        max_steps=stop,
         gradient_clip_val=0.1,
-        callbacks=[anyrank.integrations.lightning.Elastic(folder, global_batch=12, exact=True)],
+        callbacks=[elastic],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
-    return torch.cat([p.detach().flatten() for p in module.parameters()]).numpy().tobytes()
+    tensors = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in module.parameters()]
+    weights = torch.cat([tensor.flatten() for tensor in tensors])
+    return weights.numpy().tobytes(), elastic.loader.notes
 
 
-def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    alone = run_ranks(1, exact, str(tmp_path / "one"), env=TORCHRUN)
-    assert run_ranks(3, exact, str(tmp_path / "three"), env=TORCHRUN) == alone * 3
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(
+    tmp_path: Path, strategy: str
+) -> None:
+    alone = run_ranks(1, exact, str(tmp_path / "one"), strategy, 5, env=TORCHRUN)
+    for ranks, stop in ((3, 1), (2, 3)):
+        run_ranks(ranks, exact, str(tmp_path / "many"), strategy, stop, env=TORCHRUN)
+    many = run_ranks(4, exact, str(tmp_path / "many"), strategy, 5, env=TORCHRUN)
+    assert many == alone * 4
+    assert alone[0][1] == []
 
 
 def tensor_parallel(folder: str) -> tuple[list[float], int]:

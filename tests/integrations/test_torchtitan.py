@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations import test_from_dcp, test_from_deepspeed, tools
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -190,6 +191,29 @@ def test_what_torchtitan_itself_saved_is_resumed(tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in saved.items())
         assert parts["model"] in ("exact", "resharded")
         assert parts["optimizer"] in ("exact", "resharded")
+
+
+def job_initial(folder: str) -> None:
+    test_from_dcp.job_save(folder)
+    model = tools.seeded(1)
+    manager = CheckpointManager(
+        setting(initial_load_path=f"{folder}/torchtitan"),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=SimpleNamespace(optimizers=[tools.optimizer_of(model)]),
+        lr_schedulers=SimpleNamespace(schedulers=[]),
+        states={},
+        base_folder=folder,
+    )
+    assert manager.load()
+    expected = test_from_deepspeed.reference()[0].state_dict()
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-12)
+    manager.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_begins_with_the_weights_of_a_torchtitan_step(tmp_path: Path) -> None:
+    run_ranks(1, job_initial, str(tmp_path))
 
 
 def test_what_belongs_to_torchtitan_alone_is_refused(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Log(TrainerCallback):
             control.should_training_stop = True
 
 
-def model(kind: str) -> Any:
+def model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=64,
@@ -78,7 +78,7 @@ def model(kind: str) -> Any:
         from peft import LoraConfig, get_peft_model
 
         made = get_peft_model(made, LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear"))
-    made = made.double()
+    made = made.to(dtype)
     if "fsdp2" in kind:
         from torch.distributed.fsdp import fully_shard
 
@@ -166,22 +166,26 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     assert expected["samples"] == 2 * ROWS + GLOBAL
 
 
-def exact(out: str) -> tuple[list[bytes], list[str]]:
-    """The bytes of the weights after three clipped steps, and the loader's notes."""
+def exact(out: str, kind: str, stop: int | None = None) -> tuple[list[bytes], list[str]]:
+    """The bytes of the weights after clipped steps, and the loader's notes."""
     AcceleratorState._reset_state(True)
     transformers.logging.set_verbosity_error()
-    net = model("ddp").float()
-    options = arguments(out, max_steps=3, max_grad_norm=0.1, optim="adamw_torch_fused")
-    trainer = Trainer(net, options, train_dataset=Rows())
+    net = model(kind, torch.float32)
+    kernel = "adamw_torch" if kind == "fsdp2" else "adamw_torch_fused"
+    options = arguments(out, max_steps=4, max_grad_norm=0.1, optim=kernel)
+    trainer = Trainer(net, options, train_dataset=Rows(), callbacks=[Log(stop)])
     trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL, exact=True)
-    trainer.train()
-    weights = [parameter.detach().numpy().tobytes() for parameter in net.parameters()]
-    return weights, trainer.elastic.loader.notes
+    trainer.train(resume_from_checkpoint=True)
+    tensors = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in net.parameters()]
+    return [tensor.numpy().tobytes() for tensor in tensors], trainer.elastic.loader.notes
 
 
-def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    alone = run_ranks(1, exact, str(tmp_path / "one"))
-    assert run_ranks(3, exact, str(tmp_path / "three")) == alone * 3
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
+    alone = run_ranks(1, exact, str(tmp_path / "one"), kind)
+    for ranks, stop in ((3, 1), (2, 2)):
+        run_ranks(ranks, exact, str(tmp_path / "many"), kind, stop)
+    assert run_ranks(4, exact, str(tmp_path / "many"), kind) == alone * 4
     assert alone[0][1] == []
 
 

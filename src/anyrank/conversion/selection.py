@@ -10,15 +10,9 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.output import OutputTensor
-from anyrank.tensors.names import NESTED, WRAPPERS, Rename, renamer, unused
+from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
 from anyrank.tensors.quantised import is_small, scaled
 from anyrank.tensors.spec import StoredTensor
-
-# Names under which training tools keep what is not weights, at the top of a checkpoint.
-OTHERS = (
-    *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
-    *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
-)
 
 
 @dataclass(frozen=True)
@@ -77,16 +71,23 @@ def select(listing: Listing, given: Rename) -> Selection:
 
 def _weights_of(listing: Listing) -> tuple[dict[str, str], list[str]]:
     """Keys of weights -> their names in the table of weights, and what else there is."""
-    keys = list(listing.tensors)
-    others = [key for key in keys if key.partition(".")[0] in OTHERS]
-    weights = [key for key in keys if key.partition(".")[0] not in OTHERS]
-    firsts = {key.partition(".")[0] for key in weights}
+    above = _above_all(listing)
+    others = [key for key in listing.tensors if is_other_part(key.removeprefix(above))]
+    weights = [key for key in listing.tensors if not is_other_part(key.removeprefix(above))]
+    firsts = {key.removeprefix(above).partition(".")[0] for key in weights}
     # Beside an optimizer, what is under one name such as "model" is that table of the checkpoint;
     # by itself it may be a module of this name, unless the format says that it is a table.
-    found = (p for p in NESTED if firsts == {p} and (others or p in listing.tables))
-    table = next((f"{part}." for part in found), "")
+    found = (p for p in NESTED if firsts == {p} and (others or above + p in listing.tables))
+    table = next((f"{above}{part}." for part in found), "")
     named = {key: key.removeprefix(table) for key in weights}
     return named, [f"{key}: not weights" for key in others]
+
+
+def _above_all(listing: Listing) -> str:
+    """The prefix of the one table that holds all others, as in `{"app": {"model": ...}}`."""
+    first, *others = {key.partition(".")[0] for key in listing.tensors} or {""}
+    is_outer = not others and first in listing.tables and first not in NESTED
+    return f"{first}." if is_outer else ""
 
 
 def _plain(name: str) -> str:

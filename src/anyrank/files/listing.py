@@ -91,7 +91,7 @@ class Listing:
         sums: index of a file -> where the checksums of its blocks are, in runs.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
             quantised, nested) -> what it is; among `skipped` too.
-        tables: first parts of keys that name a table of the checkpoint, and not a module, where the
+        tables: prefixes of keys that name a table of the checkpoint, and not a module, where the
             format tells them apart.
         quantisation: `quantization_config` of the config.json beside the weights.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import Storage
+from anyrank.files.storage import Storage, join_path
 from anyrank.formats import dcp, dcp_state, deepspeed, huggingface, safetensors, torch_file
 from anyrank.formats.foreign import (
     Collector,
@@ -23,12 +23,42 @@ OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.bin$")
 SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.bin$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
+ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
+FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 
 
 def recognises(names: list[str]) -> bool:
     """Whether a folder with these entries is one that `save_state` wrote."""
     return any(RANDOM.match(name) for name in names)
+
+
+def has_only_its_own(names: list[str]) -> bool:
+    """Whether the weights are where FSDP (in the Trainer, too) or DeepSpeed's engine puts them, and
+    none are in safetensors besides.
+    """
+    is_fsdp = any(FSDP_MODEL.match(name) for name in names)
+    is_engine = ENGINE in names and recognises(names)
+    return (is_fsdp or is_engine) and not any(".safetensors" in name for name in names)
+
+
+def list_folder(storage: Storage, folder: str) -> Listing:
+    """The weights of such a folder.
+
+    Raises:
+        LoadError: it holds those of several models; as `read`.
+    """
+    names = storage.names(folder)
+    if ENGINE in names:
+        return deepspeed.list_folder(storage, join_path(folder, ENGINE))
+    found = _models(storage, folder, names)
+    if len(found) > 1:
+        several = ", ".join(
+            name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name)
+        )
+        raise LoadError(f"{folder}: holds several sets of weights ({several}): give one of these")
+    (listing,) = found.values()
+    return listing
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -39,9 +69,9 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     """
     files = Collector(storage, folder)
     names = storage.names(folder)
-    inner = files.named("pytorch_model")  # where its engine of DeepSpeed's saves
-    if "pytorch_model" in names and storage.is_dir(inner):
-        return replace(deepspeed.read(storage, inner), tool="Accelerate")
+    if ENGINE in names:
+        inner = deepspeed.read(storage, files.named(ENGINE))
+        return replace(inner, tool="Accelerate")
     models = model_files(files, names)
     optimizers = optimizer_files(files, names)
     states: dict[str, Any] = {}
@@ -88,19 +118,24 @@ def numbered(name: str, number: str | None) -> str:
 
 def model_files(files: Collector, names: list[str]) -> dict[str, Any]:
     """The weights of each model in the folder, by the model's name."""
-    found: dict[str, Any] = {}
+    found = _models(files.storage, files.folder, names) or {"model": exported(files, names)}
+    return {name: files.weights(name, listing) for name, listing in found.items()}
+
+
+def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listing]:
+    found: dict[str, Listing] = {}
     for name in names:
-        path = files.named(name)
+        path = join_path(folder, name)
         if match := SHARDED_MODEL.match(name):
-            key, listing = numbered("model", match[1]), _sharded_model(files, path)
+            key, lister = numbered("model", match[1]), _sharded_model
         elif match := MODEL.match(name):
-            reader = safetensors if match[2] == "safetensors" else torch_file
-            key, listing = numbered("model", match[1]), reader.list_file(files.storage, path)
+            key = numbered("model", match[1])
+            lister = (safetensors if match[2] == "safetensors" else torch_file).list_file
         else:
             continue
         if key not in found:
-            found[key] = files.weights(key, listing)
-    return found or {"model": files.weights("model", exported(files, names))}
+            found[key] = lister(storage, path)
+    return found
 
 
 def exported(files: Collector, names: list[str]) -> Listing:
@@ -116,8 +151,8 @@ def exported(files: Collector, names: list[str]) -> Listing:
     return huggingface.list_folder(files.storage, files.folder)
 
 
-def _sharded_model(files: Collector, path: str) -> Listing:
-    listing = dcp.list_folder(files.storage, path)
+def _sharded_model(storage: Storage, path: str) -> Listing:
+    listing = dcp.list_folder(storage, path)
     inner = {key.removeprefix("model."): tensor for key, tensor in listing.tensors.items()}
     return listing.with_tensors(inner)
 

@@ -115,7 +115,9 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         tensors,
         skipped=skipped,
         checksums=tuple(reader.checksums),
-        tables=frozenset(str(path[0]) for path in paths.values() if len(path) > 1),
+        tables=frozenset(
+            ".".join(map(str, path[:n])) for path in paths.values() for n in range(1, len(path))
+        ),
     )
     return DcpFolder(listing, paths, objects, [fqn for fqn in others if fqn not in objects])
 

@@ -21,6 +21,7 @@ from anyrank.files.listing import (
 )
 from anyrank.files.storage import Storage, digest_of_ends, read_range, storage_for
 from anyrank.formats import (
+    accelerate,
     dcp,
     deepspeed,
     huggingface,
@@ -42,6 +43,7 @@ FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listi
     (megatron.recognises, megatron.list_folder),
     (lambda names: dcp.METADATA in names, dcp.list_folder),
     (deepspeed.has_only_its_own, deepspeed.list_folder),
+    (accelerate.has_only_its_own, accelerate.list_folder),
     (per_rank.is_verl, per_rank.list_folder),
     (per_rank.is_torch_checkpointing, per_rank.list_folder),
     (lambda names: True, huggingface.list_folder),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import accelerate
@@ -33,8 +33,7 @@ from anyrank.integrations.versions import warn_if_untested
 log = logging.getLogger("anyrank.integrations")
 warn_if_untested("accelerate", "1.15", "1.15")
 
-# Its own annotations are too loose for a strict checker.
-_Accelerator: Any = accelerate.Accelerator
+_Accelerator: Any = accelerate.Accelerator  # its own annotations are too loose for a checker
 
 
 class Accelerator(_Accelerator):
@@ -187,11 +186,10 @@ class Accelerator(_Accelerator):
 
     # -- the loop's body --------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """As usual; the DataLoader decides when gradients are exchanged."""
         self._training()
-        yield
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **kwargs: Any) -> None:
         """Run backward of a microbatch's mean loss, weighted.
@@ -222,7 +220,10 @@ class Accelerator(_Accelerator):
         """As usual in a step's last microbatch; nothing, and a norm of 0, in those before."""
         if not self._complete_gradients():
             return torch.zeros(())
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        given = list(parameters)
+        if self._batches is not None and self._batches.clips_exactly(given):
+            return self._batches.clip(max_norm, norm_type)
+        return super().clip_grad_norm_(given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """As usual in a step's last microbatch; nothing in those before."""
@@ -294,6 +295,6 @@ class Accelerator(_Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """As usual, after the last step is saved: what is prepared next is another run's."""
         self._elastic.close()
-        self._elastic.state = None  # which holds the model
-        self._batches, self._wrapped = None, []
+        self._elastic.state = self._batches = None  # which hold the model
+        self._wrapped = []
         return super().free_memory(*objects)

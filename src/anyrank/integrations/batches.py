@@ -44,6 +44,7 @@ class ElasticBatches:
         self.dataset = dataloader.dataset
         self.batch_size: int = options["microbatch"] or dataloader.batch_size
         self.step: Any = None
+        self._is_exact: bool = options["exact"]
         self.is_running = False
         self._accelerator = accelerator
         self._run = run
@@ -167,6 +168,18 @@ class ElasticBatches:
             # Ends it: exchanges what no wrapper does, scales, verifies.
             assert next(microbatches, None) is None
         return True
+
+    def clips_exactly(self, parameters: list[Any]) -> bool:
+        """Whether a step is to clip these: the gradients of all models, with exact=True."""
+        if not self._is_exact or self._models is None:
+            return False
+        trained = {id(p) for p in self._models.parameters() if p.grad is not None}
+        return trained == {id(p) for p in parameters if p.grad is not None}
+
+    def clip(self, max_norm: float, norm_type: float) -> Any:
+        """Clip all gradients by a norm that has the same bits on any number of ranks."""
+        self._accelerator.unscale_gradients()
+        return self.step.clip_grad_norm_(max_norm, norm_type)
 
     def _leave(self) -> None:
         """Drop what a loop leaves that is broken off within a step."""

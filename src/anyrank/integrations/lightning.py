@@ -183,7 +183,7 @@ class Elastic(_Callback):
             self._loops.begin_at(self.loader.epoch, self.state.step)
         # Until the first step is done, so that Lightning does not take over the signals' handlers.
         self._checkpoints.close()
-        self._replaced.take_over(trainer, self._train)
+        self._replaced.take_over(trainer, self._train, self._data["exact"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let Lightning go on in mid epoch as if it had not been interrupted."""

@@ -140,22 +140,28 @@ class Replaced:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
+        self._step: Any = None  # that runs, or was last
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace a method of this one object."""
         setattr(owner, name, value)
         self._undo.append(lambda: vars(owner).pop(name, None))
 
-    def take_over(self, trainer: Any, train: Callable[..., Any]) -> None:
+    def take_over(self, trainer: Any, train: Callable[..., Any], exact: bool) -> None:
         """Let a Trainer's batch be a step, whose forward and backward `train` runs.
 
         Args:
             trainer: with its strategy set up.
             train: called with the strategy's own `training_step` and what that is called with.
+            exact: let a step clip by norm, as Lightning adds up by shard.
         """
         strategy, module = trainer.strategy, trainer.lightning_module
         original, to_device = strategy.training_step, strategy.batch_to_device
         before = module._on_before_batch_transfer
+
+        def trained(step: Any, *args: Any) -> Any:
+            self._step = step
+            return train(original, step, *args)
 
         def unless_step(transfer: Callable[..., Any]) -> Callable[..., Any]:
             def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,12 +170,30 @@ class Replaced:
 
             return moved
 
-        self.set(strategy, "training_step", lambda *args: train(original, *args))
+        self.set(strategy, "training_step", trained)
+        if exact:
+            self._clip_exactly(trainer)
         self.set(strategy, "batch_to_device", unless_step(to_device))
         self.set(module, "_on_before_batch_transfer", unless_step(before))
         # `train` runs zero_grad and backward, with their hooks.
         trainer.fit_loop._skip_backward = True
         self._undo.append(lambda: setattr(trainer.fit_loop, "_skip_backward", False))
+
+    def _clip_exactly(self, trainer: Any) -> None:
+        original = trainer.lightning_module.clip_gradients
+
+        def clip(
+            optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            own, kind = trainer.gradient_clip_val, gradient_clip_algorithm
+            value = own if gradient_clip_val is None else gradient_clip_val
+            kind = kind or trainer.gradient_clip_algorithm or "norm"
+            if value and own in (None, value) and kind.lower() == "norm":
+                self._step.clip_grad_norm_(value)
+            else:
+                original(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+        self.set(trainer.lightning_module, "clip_gradients", clip)
 
     def restore(self) -> None:
         """Give everything back."""

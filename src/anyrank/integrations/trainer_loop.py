@@ -203,7 +203,7 @@ class ElasticTrainer(BestStep):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
         training, step = self._elastic_training, inputs
-        training.flos = 0.0
+        training.step, training.flos = step, 0.0
         for batch in step.microbatches(model):
             # Counted on the host: a count on the device would make the host wait for it.
             with self._elastic_rank_alone():
@@ -219,6 +219,13 @@ class ElasticTrainer(BestStep):
             finally:
                 training.microbatch = None
         return torch.tensor(step.loss(), device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """With exact=True the step's own, as accelerate adds up by shard."""
+        if not self._elastic_asked.exact:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return self._elastic_training.step.clip_grad_norm_(self.args.max_grad_norm)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As without elastic; while a step runs, weighted for its global mean."""

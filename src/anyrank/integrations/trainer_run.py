@@ -64,6 +64,7 @@ class Training:
         counts: the Trainer's counts, once it is prepared.
         state: the run's parts, the counts among them.
         steps: of the loader, in the current epoch.
+        step: that runs, or was last.
         flos: of this rank's microbatches of the last step.
         microbatch: the one that runs.
     """
@@ -74,6 +75,7 @@ class Training:
     counts: TrainerCounts | None = None
     state: anyrank.TrainState = field(default_factory=anyrank.TrainState)
     steps: Iterator[Any] | None = None
+    step: Any = None
     flos: float = 0.0
     microbatch: Microbatch | None = None
 

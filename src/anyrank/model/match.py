@@ -25,6 +25,7 @@ from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merg
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
+    is_other_part,
     match_keys,
     renamer,
     wrong_prefix,
@@ -183,12 +184,21 @@ def _skipped(listing: Listing) -> list[str]:
 
 def _without_other_parts(held: Mapping[str, torch.dtype], listing: Listing) -> Listing:
     """The weights of a checkpoint that also holds an optimizer or other parts."""
-    prefix = inner_prefix(listing.tensors, held)
-    if prefix is None:
-        return listing
-    inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k.startswith(prefix)}
-    others = tuple(f"{k}: not weights" for k in listing.tensors if not k.startswith(prefix))
-    return replace(listing.with_tensors(inner), skipped=(*listing.skipped, *others))
+    prefix = inner_prefix(listing.tensors, held) or ""
+    others = {
+        key: None
+        for key in listing.tensors
+        if not key.startswith(prefix) or (not prefix and _is_beside(key, held, listing))
+    }
+    inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k not in others}
+    skipped = (*listing.skipped, *(f"{key}: not weights" for key in others))
+    return replace(listing.with_tensors(inner), skipped=skipped)
+
+
+def _is_beside(key: str, held: Mapping[str, torch.dtype], listing: Listing) -> bool:
+    """Whether a key is of a table beside weights that are at the root, as torchtitan saves them."""
+    is_table = key.partition(".")[0] in listing.tables
+    return is_table and is_other_part(key) and key not in held
 
 
 def _frozen_sources(
