@@ -18,7 +18,7 @@ from torch import nn
 import anyrank
 from anyrank.files.store import RemoteStore
 from anyrank.formats.run_folder import STEP
-from anyrank.saving.other_tools import MOST_FOLDERS, find_checkpoint
+from anyrank.saving.other_tools import MAX_FOLDERS, find_checkpoint
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}
@@ -135,7 +135,7 @@ def test_an_object_store_is_asked_for_few_listings() -> None:
         assert len(listings) < 5
         store.filesystem.rm("/others/checkpoints/last.ckpt")
         assert find_checkpoint(store, "memory://others", STEP) is None
-        assert len(listings) < 2 * MOST_FOLDERS
+        assert len(listings) < 2 * MAX_FOLDERS
 
 
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
@@ -155,6 +155,7 @@ def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path) -> None:
 def test_unrelated_files_are_an_empty_folder(tmp_path: Path) -> None:
     assert resume(tmp_path / "none", anyrank.TrainState(nn.Linear(1, 1))) is None
     touch(tmp_path, "README.md", "config.json", "train.log", "logs/events.tfevents.1")
+    touch(tmp_path, "data/train.bin", "samples/10/latents.pt")  # a user's own
     touch(tmp_path, "samples/10/0.png", "tensorboard/version_0/hparams.yaml", ".cache/hub/a.bin")
     touch(tmp_path, "wandb/run-1/files/config.yaml", "profile/rank0.pt.trace.json", "checkpoints/a")
     save(tmp_path / "an" / "older-run", anyrank.TrainState(nn.Linear(1, 1)))

@@ -15,8 +15,9 @@ from anyrank.formats.run_folder import INDEX
 from anyrank.formats.sources import checkpoint_among
 
 LEVELS = 3  # lightning_logs/version_0/checkpoints
-MOST_FOLDERS = 200  # that are listed, each by one request in an object store
-# Listed before the others: the names under which tools keep checkpoints.
+MAX_FOLDERS = 200  # that are listed, each by one request in an object store
+# The names under which tools keep checkpoints. Other folders are the user's own, samples/ say, and a
+# tensor in one is no run's; below one of these they are only listed last.
 LIKELY = re.compile(
     r"^(lightning_logs|version|global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer|"
     r"best|last|latest|final|model|weights)"
@@ -52,13 +53,14 @@ def find_checkpoint(storage: Storage, path: str, skip: re.Pattern[str]) -> Found
     listed: dict[tuple[str, ...], list[str]] = {}
     for _ in range(LEVELS + 1):
         below: list[tuple[str, ...]] = []
-        for parts in level[: MOST_FOLDERS - len(listed)]:
+        for parts in level[: MAX_FOLDERS - len(listed)]:
             entries = _entries(storage, _under(path, parts))
             names = listed[parts] = list(entries)
             if sign := checkpoint_of_another(names):
                 return Found(_place(path, parts, sign, listed), sign)
             if not checkpoint_among(names):  # else a step of another run of anyrank's
-                below += [(*parts, name) for name in _folders(entries) if not skip.match(name)]
+                inner = [name for name in _folders(entries) if not skip.match(name)]
+                below += [(*parts, name) for name in inner if parts or _is_likely(name)]
         level = below
     return None
 
@@ -76,7 +78,11 @@ def _folders(entries: Mapping[str, bool]) -> list[str]:
 
 
 def _rank(name: str) -> tuple[bool, list[int]]:
-    return LIKELY.match(name.lower()) is not None, [*map(int, re.findall(r"\d+", name))]
+    return _is_likely(name), [*map(int, re.findall(r"\d+", name))]
+
+
+def _is_likely(name: str) -> bool:
+    return LIKELY.match(name.lower()) is not None
 
 
 def _place(
