@@ -389,9 +389,11 @@ def find_lost_paths(text: str) -> list[str]:
 
 def docstrings(path: Path) -> str:
     """Of a file and of what it defines."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
+    return "\n".join(
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    )
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
