@@ -18,6 +18,14 @@ class AnyrankError(Exception):
     Attributes:
         causes: rank -> what that rank reported. Empty when the error did not cross ranks; equal on
             all ranks when it did.
+
+    Example::
+
+        try:
+            anyrank.load(torch.nn.Linear(2, 2), {"weight": torch.eye(2)})
+        except anyrank.AnyrankError as error:
+            print(error)  # the bias is missing; what may be done about it
+            print(error.causes)  # rank -> its own error, where several ranks loaded
     """
 
     def __init__(self, message: str, *, causes: dict[int, str] | None = None) -> None:
@@ -26,15 +34,46 @@ class AnyrankError(Exception):
 
 
 class LoadError(AnyrankError):
-    """Weights that do not fit the model, or a source that cannot be read."""
+    """Weights that do not fit the model, or a source that cannot be read.
+
+    Example::
+
+        model = torch.nn.Linear(2, 2)
+        try:
+            anyrank.load(model, {"weight": torch.eye(3), "bias": torch.ones(2)})
+        except anyrank.LoadError as error:
+            assert "weight" in str(error)  # and the model is as it was
+    """
 
 
 class CheckpointError(AnyrankError):
-    """A run checkpoint that cannot be written or resumed."""
+    """A run checkpoint that cannot be written or resumed.
+
+    Example::
+
+        ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(2, 2)))
+        try:
+            ckpts.resume("must")
+        except anyrank.CheckpointError as error:
+            assert "runs/a" in str(error)  # nothing was saved there yet
+    """
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Bytes that are not the ones that were saved."""
+    """Bytes that are not the ones that were saved.
+
+    Example::
+
+        from pathlib import Path
+
+        ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(2, 2)))
+        ckpts.save()
+        Path(ckpts.latest(), "anyrank.json").write_text("{}")
+        try:
+            ckpts.resume()
+        except anyrank.CorruptCheckpoint as error:
+            print(error)  # the only step that is there, and what is wrong with it
+    """
 
 
 class RankError(AnyrankError):
@@ -42,8 +81,30 @@ class RankError(AnyrankError):
 
 
 class RecomputeError(AnyrankError):
-    """What backward needs of a recomputed, tiled or offloaded region is not what forward saw."""
+    """What backward needs of a recomputed, tiled or offloaded region is not what forward saw.
+
+    Example::
+
+        scale, x = torch.ones(2), torch.ones(2, requires_grad=True)
+        loss = anyrank.recompute(lambda x: (x * scale).exp(), x).sum()
+        scale.mul_(2)  # which the second run would read
+        try:
+            loss.backward()
+        except anyrank.RecomputeError as error:
+            print(error)  # what was changed, and the way out
+    """
 
 
 class UnsafeFile(AnyrankError):
-    """A file that would run code when read, or whose header makes claims the file cannot hold."""
+    """A file that would run code when read, or whose header makes claims the file cannot hold.
+
+    Example::
+
+        from pathlib import Path
+
+        Path("short.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))  # bytes of header
+        try:
+            anyrank.inspect("short.safetensors")
+        except anyrank.UnsafeFile as error:
+            assert "short.safetensors" in str(error)
+    """

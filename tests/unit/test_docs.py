@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.public import integration_names, public_names, returned_classes
 from tests.scripts import run_script
 
 import anyrank
@@ -388,9 +389,11 @@ def find_lost_paths(text: str) -> list[str]:
 
 def docstrings(path: Path) -> str:
     """Of a file and of what it defines."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
+    return "\n".join(
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    )
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
@@ -677,9 +680,14 @@ def test_a_lost_picture_is_found() -> None:
     assert find_lost_pictures(ROOT / "README.md", text) == ["docs/no.svg", "no.png"]
 
 
-def test_the_reference_has_every_public_name() -> None:
-    listed = re.findall(r"^\.\. auto\w+:: anyrank\.(\w+)$", read("api.md"), flags=re.M)
-    assert sorted(listed) == [name for name in anyrank.__all__ if name != "__version__"]
+def test_the_reference_has_every_public_name_and_every_class_that_these_return() -> None:
+    names = public_names() | integration_names()
+    asked = {*names, *returned_classes(names.values())}
+    listed = re.findall(r"^\.\. auto\w+:: anyrank\.([\w.]+)(?:\(\))?$", read("api.md"), flags=re.M)
+    assert asked - set(listed) == set()
+    assert {name for name in listed if "." not in name} == set(public_names())
+    assert "data.step.Step" in asked
+    assert len(listed) == len(set(listed))
 
 
 def test_every_page_is_on_the_front_page() -> None:

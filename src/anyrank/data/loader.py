@@ -305,6 +305,13 @@ class ElasticLoader(Position):
 
         Raises:
             CheckpointError: not all of its microbatches were run.
+
+        Example::
+
+            loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
+            for step in loader:
+                list(step.microbatches(torch.nn.Linear(4, 1)))
+                loader.commit()  # else the next step does
         """
         self._check_complete()
         if self._current is None:

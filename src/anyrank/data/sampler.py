@@ -37,6 +37,16 @@ class Share:
         step: steps of the run before this batch's step.
         k: index of the microbatch in the step, from 0, independent of the rank count.
         seed: of the run.
+
+    Example::
+
+        sampler = anyrank.ElasticSampler(8, global_batch=8, microbatch=2)
+        shares = [sampler.share(number) for number, _ in enumerate(sampler)]
+        assert [share.k for share in shares] == [0, 1, 2, 3]
+        assert [share.weight for share in shares] == [0.25] * 4
+        with shares[0].seeded():
+            loss = torch.randn(2).mean()  # the same on any rank that has this microbatch
+        loss = shares[0].scale(loss)
     """
 
     weight: float

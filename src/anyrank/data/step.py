@@ -163,6 +163,16 @@ class Step:
 
         Raises:
             ValueError: not within `microbatches`, a loss of several values, a wrong weight.
+
+        Example::
+
+            model = torch.nn.Linear(4, 1)
+            texts = torch.randn(8, 5, 4)
+            for step in anyrank.ElasticLoader(texts, global_batch=8, microbatch=2):
+                for batch in step.microbatches(model):
+                    counts = batch[..., 0] > -9  # not padding
+                    loss = model(batch)[counts].square().mean()
+                    step.backward(loss, weight=counts.sum())  # the mean over all tokens
         """
         self.scale(loss, weight).backward()
 
@@ -171,6 +181,14 @@ class Step:
 
         `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
         and errors are those of `backward`. Run backward of each result once.
+
+        Example::
+
+            model = torch.nn.Linear(4, 1)
+            for step in anyrank.ElasticLoader(torch.randn(8, 4), global_batch=8, microbatch=2):
+                for batch in step.microbatches(model):
+                    step.scale(model(batch).square().mean()).backward()
+                    print(step.k, "repeated" if step.is_copy else "counts")
         """
         slot = self._current_slot()
         own = self._backwards.add(slot, loss, weight, self._plan.size(slot.k))

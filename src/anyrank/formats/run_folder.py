@@ -59,6 +59,13 @@ class SavedStep:
         ranks: how many saved it.
         nbytes: of its files, but for the manifest.
         path: of its folder.
+
+    Example::
+
+        ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(4, 1)))
+        ckpts.save()
+        saved = ckpts.saved()[0]
+        assert (saved.step, saved.ranks, saved.path) == (0, 1, ckpts.latest())
     """
 
     step: int

@@ -103,6 +103,18 @@ def load(
         ValueError: no PeftModel, no such active adapter; a configuration that computes otherwise
             (r, lora_alpha, ...), before anything changes.
         LoadError: tensors that are missing, unexpected or of another shape.
+
+    Example::
+
+        import peft
+
+        def adapted():
+            base = torch.nn.Sequential(torch.nn.Linear(4, 4))
+            return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+
+        anyrank.integrations.peft.save(adapted(), "adapter")
+        report = anyrank.integrations.peft.load(adapted(), "adapter")
+        assert report.tensors == 2
     """
     inner = _peft_model(model)
     here, path = _config(inner, adapter), os.fspath(folder)
@@ -146,6 +158,15 @@ def merge(model: nn.Module, *, adapter: str = "default") -> nn.Module:
     Raises:
         ValueError: no PeftModel, no such adapter; merged already; a sharded adapter that is not
             plain LoRA; a sum that is not finite. Nothing has changed then.
+
+    Example::
+
+        import peft
+
+        base = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+        merged = anyrank.integrations.peft.merge(model)
+        assert merged.base_model.model[0].merged
     """
     inner: Any = _peft_model(model)
     _config(inner, adapter)

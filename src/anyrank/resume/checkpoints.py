@@ -305,8 +305,10 @@ class Checkpoints:
 
             ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(4, 1)))
             ckpts.save()
+            ckpts.wait()  # with background=True: until it is committed
             assert ckpts.latest() == "runs/a/step-00000000"
             assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
+            ckpts.close()
         """
         ranks = self._open("save")
         self._writer.save(ranks, self._writers)

@@ -95,6 +95,15 @@ class SaveRecord:
         seconds: from the call to the commit.
         stall_seconds: in which this rank's training stood still.
         removed: steps that retention let go.
+
+    Example::
+
+        state = anyrank.TrainState(torch.nn.Linear(4, 1))
+        records = []
+        with anyrank.Checkpoints("runs/a", state, on_commit=records.append) as ckpts:
+            ckpts.save()
+        assert records == ckpts.stats()
+        assert records[0].nbytes == ckpts.saved()[0].nbytes
     """
 
     step: int

@@ -21,7 +21,7 @@ class SyncReport(FillReport):
         report = anyrank.sync(old, new)
         assert report.tensors == 2
         print(report)  # one screen
-        report.to_json()
+        assert anyrank.SyncReport.last(old).seconds == report.seconds
 
     Attributes:
         tensors: of `dst` that have the values of `src` now.
