@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.checks import check_bool, check_function
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, flatten, name_of
@@ -107,6 +108,8 @@ class Tiled:
         grad_dtype: torch.dtype | None,
         check: bool,
     ) -> None:
+        check_function("fn", fn, "a function or a module")
+        check_bool(check=check)
         check_chunk_size(chunk_size, "row")
         check_dims("out_dims", out_dims)
         check_grad_dtype(grad_dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anyrank.checks import check_model
 from anyrank.model.report import FillReport, mib_by_rank
 
 HELD = "anyrank_synced"  # attribute of a model: the report of what it holds
@@ -68,8 +68,7 @@ class SyncReport(FillReport):
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
-        if not isinstance(cast("object", model), nn.Module):
-            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
+        check_model(model)
         return model.__dict__.get(HELD)
 
     def __str__(self) -> str:
