@@ -805,3 +805,17 @@ def test_the_length_is_the_steps_of_an_epoch() -> None:
         run(loader, stop=1)
         assert len(loader) == steps
     assert len(make(Noisy(16))) == 2
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("weight", [2.0**-24, 1.0, 2.0**24])
+def test_weights_of_any_size_keep_the_range_of_half_gradients(weight: float, exact: bool) -> None:
+    """The weighted losses of a step are divided before backward by about their ordinary weight."""
+    model = nn.Linear(1, 1, bias=False).half()
+    data = torch.full((4, 1), 2.0**-8, dtype=torch.float16)
+    loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=1, exact=exact)
+    for step in loader:
+        for batch in step.microbatches(model):
+            step.backward(model(batch).mean(), weight=weight)
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0**-8
