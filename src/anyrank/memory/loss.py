@@ -128,7 +128,8 @@ def tiled_loss(
         return checked(fn, mesh, hidden, labels, *rest)
 
     tiled = Tiled(run, name_of(head or fn), chunk_size, (0, 0, *cut), 0, grad_dtype, False)
-    tiled.module, tiled.label = head, f"tiled_loss({name_of(head or fn)})"
+    tiled._module = head  # pyright: ignore[reportPrivateUsage]
+    tiled._label = f"tiled_loss({name_of(head or fn)})"  # pyright: ignore[reportPrivateUsage]
     losses = tiled(flat, target, *more)
     losses = torch.where(target != ignore_index, losses, 0)
     if reduction == "none":

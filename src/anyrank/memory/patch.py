@@ -197,7 +197,7 @@ def tile_(
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tiled = Tiled(forward, name, chunk_size, ins, outs, grad_dtype, name in unchecked)
         result = tiled(*args, **kwargs)
-        if not tiled.check:
+        if not tiled._check:  # pyright: ignore[reportPrivateUsage]
             unchecked.discard(name)
         return result
 
