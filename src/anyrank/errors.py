@@ -7,6 +7,10 @@ AnyrankError
  +- RankError          another rank failed, died or disagrees
  +- RecomputeError     backward cannot have back what the forward pass saw
  +- UnsafeFile         the file asks to run code, or lies about its own size
+
+An argument that is wrong is a ValueError or a TypeError. `WrongValue` and `WrongType` are such ones
+that may show on one rank alone, while the ranks work together: these raise an AnyrankError's class
+on all of them.
 """
 
 from __future__ import annotations
@@ -108,3 +112,11 @@ class UnsafeFile(AnyrankError):
         except anyrank.UnsafeFile as error:
             assert "short.safetensors" in str(error)
     """
+
+
+class WrongValue(AnyrankError, ValueError):
+    """A ValueError that is raised on all ranks."""
+
+
+class WrongType(AnyrankError, TypeError):
+    """A TypeError that is raised on all ranks."""

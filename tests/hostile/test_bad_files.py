@@ -333,8 +333,8 @@ def test_integers_are_widened_only() -> None:
 
 
 def test_a_table_inside_a_table() -> None:
-    refused({"state_dict": WEIGHTS, "epoch": 3}, anyrank.LoadError, r"source\['state_dict'\]")
-    refused({"epoch": 3}, anyrank.LoadError, "the dict holds no tensors, only epoch")
+    refused({"state_dict": WEIGHTS, "epoch": 3}, ValueError, r"source\['state_dict'\]")
+    refused({"epoch": 3}, ValueError, "the dict holds no tensors, only epoch")
 
 
 def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None
 
 
 def test_a_rename_that_forgets_to_return() -> None:
-    refused(WEIGHTS, anyrank.LoadError, "rename= gave None for 0.weight", rename=lambda key: None)
+    refused(WEIGHTS, TypeError, "rename= gave None for 0.weight", rename=lambda key: None)
 
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_a_buffer_of_no_bytes(size: int) -> None:
-    refused(WEIGHTS, ValueError, f"buffer_bytes={size} is not", buffer_bytes=size)
+    refused(WEIGHTS, ValueError, f"buffer_bytes={size}: give at least 1", buffer_bytes=size)

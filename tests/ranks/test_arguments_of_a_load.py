@@ -21,7 +21,7 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
     "cast": (ValueError, True, "cast=True is unknown"),
     "strategy": (ValueError, "fastest", "strategy='fastest' is unknown"),
     "rename": (ValueError, [("(", "x")], "rename= takes a dict, pairs of"),
-    "buffer_bytes": (ValueError, 0, "buffer_bytes=0 is not a positive number"),
+    "buffer_bytes": (ValueError, 0, "buffer_bytes=0: give at least 1"),
     "verify": (TypeError, "full", "verify='full': give True or False"),
 }
 TYPES: dict[str, Any] = {"buffer_bytes": 1.5, "rename": 7}
@@ -79,7 +79,7 @@ def test_what_is_no_model_and_no_source() -> None:
     "mesh", [{"mesh": (2, 3), "world_size": 8}, {"mesh": (2, 0)}, {"world_size": 0}]
 )
 def test_a_mesh_that_has_no_such_ranks(mesh: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"a mesh of 2x3 has 6 ranks|not a positive number"):
+    with pytest.raises(ValueError, match=r"a mesh of 2x3 has 6 ranks|give at least 1"):
         anyrank.plan(nn.Linear(3, 3), WEIGHTS, **mesh)
 
 
@@ -87,7 +87,7 @@ def test_a_mesh_that_has_no_such_ranks(mesh: dict[str, Any]) -> None:
 def test_what_is_no_mesh(mesh: Any) -> None:
     with pytest.raises(TypeError, match=r"mesh=.*: give the sizes of its axes"):
         anyrank.plan(nn.Linear(3, 3), WEIGHTS, mesh=mesh)
-    with pytest.raises(ValueError, match="world_size=0 is not a positive number"):
+    with pytest.raises(ValueError, match="world_size=0: give at least 1"):
         anyrank.plan(nn.Linear(3, 3), WEIGHTS, world_size=0)
 
 
@@ -121,11 +121,11 @@ def test_a_layout_function_that_fails_is_named() -> None:
 
 @pytest.mark.parametrize("given", [3, None, "x", {}, torch.ones(1), lambda: 3])
 def test_what_is_no_module_and_no_path(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"freeze\(\) takes a torch.nn.Module, not "):
+    with pytest.raises(TypeError, match=r"module= takes a torch.nn.Module, not "):
         anyrank.freeze(given)
     if given != "x":
         for src in (WEIGHTS, nn.Linear(3, 3)):
-            with pytest.raises(TypeError, match="dst= takes a path or a URL, not "):
+            with pytest.raises(TypeError, match=r"dst=.*: give a path or a URL"):
                 anyrank.convert(src, given)
         with pytest.raises(TypeError, match=r"device= takes a torch.device or its name, not "):
             anyrank.materialize(nn.Linear(3, 3), device=[given])  # type: ignore[arg-type]
@@ -186,3 +186,57 @@ def job_one_wrong_source(call: str) -> tuple[str, str]:
 def test_one_ranks_wrong_source_is_the_same_error_on_all(call: str) -> None:
     text = "source= takes a path, a list of paths, or a dict of tensors, not int (on rank 1)"
     assert run_ranks(2, job_one_wrong_source, call) == [("TypeError", text)] * 2
+
+
+def job_used_late() -> list[tuple[bool, str, bool]]:
+    """What arguments raise whose fault shows after the ranks have met; whether it is an error of
+    the first kind, its text, and whether the model is as it was.
+    """
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model = nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    found: list[tuple[bool, str, bool]] = []
+    calls: list[tuple[type[Exception], Any]] = [
+        (TypeError, lambda: anyrank.load(model, WEIGHTS, rename=Renamer(last))),
+        (ValueError, lambda: anyrank.load(model, None)),
+        (ValueError, lambda: anyrank.load(model, {})),
+        (ValueError, lambda: anyrank.sync(None, None)),
+        (TypeError, lambda: anyrank.sync(model, dict(WEIGHTS), layout=Layout(last))),
+    ]
+    for kind, call in calls:
+        try:
+            call()
+        except Exception as error:
+            found.append((isinstance(error, kind), str(error), torch.equal(model.weight, before)))
+    return found
+
+
+class Renamer:
+    """A rename= that one rank forgets to return from."""
+
+    def __init__(self, is_wrong: bool) -> None:
+        self.is_wrong = is_wrong
+
+    def __call__(self, key: str) -> Any:
+        return None if self.is_wrong else key
+
+    def __repr__(self) -> str:
+        return "Renamer"
+
+
+class Layout(Renamer):
+    """A layout= that one rank gives a wrong answer of."""
+
+    def __call__(self, key: str) -> Any:
+        return 3 if self.is_wrong else None
+
+
+def test_a_fault_that_shows_late_is_the_same_error_on_all_ranks() -> None:
+    results = run_ranks(2, job_used_late)
+    assert results[0] == results[1]
+    assert len(results[0]) == 5
+    for is_kind, text, is_unchanged in results[0]:
+        assert is_kind, text
+        assert is_unchanged
+    words = ["gave None", "on every rank", "is empty", "on every rank", "give (mesh, placements)"]
+    assert all(word in text for word, (_, text, _) in zip(words, results[0], strict=True))

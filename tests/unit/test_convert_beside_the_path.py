@@ -109,7 +109,7 @@ def test_a_cast_that_overflows_names_a_dtype_that_does_not(tmp_path: Path) -> No
 
 
 def test_messages_say_what_was_found(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="the dict is empty"):
+    with pytest.raises(ValueError, match="an empty dict"):
         anyrank.convert({}, tmp_path / "out")
     with pytest.raises(LoadError, match="header's own table"):
         anyrank.convert({"__metadata__": torch.ones(1)}, tmp_path / "out")

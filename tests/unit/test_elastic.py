@@ -512,12 +512,12 @@ class Stream(IterableDataset[Any]):
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not a multiple": ({"microbatch": 3}, ValueError, "not a multiple of microbatch 3"),
-    "zero": ({"microbatch": 0}, ValueError, "microbatch is 0"),
-    "no number": ({"global_batch": 8.0}, TypeError, r"global_batch is 8\.0"),
-    "seed": ({"seed": "1"}, TypeError, "seed is '1'"),
-    "key": ({"key": 1}, TypeError, "key is 1"),
-    "tail": ({"tail": "long"}, ValueError, "tail is 'long': give one of short, drop, pad"),
-    "on_batch_change": ({"on_batch_change": "x"}, ValueError, "on_batch_change is 'x'"),
+    "zero": ({"microbatch": 0}, ValueError, "microbatch=0: give at least 1"),
+    "no number": ({"global_batch": 8.0}, TypeError, r"global_batch=8\.0: give an int"),
+    "seed": ({"seed": "1"}, TypeError, "seed='1': give an int"),
+    "key": ({"key": 1}, TypeError, "key=1: give the name"),
+    "tail": ({"tail": "long"}, ValueError, "tail='long' is unknown: give one of short, drop, pad"),
+    "on_batch_change": ({"on_batch_change": "x"}, ValueError, "on_batch_change='x' is unknown"),
     "iterable": ({"dataset": Stream()}, TypeError, "Stream has no length"),
     "no length": ({"dataset": iter([1])}, TypeError, "has no length"),
     "empty": ({"dataset": []}, ValueError, "the dataset is empty"),
@@ -805,3 +805,17 @@ def test_the_length_is_the_steps_of_an_epoch() -> None:
         run(loader, stop=1)
         assert len(loader) == steps
     assert len(make(Noisy(16))) == 2
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("weight", [2.0**-24, 1.0, 2.0**24])
+def test_weights_of_any_size_keep_the_range_of_half_gradients(weight: float, exact: bool) -> None:
+    """The weighted losses of a step are divided before backward by about their ordinary weight."""
+    model = nn.Linear(1, 1, bias=False).half()
+    data = torch.full((4, 1), 2.0**-8, dtype=torch.float16)
+    loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=1, exact=exact)
+    for step in loader:
+        for batch in step.microbatches(model):
+            step.backward(model(batch).mean(), weight=weight)
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0**-8

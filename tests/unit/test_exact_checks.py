@@ -60,7 +60,7 @@ def threads() -> Generator[None, None, None]:
 
 
 def test_exact_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="exact is 'yes'"):
+    with pytest.raises(TypeError, match="exact='yes': give True or False"):
         loader_of(exact="yes")  # type: ignore[arg-type]
 
 

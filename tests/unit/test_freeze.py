@@ -144,7 +144,7 @@ def test_freezing_again_keeps_the_source_or_adds_one() -> None:
     assert info(vae).source == SOURCE
     assert type(vae) is kind
     assert info(anyrank.freeze(vae, source=["a", Path("b")])).source == ("a", "b")
-    with pytest.raises(TypeError, match="source= takes a path"):
+    with pytest.raises(TypeError, match=r"source=.*: give a path"):
         anyrank.freeze(vae, source={"weight": torch.ones(1)})  # type: ignore[arg-type]
 
 

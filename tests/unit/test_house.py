@@ -25,7 +25,7 @@ SRC = ROOT / "src"
 
 # -- imports point one way ------------------------------------------------------------------------
 
-BASE = {"errors", "settings", "faults"}
+BASE = {"errors", "checks", "settings", "faults"}
 CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
@@ -33,6 +33,7 @@ AREAS |= {"state", "saving", "resume", "inspection", "conversion"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
+    "checks": set[str](),
     "faults": set[str](),
     "settings": {"errors"},
     "tensors": BASE,

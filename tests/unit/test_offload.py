@@ -385,7 +385,7 @@ def test_close_frees_what_nobody_needs() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool_bytes": 0}, "leave offload=None instead"),
+        ({"pool_bytes": 0}, "pool_bytes=0: give at least 1"),
         ({"pool_bytes": 1, "keep_last": -1}, "keep_last=-1"),
         ({"pool_bytes": 1, "on_full": "spill"}, "on_full='spill'"),
     ],

@@ -114,6 +114,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         "pool_bytes held_bytes used_bytes peak_bytes copied_bytes loaded_bytes shared kept"
         " allocated reused",
     ),
+    "the result of tile": (lambda: anyrank.tile(nn.Linear(1, 1)), ""),
     "the handle of recompute_": (
         lambda: anyrank.recompute_(nn.Sequential(nn.ReLU()), "*"),
         "names remove",

@@ -138,8 +138,8 @@ def test_no_step_at_all_saves_nothing(tmp_path: Path) -> None:
     [
         ({}, ValueError, "give until= .* or epochs="),
         ({"until": 3, "epochs": 1}, ValueError, "give until= .* or epochs="),
-        ({"until": -1}, ValueError, "until=-1: give 0 or more"),
-        ({"epochs": -2}, ValueError, "epochs=-2: give 0 or more"),
+        ({"until": -1}, ValueError, "until=-1: give at least 0"),
+        ({"epochs": -2}, ValueError, "epochs=-2: give at least 0"),
         ({"until": True}, TypeError, "until=True: give an int"),
         ({"epochs": False}, TypeError, "epochs=False: give an int"),
         ({"until": 3.0}, TypeError, r"until=3\.0: give an int"),

@@ -63,7 +63,7 @@ def test_keys_that_are_no_names_and_negative_versions_are_refused() -> None:
         anyrank.sync(bad, good)
     with pytest.raises(TypeError, match="src= has the key 1, a int"):
         anyrank.sync(good, bad)
-    with pytest.raises(ValueError, match="version=-1 is negative"):
+    with pytest.raises(ValueError, match="version=-1: give at least 0"):
         anyrank.sync(good, good, version=-1)
 
 
@@ -92,7 +92,7 @@ def test_a_kept_plan_does_not_excuse_a_tensor_that_cannot_be_written_or_read() -
 def test_only_a_model_is_told_what_it_holds() -> None:
     given: Any
     for given in ({"w": torch.zeros(1)}, None):
-        with pytest.raises(TypeError, match=r"last\(\) takes a torch.nn.Module, not"):
+        with pytest.raises(TypeError, match=r"model= takes a torch.nn.Module, not"):
             anyrank.SyncReport.last(given)
 
 

@@ -410,7 +410,7 @@ STATE = anyrank.TrainState()
         (lambda: anyrank.Checkpoints("x", STATE, every="soon"), "number of steps"),
         (lambda: anyrank.Checkpoints("x", STATE, every=0), "number of steps"),
         (lambda: anyrank.Checkpoints("x", STATE, verify="most"), "size, full, off"),  # type: ignore[arg-type]
-        (lambda: anyrank.Checkpoints("x", STATE, keep_every=0), "positive number"),
+        (lambda: anyrank.Checkpoints("x", STATE, keep_every=0), "keep_every=0: give at least 1"),
         (lambda: anyrank.TrainState(nn.Linear(1, 1), streams=Tracker()), "cannot be the name"),
         (lambda: anyrank.Checkpoints("x", STATE).resume(-1), "'must', a step or a path"),
         (lambda: anyrank.Checkpoints("x", STATE).resume("must", rename={}), "give its path"),
@@ -423,7 +423,7 @@ def test_wrong_arguments_are_told(call: Any, match: str) -> None:
 
 @pytest.mark.parametrize("state", [None, {}, nn.Linear(1, 1)], ids=["None", "dict", "module"])
 def test_checkpoints_without_a_state_are_an_error(state: Any) -> None:
-    with pytest.raises(TypeError, match=r"state is a \w+: give Checkpoints\(path, anyrank.Train"):
+    with pytest.raises(TypeError, match=r"state=.*: give an anyrank.TrainState"):
         anyrank.Checkpoints("x", state)
 
 

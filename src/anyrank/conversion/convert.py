@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
+from anyrank.checks import check_model, check_path
 from anyrank.conversion.content import Content, StoredContent
 from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import Destination, destination
@@ -109,12 +110,9 @@ def convert(
 
     def checked() -> ConvertOptions:
         options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
-        path: Any = dst  # whatever was given, as is model
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"dst= takes a path or a URL, not {type(path).__name__}")
-        given: Any = model
-        if not isinstance(given, nn.Module | None):
-            raise TypeError(f"model= takes a torch.nn.Module, not {type(given).__name__}")
+        path = check_path("dst", dst)
+        if model is not None:
+            check_model(model)
         if shard_bytes is not None and options.is_file(path):
             raise ValueError(
                 f"shard_bytes= is for a folder of weights, and {path} is one file: leave it out"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.checks import check_bool, check_choice, check_int
 from anyrank.model.given_layouts import GivenLayout, check_layout
-from anyrank.model.options import check_choice, check_count
 from anyrank.tensors.names import Rename, renamer
 
 FORMATS = ("safetensors", "dcp", "torch")
@@ -48,8 +48,8 @@ def options_of(
     dtype: object,
     rename: Rename,
     shard_bytes: object,
-    merge: object,
-    overwrite: object,
+    merge: bool,
+    overwrite: bool,
     layout: GivenLayout,
 ) -> ConvertOptions:
     """The options, checked.
@@ -63,9 +63,8 @@ def options_of(
         shard_bytes = SHARD_BYTES
     elif to != "safetensors":
         raise ValueError(f"shard_bytes= is for to='safetensors', not {to!r}")
-    count = check_count("shard_bytes", shard_bytes)
-    if not isinstance(merge, bool) or not isinstance(overwrite, bool):
-        raise TypeError(f"merge={merge!r}, overwrite={overwrite!r}: give True or False")
+    count = check_int("shard_bytes", shard_bytes, 1)
+    check_bool(merge=merge, overwrite=overwrite)
     renamer(rename)
     check_layout(layout)
     return ConvertOptions(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)

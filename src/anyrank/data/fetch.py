@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from anyrank.checks import check_function
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
 from anyrank.random_state.streams import fingerprint, reseed
@@ -58,6 +59,8 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
     def __init__(
         self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any] | None
     ) -> None:
+        if collate_fn is not None:
+            check_function("collate_fn", collate_fn)
         self.dataset = dataset
         self.seed = seed
         self.collate_fn = collate_fn or default_collate

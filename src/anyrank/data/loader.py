@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from anyrank.checks import check_bool, check_function, check_int
 from anyrank.data.exact_checks import ExactRun
 from anyrank.data.exact_gradients import changes_noted
 from anyrank.data.exact_optimizer import optimizers_tried
@@ -87,7 +88,7 @@ class ElasticLoader(Position):
 
     Raises:
         ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
-        TypeError: a dataset without length; sizes that are not ints.
+        TypeError: a dataset without length; sizes that are not ints; an argument of another type.
 
     Example::
 
@@ -124,6 +125,11 @@ class ElasticLoader(Position):
     ) -> None:
         with declining(process_group, "ElasticLoader()"):
             n = length_of(dataset)
+            check_bool(
+                shuffle=shuffle, pin_memory=pin_memory, persistent_workers=persistent_workers
+            )
+            if prefetch_factor is not None:
+                check_int("prefetch_factor", prefetch_factor, 1)
             if weights is not None and not shuffle:
                 raise ValueError("weights draw samples at random: remove shuffle=False")
             order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
@@ -181,7 +187,7 @@ class ElasticLoader(Position):
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks.
-            TypeError: sizes that are not ints.
+            TypeError: sizes that are not ints; an argument of another type.
 
         Example::
 
@@ -197,6 +203,7 @@ class ElasticLoader(Position):
         loader = cls.__new__(cls)
         with declining(process_group, "ElasticLoader.from_shards()"):
             sizes = check_lengths(shards, lengths)
+            check_function("read", read)
             order = ShardOrder(
                 sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
             )
@@ -209,8 +216,8 @@ class ElasticLoader(Position):
 
     def _fetch_from(self, dataset: MicrobatchDataset, exact: bool, **options: Any) -> None:
         """Set up the fetching of batches; `options` are those of a DataLoader."""
-        if type(exact) is not bool:
-            raise TypeError(f"exact is {exact!r}: give True or False")
+        check_bool(exact=exact)
+        check_int("num_workers", options["num_workers"], 0)
         self._exact = ExactRun() if exact else None
         self._current: StepProgress | None = None
         self._was_left = False  # whether a step was begun that is not counted

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.checks import check_bool, check_int
 from anyrank.data.receipts import Receipt, receipt_of_range
 from anyrank.tensors.hashing import derive, mix64, signed
 
@@ -36,8 +37,8 @@ class Order:
     shuffle: bool
 
     def __post_init__(self) -> None:
-        if type(self.seed) is not int:
-            raise TypeError(f"seed is {self.seed!r}: give an int")
+        check_int("seed", self.seed)
+        check_bool(shuffle=self.shuffle)
 
     @property
     def name(self) -> str:

@@ -12,12 +12,13 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from anyrank.checks import check_choice, check_type
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochReceipt, EpochRecord, Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import same_arguments
-from anyrank.world.group import ALONE, members
+from anyrank.world.group import ALONE, check_group, members
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -64,10 +65,11 @@ class Position:
         group: Any,
         on_batch_change: OnBatchChange | None,
     ) -> None:
-        if on_batch_change not in (None, *get_args(OnBatchChange)):
-            raise ValueError(f"on_batch_change is {on_batch_change!r}: give 'error' or 'rescale'")
-        if type(key) not in (str, type(None)):
-            raise TypeError(f"key is {key!r}: give the name of the dataset, a str")
+        if on_batch_change is not None:
+            check_choice("on_batch_change", on_batch_change, get_args(OnBatchChange))
+        if key is not None:
+            check_type("key", key, str, "the name of the dataset, a str")
+        check_group(group)
         self._schedule = schedule
         self._key = key
         self._process_group = group

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.checks import check_int, check_model
 from anyrank.data.loader import length_of
 from anyrank.data.order import Order
 from anyrank.data.position import Position
@@ -69,6 +70,8 @@ class Share:
         Args:
             model: the streams of its devices are seeded too; default: the rank's own device.
         """
+        if model is not None:
+            check_model(model)
         devices = own_accelerator() if model is None else accelerators_of(model.parameters())
         with seeded(derive(self.seed, self.step, self.k, "microbatch"), devices):
             yield
@@ -196,6 +199,7 @@ class ElasticSampler(Position):
         Raises:
             ValueError: the epoch has no such batch, or nothing was iterated.
         """
+        check_int("number", number)
         index, size = self._data_rank()
         plan = self._first
         if plan is not None and number >= 0:

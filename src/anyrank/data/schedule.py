@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from anyrank.checks import check_choice, check_int
 from anyrank.data.order import Order
 
 Tail = Literal["short", "drop", "pad"]
@@ -115,13 +116,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise TypeError(f"{name} is {value!r}: give a number of samples, an int")
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give at least 1")
-        if self.tail not in get_args(Tail):
-            raise ValueError(f"tail is {self.tail!r}: give one of {', '.join(get_args(Tail))}")
+            check_int(name, getattr(self, name), 1)
+        check_choice("tail", self.tail, get_args(Tail))
         if self.global_batch % self.microbatch:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of microbatch "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from anyrank.checks import check_type
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import kept
@@ -138,7 +139,14 @@ class Shards:
 
 
 def check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of shards; ValueError unless there is an int of at least 0 for each."""
+    """The lengths of shards.
+
+    Raises:
+        TypeError: no list of shards, or of lengths.
+        ValueError: not an int of at least 0 for each.
+    """
+    check_type("shards", None if isinstance(shards, str) else shards, Sequence, "a list of shards")
+    check_type("lengths", lengths, Sequence, "a list of numbers of samples")
     sizes = tuple(lengths)
     if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError(

@@ -63,9 +63,13 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
     """The order of n draws by the weights of n samples.
 
     Raises:
-        ValueError: weights that are not n numbers, or negative, not finite, or all zero.
+        TypeError: weights that are not numbers.
+        ValueError: weights that are not n, or negative, not finite, or all zero.
     """
-    given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    try:
+        given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"weights= takes {n} numbers, one for each sample: {error}") from error
     if given.shape != (n,):
         raise ValueError(f"weights has shape {list(given.shape)}: give {n}, one for each sample")
     if not bool(given.isfinite().all()) or bool((given < 0).any()) or not bool(given.any()):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyrank.errors import LoadError
+from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import (
     EXTRA_STATE,
     FileInfo,
@@ -73,12 +73,15 @@ def check_source(source: object) -> None:
 
     Raises:
         TypeError: names the type.
+        ValueError: it is empty.
     """
     if isinstance(source, Mapping):
         keys: Mapping[object, object] = source
         for key in keys:
             if not isinstance(key, str):
                 raise TypeError(f"the keys of source= are names, str, not {key!r}")
+        if not keys:
+            raise ValueError("source= is an empty dict: give the dict of weights")
         return
     paths: Sequence[object] = [source]
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
@@ -89,6 +92,9 @@ def check_source(source: object) -> None:
                 "source= takes a path, a list of paths, or a dict of tensors, not "
                 f"{type(path).__name__}"
             )
+    if not paths or "" in paths:
+        what = "an empty path" if paths else "an empty list"
+        raise ValueError(f"source= is {what}: give a path, a list of paths or a dict of tensors")
 
 
 def list_source(source: Source) -> Listing:
@@ -103,8 +109,6 @@ def list_source(source: Source) -> Listing:
     if isinstance(source, (str, os.PathLike)):
         return with_ends(_list_path(os.fspath(source)))
     listings = [_list_path(os.fspath(path)) for path in source]
-    if not listings:
-        raise LoadError("the list of source files is empty: give at least one path")
     return with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
 
 
@@ -161,6 +165,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
 
     Raises:
         LoadError: a value is not a plain dense tensor.
+        ValueError: there are no tensors, or they are in an inner dict.
     """
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
@@ -172,11 +177,11 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     if inner is not None or not direct:
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
-            raise LoadError(
+            raise WrongValue(
                 f"the dict {f'holds no tensors, only {keys}' if keys else 'is empty'}: give the "
                 "dict of weights"
             )
-        raise LoadError(
+        raise WrongValue(
             "the dict holds the weights in an inner dict: give the inner one, for instance "
             f"source[{inner!r}]"
         )

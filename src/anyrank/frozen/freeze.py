@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from anyrank.checks import check_model, check_path, check_type
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.tensors.spec import dtype_name
@@ -85,10 +86,9 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     Raises:
         TypeError: no module; a TorchScript module, whose class cannot change; a source that is no
             path.
+        ValueError: a source that is empty.
     """
-    given: Any = module  # whatever it is
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"freeze() takes a torch.nn.Module, not {type(given).__name__}")
+    check_model(module, "module")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             "a TorchScript module cannot be frozen: its class is fixed; put it into a plain module "
@@ -210,14 +210,11 @@ def _rebuild(plain: type[nn.Module]) -> nn.Module:
 def _paths(source: Any) -> str | tuple[str, ...]:
     """A source as plain text, which copies and pickles."""
     if isinstance(source, str | os.PathLike):
-        return os.fspath(source)
-    if not isinstance(source, Sequence):
-        raise TypeError(f"source= takes a path, a URL or a list of files, not {type(source)}")
-    paths: Sequence[Any] = source
-    for path in paths:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"source= takes a path, a URL or a list of files, not {path!r} in it")
-    return tuple(os.fspath(path) for path in paths)
+        return check_path("source", source)
+    check_type("source", source, Sequence, "a path, a URL or a list of files")
+    if not source:
+        raise ValueError(f"source={source!r}: give a path, a URL or a list of files")
+    return tuple(check_path("source", path) for path in source)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
 from anyrank.files.listing import Listing
@@ -118,9 +118,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         TypeError: neither path, list of paths nor dict of tensors, or finite is not a bool.
     """
     check_source(source)
-    given: Any = finite  # whatever it is
-    if not isinstance(given, bool):
-        raise TypeError(f"finite={finite!r}: give True or False")
+    check_bool(finite=finite)
     found = _Found([], set())
     path = name_of(source)
     if isinstance(source, (str, os.PathLike)):

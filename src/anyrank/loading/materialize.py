@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from anyrank.checks import check_choice, check_model
 from anyrank.errors import LoadError
 from anyrank.loading.report import LoadReport
 from anyrank.model.allocate import allocate, default_device, device_for
@@ -17,7 +18,6 @@ from anyrank.model.dora import is_magnitude, recompute_magnitudes
 from anyrank.model.fits import shared_on_meta
 from anyrank.model.initialise import Initialiser
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import check_choice, check_model
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.world.arguments import same_arguments

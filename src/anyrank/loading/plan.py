@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from anyrank.checks import check_choice, check_int
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.formats.sources import Source, check_source, list_source
@@ -24,11 +25,11 @@ from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.match import ModelMatch
-from anyrank.model.options import STRATEGIES, LoadOptions, check_choice, check_count
+from anyrank.model.options import STRATEGIES, LoadOptions
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import replicas
-from anyrank.world.group import Group
+from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import one_process, open_ranks
 
 # What a node is assumed to do when nothing is measured; only the prediction depends on them.
@@ -126,6 +127,7 @@ def plan(
             made = _plan_of(agreed, ranks.ranks, ranks.nodes)
     else:
         sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
+        check_group(process_group)
         options.check_call(model, source)
         agreed = plan_load(model, source, one_process(), options)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
@@ -221,7 +223,7 @@ def _mesh_sizes(
     ):
         for value in values:
             if value is not None:
-                check_count(name, value)
+                check_int(name, value, 1)
     world = math.prod(sizes)
     if world_size is not None and world != world_size:
         shape = "x".join(map(str, sizes))

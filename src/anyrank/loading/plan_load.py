@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anyrank.errors import AnyrankError, LoadError
+from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.formats.sources import Source, list_source
@@ -198,7 +198,7 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
 
 def _given(source: Source | None) -> Source:
     if source is None:
-        raise LoadError(
+        raise WrongValue(
             "the source is None on every rank: give a path, a list of paths or a dict of tensors"
         )
     return source

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from anyrank.checks import check_choice, check_function, check_int, check_number, check_type
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import in_transform
 from anyrank.memory.arguments import name_of
@@ -97,8 +98,9 @@ def tiled_loss(
         loss.backward()
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
-    if type(ignore_index) is not int:
-        raise TypeError(f"ignore_index={ignore_index!r}: give an int; -100 if no token is ignored")
+    check_int("ignore_index", ignore_index)
+    if in_dims is not None:
+        check_type("in_dims", in_dims, Sequence, "0 or None for each argument after labels")
     check_grad_dtype(grad_dtype)
     cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
     mesh = mesh_for(fn, hidden)
@@ -126,7 +128,8 @@ def tiled_loss(
         return checked(fn, mesh, hidden, labels, *rest)
 
     tiled = Tiled(run, name_of(head or fn), chunk_size, (0, 0, *cut), 0, grad_dtype, False)
-    tiled.module, tiled.label = head, f"tiled_loss({name_of(head or fn)})"
+    tiled._module = head  # pyright: ignore[reportPrivateUsage]
+    tiled._label = f"tiled_loss({name_of(head or fn)})"  # pyright: ignore[reportPrivateUsage]
     losses = tiled(flat, target, *more)
     losses = torch.where(target != ignore_index, losses, 0)
     if reduction == "none":
@@ -263,19 +266,21 @@ def check(
     count: Any,
     label_smoothing: float,
 ) -> None:
-    """Raises ValueError: arguments that do not match each other."""
+    """Raises TypeError, ValueError: wrong arguments, or some that do not match each other."""
+    check_function("fn", fn, "a head, or a function of a tile")
+    check_type("hidden", hidden, torch.Tensor, "a tensor [..., H]")
+    check_type("labels", labels, torch.Tensor, "a tensor [...]")
     if hidden.ndim < 1 or hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden has shape {list(hidden.shape)} and labels {list(labels.shape)}: they must be "
             "[..., H] and [...] (under sequence parallelism, give hidden as a DTensor or gather it)"
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction={reduction!r}: give "mean", "sum" or "none"')
-    if impl not in ("auto", "recompute", "fused"):
-        raise ValueError(f'impl={impl!r}: give "auto", "recompute" or "fused"')
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_choice("impl", impl, ("auto", "recompute", "fused"))
     check_chunk_size(chunk_size, "token")
-    if not isinstance(count, torch.Tensor) and count is not None and count < 0:
-        raise ValueError(f"count={count}: give at least 0 tokens")
+    if not isinstance(count, torch.Tensor | None):
+        check_number("count", count)
+    check_type("label_smoothing", label_smoothing, (int, float), "a number from 0 to 1")
     if count is not None and reduction != "mean":
         raise ValueError(
             f'count is the divisor of reduction="mean", and reduction is "{reduction}"'

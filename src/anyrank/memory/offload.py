@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from anyrank.checks import check_bool, check_choice, check_int
 from anyrank.memory.offload_engine import OffloadEngine
 
 MIB = 1 << 20
@@ -64,6 +65,7 @@ class Offload:
 
     Raises:
         ValueError: a size or choice that makes no sense; any use after `close`.
+        TypeError: an argument of another type.
 
     Example::
 
@@ -84,14 +86,11 @@ class Offload:
         on_full: Literal["keep", "raise"] = "keep",
         force: bool = False,
     ) -> None:
-        if pool_bytes < 1:
-            raise ValueError(
-                f"pool_bytes={pool_bytes}: nothing could be moved; leave offload=None instead"
-            )
-        if keep_last < 0 or min_bytes < 0:
-            raise ValueError(f"keep_last={keep_last}, min_bytes={min_bytes}: give at least 0")
-        if on_full not in ("keep", "raise"):
-            raise ValueError(f'on_full={on_full!r}: give "keep" or "raise"')
+        check_int("pool_bytes", pool_bytes, 1)
+        check_int("keep_last", keep_last, 0)
+        check_int("min_bytes", min_bytes, 0)
+        check_choice("on_full", on_full, ("keep", "raise"))
+        check_bool(force=force)
         self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
 
     def stats(self) -> OffloadStats:

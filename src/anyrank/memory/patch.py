@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.checks import check_bool, check_model, check_type
 from anyrank.memory.offload import Offload
 from anyrank.memory.recompute import RegionOptions, record_region, resident_in, sources
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
+from anyrank.memory.tiling_dims import check_dims
 from anyrank.tensors.names import WRAPPERS, candidates, near
 from anyrank.tensors.walk import walk
 
@@ -185,6 +187,8 @@ def tile_(
         handle.remove()
     """
     modules = find_modules(model, pattern)
+    check_bool(check=check)
+    check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
     unchecked = set(modules) if check else set[str]()
     for name, module in modules.items():  # options that do not fit are refused here
@@ -193,7 +197,7 @@ def tile_(
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tiled = Tiled(forward, name, chunk_size, ins, outs, grad_dtype, name in unchecked)
         result = tiled(*args, **kwargs)
-        if not tiled.check:
+        if not tiled._check:  # pyright: ignore[reportPrivateUsage]
             unchecked.discard(name)
         return result
 
@@ -219,7 +223,14 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
 
 
 def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Name -> module, for the modules that match the pattern and are called."""
+    """Name -> module, for the modules that match the pattern and are called.
+
+    Raises:
+        TypeError: no model, or no pattern.
+        ValueError: no module matches, or one that is never called.
+    """
+    check_model(model)
+    check_type("pattern", pattern, str, "the name of a module, or a pattern of names")
     known = dict(walk(model))
     matches = matcher(pattern)
     found = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.checks import check_function, check_type
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, name_of
@@ -61,7 +62,8 @@ def recompute(
         What `fn` returns.
 
     Raises:
-        TypeError: an option is of another type, or one of torch's `checkpoint` (`use_reentrant`).
+        TypeError: `fn` is no function, or an option of another type, or one of torch's `checkpoint`
+            (`use_reentrant`).
         RecomputeError: `fn` changed an argument in place. From backward: `fn` did not do the same
             when called again, or a parameter, an argument or a captured tensor that it reads was
             changed in between.
@@ -75,6 +77,7 @@ def recompute(
         y = anyrank.recompute(block, x)
         y.sum().backward()
     """
+    check_function("fn", fn, "a function or a module")
     if foreign := kwargs.keys() & OF_CHECKPOINT:
         raise TypeError(
             f"{min(foreign)} is an option of torch's checkpoint: leave it out, as recompute is "
@@ -110,6 +113,7 @@ def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
     Raises:
         TypeError: one is not a generator that can be set back.
     """
+    check_type("generators", generators, Iterable, "a list of generators")
     found = [(each, source_of(each)) for each in generators]
     for each, source in found:
         if source is None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from anyrank.checks import check_bool, check_function
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient_state import AmbientState, in_transform
 from anyrank.memory.arguments import Call, TensorlessCall, flatten, name_of
@@ -107,47 +108,49 @@ class Tiled:
         grad_dtype: torch.dtype | None,
         check: bool,
     ) -> None:
+        check_function("fn", fn, "a function or a module")
+        check_bool(check=check)
         check_chunk_size(chunk_size, "row")
         check_dims("out_dims", out_dims)
         check_grad_dtype(grad_dtype)
-        self.label = f"tile({label})"
-        self.arguments = TiledArguments(fn, in_dims, self.label)
-        self.module = module_of(self.arguments.fn)
+        self._label = f"tile({label})"
+        self._arguments = TiledArguments(fn, in_dims, self._label)
+        self._module = module_of(self._arguments.fn)
         if grad_dtype is not None and not Captured(fn).modules:
             raise TypeError(
                 f"grad_dtype needs the parameters of a module, and none was found in {label}: "
                 "pass the module, or a function that captures it, or leave grad_dtype out"
             )
-        self.chunk_size = chunk_size
-        self.out_dims = out_dims
-        self.grad_dtype = grad_dtype
-        self.check = check
+        self._chunk_size = chunk_size
+        self._out_dims = out_dims
+        self._grad_dtype = grad_dtype
+        self._check = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, dims = self.arguments.call(args, kwargs)
-        tiling = Tiling(call, dims, self.chunk_size, self.label)
-        if self.module is not None:
-            check_tile_counts(self.module, len(tiling.starts), self.label)
+        call, dims = self._arguments.call(args, kwargs)
+        tiling = Tiling(call, dims, self._chunk_size, self._label)
+        if self._module is not None:
+            check_tile_counts(self._module, len(tiling.starts), self._label)
         else:
-            call.fn = TileCountCheck(call.fn, len(tiling.starts), self.label)
+            call.fn = TileCountCheck(call.fn, len(tiling.starts), self._label)
         if len(tiling.starts) == 1 or (not torch.compiler.is_compiling() and in_transform()):
             return call()
-        joined = JoinedResults(self.out_dims, tiling, self.label)
-        if self.check:
-            check_independence(call, tiling, self.out_dims, self.label)
-            self.check = False
+        joined = JoinedResults(self._out_dims, tiling, self._label)
+        if self._check:
+            check_independence(call, tiling, self._out_dims, self._label)
+            self._check = False
         if not torch.is_grad_enabled():
-            side = SideResults(Captured(self.arguments.fn, call.leaves).modules)
+            side = SideResults(Captured(self._arguments.fn, call.leaves).modules)
             for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
                 versions = versions_of(leaves)
                 joined.add(k, call.run(leaves))
-                self.check_unchanged(call, leaves, versions)
-                side.check(self.label)
+                self._check_unchanged(call, leaves, versions)
+                side.check(self._label)
         elif not torch.compiler.is_compiling():
-            self.record_region(call, tiling, joined)
-        elif self.grad_dtype is not None:  # compiled, gradients are summed in the weights' dtype
-            eagerly: Any = torch.compiler.disable(self.record_region)
+            self._record_region(call, tiling, joined)
+        elif self._grad_dtype is not None:  # compiled, gradients are summed in the weights' dtype
+            eagerly: Any = torch.compiler.disable(self._record_region)
             eagerly(call, tiling, joined)
         else:
             # The compiler knows torch's own region, and partitions the graph by it.
@@ -156,19 +159,19 @@ class Tiled:
             return joined.cat([region(tiling.tile(k, call.leaves)) for k in tiles])
         return joined.result()
 
-    def record_region(self, call: Call, tiling: Tiling, joined: JoinedResults) -> None:
+    def _record_region(self, call: Call, tiling: Tiling, joined: JoinedResults) -> None:
         """Record each tile as a region. All share one set of inputs, saved before the first: an
         outer region that runs again for the inputs stops there.
         """
         tensorless = TensorlessCall(call)
-        inputs = SavedInputs(tensorless.tensors, tensorless.tensor_name, self.label)
+        inputs = SavedInputs(tensorless.tensors, tensorless.tensor_name, self._label)
         tensors = tensorless.tensors
         tensorless.drop_tensors()
         devices = {tensor.device for tensor in tensors}
-        captured = Captured(self.arguments.fn, call.leaves)
+        captured = Captured(self._arguments.fn, call.leaves)
         weights = None
-        if self.grad_dtype is not None:
-            weights = WideWeights(captured.modules, call.fn, self.grad_dtype)
+        if self._grad_dtype is not None:
+            weights = WideWeights(captured.modules, call.fn, self._grad_dtype)
         side = SideResults(captured.modules)
         state = None
         chains = list(call.leaves)
@@ -186,8 +189,8 @@ class Tiled:
             else:
                 first = functools.partial(weights.call, k == 0, args, kwargs)
             result = region.run(first)
-            side.check(self.label)
-            self.check_unchanged(call, leaves, versions)
+            side.check(self._label)
+            self._check_unchanged(call, leaves, versions)
             if weights is None and k == len(tiling.starts) - 1:
                 clone_view_grads(flatten(result)[0], leaves)
             joined.add(k, result)
@@ -195,12 +198,12 @@ class Tiled:
             del args, kwargs, first, leaves, result
 
     @uncompiled
-    def check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
+    def _check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
         """Raises RecomputeError: the function changed a tile in place, which is lost in a copy."""
         for n, (now, before) in enumerate(zip(versions_of(leaves), versions, strict=True)):
             if now != before:
                 raise RecomputeError(
-                    f"{self.label} changes {call.name(n)} in place: clone the argument inside, or "
+                    f"{self._label} changes {call.name(n)} in place: clone the argument inside, or "
                     "use the operation that returns a new tensor"
                 )
 

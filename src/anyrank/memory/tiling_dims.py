@@ -110,7 +110,7 @@ def check_dims(name: str, dims: Any) -> None:
 
 def check_chunk_size(chunk_size: Any, unit: str) -> None:
     """Raises TypeError, ValueError: no size of a tile."""
-    if not hasattr(chunk_size, "__index__"):
+    if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__"):
         raise TypeError(f"chunk_size={chunk_size!r}: give an int")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: give at least 1 {unit}")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from anyrank.errors import LoadError
+from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
@@ -151,10 +151,10 @@ def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
     if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) in (2, 3):
         mesh, placements = _mesh_of(value[0]), value[1]
     if mesh is None or not isinstance(placements, (tuple, list)):
-        raise TypeError(f"layout= of {name}: give (mesh, placements), not {value!r}")
+        raise WrongType(f"layout= of {name}: give (mesh, placements), not {value!r}")
     rules = tuple(placement_of(placement, name) for placement in cast("Sequence[Any]", placements))
     if len(mesh.shape) != len(rules):
-        raise TypeError(
+        raise WrongType(
             f"layout= of {name}: {len(rules)} placements for a mesh of {len(mesh.shape)} axes"
         )
     return mesh, rules if len(value) == 2 else _with_intervals(name, mesh, rules, value[2])
@@ -181,14 +181,14 @@ def _with_intervals(
     except (TypeError, ValueError):
         parts = ()
     if len(axes) != 1 or len(parts) != mesh.shape[axes[0]]:
-        raise TypeError(
+        raise WrongType(
             f"layout= of {name}: the third element is, for each place on the one axis that shards, "
             f"a list of (start, length), not {given!r}"
         )
     end = 0
     for start, size in sorted(interval for part in parts for interval in part if interval[1]):
         if start != end or size < 0:
-            raise ValueError(
+            raise WrongValue(
                 f"layout= of {name}: {'a hole' if start > end else 'an overlap'} before element "
                 f"{start} of the sharded dim: each element belongs to one place on the axis"
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from anyrank.checks import check_bool, check_choice, check_function, check_int, check_model
 from anyrank.errors import LoadError
 from anyrank.formats.sources import Source, check_source
 from anyrank.model.given_layouts import check_layout
@@ -51,17 +52,12 @@ class LoadOptions:
             check_choice(name, getattr(self, name), choices)
         renamer(self.rename)
         if self.buffer_bytes is not None:
-            check_count("buffer_bytes", self.buffer_bytes, BUFFER_BYTES.most)
-        for name in ("verify", "merge"):
-            given: Any = getattr(self, name)  # whatever it is
-            if not isinstance(given, bool):
-                raise TypeError(f"{name}={given!r}: give True or False")
+            check_int("buffer_bytes", self.buffer_bytes, 1, BUFFER_BYTES.most)
+        check_bool(verify=self.verify, merge=self.merge)
         for layout in self.layout if isinstance(self.layout, tuple) else (self.layout,):
             check_layout(layout)
-        if not (
-            self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
-        ):
-            raise TypeError(f"progress={self.progress!r}: give True, False, None or a function")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            check_function("progress", self.progress, "True, False, None or a function")
 
     def check_call(self, model: object, source: object) -> None:
         """Refuse a model, a source or options that are wrong in themselves.
@@ -70,7 +66,8 @@ class LoadOptions:
             ValueError, TypeError: as `check`; no module; neither a source nor None.
         """
         check_model(model)
-        if source is not None:  # None: this rank receives from others
+        is_receiver = source is None or (isinstance(source, Mapping) and not source)
+        if not is_receiver:
             check_source(source)
         self.check()
 
@@ -92,39 +89,3 @@ class LoadOptions:
             LoadError,
             lambda: self.check_call(model, source),
         )
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is not one of the choices.
-
-    Raises:
-        ValueError: names the choices.
-    """
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: give one of {', '.join(choices)}")
-
-
-def check_count(name: str, value: object, most: int | None = None) -> int:
-    """The value; refuses what is not a positive whole number.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: below 1, or above `most`.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give a whole number")
-    if value < 1:
-        raise ValueError(f"{name}={value} is not a positive number")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value} is too large: give at most {most}")
-    return value
-
-
-def check_model(model: object) -> None:
-    """Refuse what is not a module.
-
-    Raises:
-        TypeError: names the type.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model= takes a torch.nn.Module, not {type(model).__name__}")

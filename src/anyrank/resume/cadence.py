@@ -6,6 +6,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from anyrank.checks import check_type
+
 EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -28,11 +30,13 @@ def cadence(every: int | str | None, name: str = "every") -> Cadence:
     """`every=`, or the argument of another name, read.
 
     Raises:
+        TypeError: neither a number nor text.
         ValueError: it is neither a positive number of steps nor a time such as "10min".
     """
-    text = str(every).strip()
     if every is None:
         return Cadence()
+    check_type(name, every, (int, str), "a number of steps or a time such as '10min'")
+    text = str(every).strip()
     if text.isdigit() and int(text) > 0:
         return Cadence(steps=int(text))
     match = EVERY.match(text)

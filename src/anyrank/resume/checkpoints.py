@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Literal
 
+from anyrank.checks import check_function, check_path, check_type
 from anyrank.data.loader import ElasticLoader, announce_left_step
 from anyrank.data.position import check_same_on_ranks
 from anyrank.data.step import Step
@@ -37,7 +38,7 @@ from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
 from anyrank.world.connections import declining
-from anyrank.world.group import Group
+from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -66,7 +67,7 @@ class Checkpoints:
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
-        TypeError: `state` is not a TrainState.
+        TypeError: `state` is not a TrainState; an argument of another type.
         ValueError: an argument outside of what is listed.
 
     Example::
@@ -100,10 +101,11 @@ class Checkpoints:
         process_group: Group = None,
     ) -> None:
         with declining(process_group, "Checkpoints()"):
-            if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-                given = f"a {type(state).__name__}"
-                raise TypeError(f"state is {given}: give Checkpoints(path, anyrank.TrainState())")
-            self.path = os.fspath(path)
+            self.path = check_path("path", path)
+            check_type("state", state, TrainState, "an anyrank.TrainState")
+            if on_commit is not None:
+                check_function("on_commit", on_commit)
+            check_group(process_group)
             self._options = RunOptions(
                 self.path, keep, every, background, verify, keep_every, peers
             )

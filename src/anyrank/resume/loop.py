@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anyrank.checks import check_int
 from anyrank.data.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position, check_complete
 from anyrank.data.step import Step, is_complete
@@ -245,13 +246,8 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     if (until is None) == (epochs is None):
         raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
     name, limit = ("until", until) if epochs is None else ("epochs", epochs)
-    if type(limit) is not int:
-        raise TypeError(f"{name}={limit!r}: give an int, counted over the whole run")
-    if limit < 0:
-        raise ValueError(f"{name}={limit}: give 0 or more, counted over the whole run")
-    if epochs is None:
-        return lambda: state.step >= limit
-    return lambda: state.epoch >= limit
+    last = check_int(name, limit, 0)  # counted over the whole run
+    return lambda: (state.step if epochs is None else state.epoch) >= last
 
 
 def lost_step(number: int, why: str) -> str:

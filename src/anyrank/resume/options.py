@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anyrank.checks import check_bool, check_choice, check_int, check_names
 from anyrank.errors import CheckpointError
 from anyrank.resume.cadence import Cadence, cadence
 from anyrank.resume.select_step import VERIFY
@@ -49,10 +50,8 @@ class ResumeArguments:
             raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
         if which == "" or (isinstance(which, int) and which < 0):
             raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
-        for name in ("skip", "fresh"):
-            given: object = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Sequence):
-                raise TypeError(f"{name}={given!r}: give a list of names")
+        check_names("skip", self.skip)
+        check_names("fresh", self.fresh)
         if self.rename is not None and self.path is None:
             raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMED}")
         renamer(self.rename)
@@ -79,6 +78,7 @@ class RunOptions:
 
     Raises:
         ValueError: an option outside of what is allowed.
+        TypeError: an option of another type.
     """
 
     path: str
@@ -90,14 +90,11 @@ class RunOptions:
     peers: bool | int | str = False
 
     def __post_init__(self) -> None:
-        if self.keep < 2:
-            raise ValueError(f"keep={self.keep}: at least 2, as the newest may turn out damaged")
-        if isinstance(self.keep_every, int) and self.keep_every < 1:
-            raise ValueError(
-                f"keep_every={self.keep_every}: give a positive number of steps, or None"
-            )
-        if self.verify not in VERIFY:
-            raise ValueError(f"verify={self.verify!r}: give one of {', '.join(VERIFY)}")
+        check_int("keep", self.keep, 2)  # the newest may turn out damaged
+        check_bool(background=self.background)
+        check_choice("verify", self.verify, VERIFY)
+        if self.keep_every is not None and not callable(self.keep_every):
+            check_int("keep_every", self.keep_every, 1)
         cadence(self.every)
         cadence(_as_every(self.peers), "peers")
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from anyrank.checks import check_path, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import digest_of_box
 from anyrank.model.tensors import ModelTensor
@@ -30,9 +31,10 @@ class Base:
 
     def __init__(self, source: Any) -> None:
         several = [source] if isinstance(source, str | os.PathLike) else source
-        if not isinstance(several, Sequence) or not several:
-            raise TypeError(f"base is {source!r}: give a path, a URL or a list of them")
-        self.source = [os.fspath(path) for path in several]
+        check_type("base", several, Sequence, "a path, a URL or a list of them")
+        if not several:
+            raise ValueError(f"base={source!r}: give a path, a URL or a list of them")
+        self.source = [check_path("base", path) for path in several]
         self.digest: str | None = None
         self._writes: dict[str, int] = {}
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
 from anyrank.model.given_layouts import GivenLayout, check_layout
@@ -67,7 +68,8 @@ class TrainState:
         data: as it was given.
 
     Raises:
-        TypeError: a part that is neither module nor optimizer nor stateful; no layout.
+        TypeError: a part that is neither module nor optimizer nor stateful; no layout; an argument
+            of another type.
         ValueError: a part with a reserved name; a scheduler that steps once for each process; base
             without a model.
 
@@ -99,6 +101,10 @@ class TrainState:
         layout: GivenLayout = None,
         **others: Any,
     ) -> None:
+        if model is not None:
+            check_model(model)
+        if isinstance(optimizer, nn.Module):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer")
         given = {
             "model": model,
             "optimizer": optimizer,
@@ -107,7 +113,8 @@ class TrainState:
             "data": data,
         }
         parts = {name: part for name, part in (given | others).items() if part is not None}
-        self._parts = RunParts(parts, seed, generators or {}, first_rank, base, layout)
+        own = {} if generators is None else generators
+        self._parts = RunParts(parts, seed, own, first_rank, base, layout)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -160,6 +167,7 @@ class RunParts:
                     f"{name} is a {type(part).__name__}: a part is a module, an optimizer, or has "
                     f"state_dict() and load_state_dict(){hint}"
                 )
+        check_names("first_rank", first_rank)
         for name in first_rank:
             part = self.parts.get(name)
             if part is None or isinstance(part, (nn.Module, Optimizer)):
@@ -173,7 +181,11 @@ class RunParts:
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
         check_layout(layout)
         self.given = GivenParts(layout)
-        self.seed = seed
+        self.seed = check_int("seed", seed)
+        check_type("generators", generators, Mapping, "a dict of names to torch.Generators")
+        for name, generator in generators.items():
+            check_type("generators", name, str, "a dict of names to torch.Generators")
+            check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
         self.generators = dict(generators)
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):

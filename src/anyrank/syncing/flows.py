@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyrank.errors import LoadError
+from anyrank.errors import LoadError, WrongValue
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import Added, End, Row
@@ -141,12 +141,13 @@ class Planner:
 
         Raises:
             LoadError: on any rank, on all.
+            ValueError: all ranks lack one end.
         """
         from_ranks = self._alike({rank: summary.src for rank, summary in self.summaries.items()})
         to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
         for name, groups in (("src", from_ranks), ("dst", to_ranks)):
             if not groups:
-                raise LoadError(
+                raise WrongValue(
                     f"{name} is None, or holds no tensors, on every rank: give it on those that "
                     "hold its tensors"
                 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import nn
 
+from anyrank.checks import check_model
 from anyrank.model.report import FillReport, mib_by_rank
 from anyrank.model.synced import report_of
 
@@ -66,8 +66,7 @@ class SyncReport(FillReport):
         Raises:
             TypeError: not a model; a dict of tensors is told nothing.
         """
-        if not isinstance(cast("object", model), nn.Module):
-            raise TypeError(f"last() takes a torch.nn.Module, not {type(model).__name__}")
+        check_model(model)
         return report_of(model)
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from anyrank.checks import check_bool, check_int
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter, collector_paused
@@ -125,12 +126,9 @@ def _agree_arguments(
     def check() -> None:
         for name, given in (("dst", dst), ("src", src)):
             _check_end(name, given)
-        if not isinstance(atomic, bool):
-            raise TypeError(f"atomic={atomic!r}: give True or False")
-        if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
-            raise TypeError(f"version={version!r}: give a whole number, or None")
-        if version is not None and version < 0:
-            raise ValueError(f"version={version} is negative: give the number of a step, or None")
+        check_bool(atomic=atomic)
+        if version is not None:
+            check_int("version", version, 0)
         options.check()
 
     names = ("missing", "unexpected", "cast", "rename", "verify", "merge")

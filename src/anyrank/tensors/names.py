@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import cast
 
-from anyrank.errors import LoadError
+from anyrank.errors import LoadError, WrongType
 
 # Segments that only a wrapper puts into a name.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -43,7 +43,7 @@ def renamer(rename: Rename) -> Callable[[str], str]:
                     f"rename= failed for {key}: {type(error).__name__}: {error}"
                 ) from error
             if not isinstance(name, str):
-                raise LoadError(f"rename= gave {name!r} for {key}: it must return a name")
+                raise WrongType(f"rename= gave {name!r} for {key}: it must return a name, a str")
             return name
 
         return by_function

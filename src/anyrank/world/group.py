@@ -56,6 +56,21 @@ def members(process_group: Group) -> tuple[list[int], int]:
     return ranks, rank
 
 
+def check_group(process_group: object) -> None:
+    """Refuse what names no processes. A group that lacks this one is still a group.
+
+    Raises:
+        TypeError: it is no group.
+    """
+    if process_group is None or process_group is ALONE:
+        return
+    if not dist.is_available() or not (
+        isinstance(process_group, dist.ProcessGroup)
+        or process_group == dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        raise _no_group(process_group)
+
+
 def _no_group(given: object) -> TypeError:
     return TypeError(
         "process_group= takes a group of torch.distributed that has not been destroyed, "

@@ -1,0 +1,122 @@
+"""What an argument may be. Each check names the argument, what was given and what to give."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
+def _shown(value: object) -> str:
+    """A value in a message; objects that are shown on several lines by their type."""
+    text = _short.repr(value)
+    return f"<{type(value).__name__}>" if "\n" in text or " at 0x" in text else text
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], give: str) -> None:
+    """Refuse what is not of these types; a bool counts as no int.
+
+    Raises:
+        TypeError: says what to `give`.
+    """
+    several = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in several):
+        raise TypeError(f"{name}={_shown(value)}: give {give}")
+
+
+def check_bool(**given: object) -> None:
+    """Refuse what is not True or False.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    for name, value in given.items():
+        check_type(name, value, bool, "True or False")
+
+
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value; refuses what is not a whole number, or out of bounds.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: below `least`, or above `most`.
+    """
+    check_type(name, value, int, "an int")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}: give at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value}: give at most {most}")
+    return value
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse what is not a number of at least 0; NaN is none.
+
+    Raises:
+        TypeError: neither int nor float.
+        ValueError: below 0.
+    """
+    check_type(name, value, (int, float), "a number")
+    if not value >= 0:
+        raise ValueError(f"{name}={value}: give at least 0")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is not one of the choices.
+
+    Raises:
+        ValueError: names the choices.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={_shown(value)} is unknown: give one of {', '.join(choices)}")
+
+
+def check_function(name: str, value: object, give: str = "a function") -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        TypeError: says what to `give`.
+    """
+    if not callable(value):
+        raise TypeError(f"{name}={_shown(value)}: give {give}")
+
+
+def check_path(name: str, value: Any) -> str:
+    """A path or a URL, as text.
+
+    Raises:
+        TypeError: neither text nor a path.
+        ValueError: it is empty.
+    """
+    check_type(name, value, (str, os.PathLike), "a path or a URL")
+    path: object = os.fspath(value)
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{name}={_shown(value)}: give a path or a URL")
+    return path
+
+
+def check_names(name: str, value: Any) -> None:
+    """Refuse what is not a list of names; a text alone would be read as its letters.
+
+    Raises:
+        TypeError: says so.
+    """
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not is_list or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name}={_shown(value)}: give a list of names")
+
+
+def check_model(model: object, name: str = "model") -> None:
+    """Refuse what is not a module.
+
+    Raises:
+        TypeError: names the type.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}= takes a torch.nn.Module, not {type(model).__name__}")
