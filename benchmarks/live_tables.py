@@ -71,13 +71,23 @@ def peers_table(result: dict[str, Any]) -> str:
     return f"{what} {provenance(result)}\n\n{table(head, body)}"
 
 
+TURNS = "fsdp exact, taking turns"  # exchanges in every microbatch
+RATIOS = (
+    # contender, measured against, at most
+    ("ddp exact", "ddp stock", 1.10),
+    ("fsdp exact", "fsdp each", 1.00),
+    ("fsdp exact", "fsdp stock", 1.05),
+)
+EXTRA = {"fsdp exact": "fsdp stock", TURNS: "fsdp each", "ddp exact": "ddp stock"}
+
+
 def exact_table(result: dict[str, Any]) -> str:
     """What exact=True costs, and which runs had the same bits."""
     times, bits = result["times"], result["bits"]
-    names = list(times["rows"][0]["ratios"])
+    goals = {f"{name} / {other}": most for name, other, most in RATIOS}
     body = [
         [f"{row['ranks']} ranks, {row['rounds']} microbatches each"]
-        + [f"{row['ratios'][name]:.2f}" for name in names]
+        + [beside_goal(row["ratios"][name], goal) for name, goal in goals.items()]
         for row in times["rows"]
     ]
     by_digest: dict[str, list[str]] = {}
@@ -87,7 +97,7 @@ def exact_table(result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"Medians of {times['rows'][0]['n']}. {provenance(times)}",
-            table(["", *names], body),
+            table(["", *goals], body),
             f"SHA-256 of weights and Adam state after {bits['steps']} steps. {provenance(bits)}",
             table(["SHA-256", "wrapper and number of ranks"], same),
         ]
@@ -96,19 +106,31 @@ def exact_table(result: dict[str, Any]) -> str:
 
 def exact_memory_table(result: dict[str, Any]) -> str:
     """Peaks of each contender, and what exact=True may keep beside the gradients."""
-    names = ("fsdp stock", "fsdp each", "fsdp exact", "fsdp exact, taking turns")
+    names = ("fsdp stock", "fsdp each", "fsdp exact", TURNS)
     more = ("ddp stock", "ddp exact")
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        if name not in EXTRA:
+            return f"{row[name]:.2f}"
+        return beside_goal(row[name], row[EXTRA[name]] + math.log2(row["rounds"]) / row["ranks"])
+
     body = [
         [
             f"{row['ranks']}, {row['rounds']}",
-            *(f"{row[name]:.2f}" for name in names),
+            *(cell(row, name) for name in names),
             f"{1 / row['ranks'] + kept_shards(row):.2f}",
-            *(f"{row[name]:.2f}" for name in more),
+            *(cell(row, name) for name in more),
         ]
         for row in sorted(result["rows"], key=lambda row: (row["rounds"], row["ranks"]))
     ]
     head = ["ranks, microbatches of each", *names, "promised of turns", *more]
     return f"{provenance(result)}\n\n{table(head, body)}"
+
+
+def beside_goal(figure: float, goal: float) -> str:
+    """A figure, the most that it was to be, and whether it is."""
+    verdict = "met" if round(figure, 2) <= round(goal, 2) else "missed"
+    return f"{figure:.2f} (goal {goal:.2f}, {verdict})"
 
 
 def kept_shards(row: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.ranks.exact_runs import sha256
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -53,6 +54,8 @@ def build(device: torch.device, wrap: str) -> Any:
     net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
     if wrap == "ddp":
         return DistributedDataParallel(net.to(device), device_ids=[device.index])
+    if wrap == "plain":
+        return net.to(device)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if wrap == "offloaded" else {}
     net = net if options else net.to(device)
     for layer in (net[0], net[2]):
@@ -174,7 +177,36 @@ def tiled(path: str, device: torch.device, rows: int) -> Any:
     return reads.num, same, ""
 
 
-JOBS: dict[str, Any] = {"load": load, "resume": resume, "sync": sync, "tiled": tiled}
+def exact(path: str, device: torch.device) -> dict[str, str]:
+    """SHA-256 of a run on both ranks, under each wrapper, and of each rank's own run."""
+    torch.use_deterministic_algorithms(True)
+    alone = [dist.new_group([rank]) for rank in range(2)][device.index]
+    rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+    found: dict[str, str] = {}
+    for wrap, group in {"ddp": None, "fsdp": None, "plain": alone}.items():
+        net = build(device, wrap)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        loader = anyrank.ElasticLoader(
+            rows, global_batch=12, microbatch=2, process_group=group, exact=True
+        )
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch.to(device)).square().mean())
+            step.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[wrap] = sha256(net, optimizer)
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+JOBS: dict[str, Any] = {
+    "load": load,
+    "resume": resume,
+    "sync": sync,
+    "tiled": tiled,
+    "exact": exact,
+}
 
 
 def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
@@ -201,6 +233,12 @@ def test_live_weights_go_between_devices(tmp_path: Path, wrap: str, meta: bool) 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
 def test_ranks_go_on_bit_by_bit(tmp_path: Path, wrap: str, background: bool) -> None:
     assert on_two_ranks(tmp_path, "resume", wrap, background) == [({"exact"}, True)] * 2
+
+
+def test_promise_9_ranks_with_devices_have_the_bits_of_one(tmp_path: Path) -> None:
+    first, second = on_two_ranks(tmp_path, "exact")
+    assert first == second
+    assert len({*first.values()}) == 1, first
 
 
 def test_numbers_of_tiles_are_compared_without_waiting_for_the_device(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from anyrank.testing import run_ranks
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
 
 
 def sha256(net: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.Tensor) -> str:

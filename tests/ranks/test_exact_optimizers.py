@@ -195,6 +195,38 @@ def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_st
     assert "Factored gives an element other bits" in first["factored"]
 
 
+class Built(torch.optim.SGD):
+    """Counts how often it is made."""
+
+    number = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        Built.number += 1
+
+
+def job_trials() -> list[int]:
+    """How many optimizers there have been after each step of two passes."""
+    net = build("fsdp")
+    optimizer = Built(net.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
+    found: list[int] = []
+    for _ in range(2):
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+            optimizer.step()
+            found.append(Built.number)
+    return found
+
+
+def test_an_optimizer_is_tried_once() -> None:
+    for found in run_ranks(2, job_trials):
+        assert len(found) > 3
+        assert found[0] > 1, "no trial"
+        assert len({*found}) == 1, "tried again"
+
+
 def job_by_kind() -> dict[str, str]:
     """What the first step of a sharded parameter says, by its dtype and optimizer."""
     found: dict[str, str] = {}
