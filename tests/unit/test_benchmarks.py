@@ -165,6 +165,14 @@ def test_recorded_syncs_send_each_byte_once_and_take_less_time() -> None:
         assert max(ours["memory_mib"]) <= 16
 
 
+def test_recorded_plans_of_many_ranks_are_soon_made_and_fair(module: Import) -> None:
+    rows = result("sync_simulated")["rows"]
+    assert [row["case"] for row in rows] == list(module("sync_simulated").CASES)
+    for row in rows:
+        assert max(row[side]["seconds"] for side in ("a sender", "a receiver")) < 5
+        assert max(row["most_sent_of_fair"], row["most_received_of_fair"]) <= 1.1
+
+
 def test_recorded_saves_are_within_the_promised_memory() -> None:
     rows, share = result("save")["rows"], result("save")["mib"] / result("save")["ranks"]
     assert rows["anyrank"]["beyond_mib"] < 64

@@ -29,9 +29,20 @@ from anyrank.tensors.sync_plan import Strip, Transfer, places_of, strips_of, tra
 Side = tuple[Layout | None, dict[int, tuple[int, ...] | None]]
 
 
+def intervals(draw: Any, size: int, count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """A dim cut anywhere, each interval given to any place of an axis, in any order."""
+    inner = draw(st.lists(st.integers(0, size), max_size=4, unique=True))
+    cuts = sorted({0, size, *inner})
+    places: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for start, stop in draw(st.permutations(list(itertools.pairwise(cuts)))):
+        places[draw(st.integers(0, count - 1))].append((start, stop - start))
+    return tuple(map(tuple, places))
+
+
 @st.composite
-def sides(draw: Any, ndim: int, ranks: int) -> Side:
-    """A layout on some of the ranks, in some order."""
+def sides(draw: Any, sizes: tuple[int, ...], ranks: int) -> Side:
+    """A layout of a tensor on some of the ranks, in some order."""
+    ndim = len(sizes)
     if draw(st.booleans()) and draw(st.booleans()):
         whole = draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
         return None, dict.fromkeys(whole, None)
@@ -42,14 +53,17 @@ def sides(draw: Any, ndim: int, ranks: int) -> Side:
     if size > ranks:
         shape, size = (ranks,), ranks
     dims = st.integers(-1, ndim - 1)
-    placements = tuple(
-        Placement("shard", d) if d >= 0 else Placement("replicate")
-        for d in draw(st.lists(dims, min_size=len(shape), max_size=len(shape)))
-    )
+    drawn = draw(st.lists(dims, min_size=len(shape), max_size=len(shape)))
+    placements = [Placement("shard", d) if d >= 0 else Placement("replicate") for d in drawn]
+    if drawn[0] >= 0 and (len(drawn) == 1 or drawn[0] != drawn[1]) and draw(st.booleans()):
+        given = intervals(draw, sizes[drawn[0]], shape[0])
+        placements[0] = IntervalShard("shard", drawn[0], intervals=given)
+    elif drawn[0] >= 0 and draw(st.booleans()):  # by any factor, as FSDP over tensor parallelism
+        placements[0] = Placement("shard", drawn[0], draw(st.integers(2, 4)))
     order = draw(st.permutations(range(ranks)))
     at = list(itertools.product(*map(range, shape)))
     outside = {rank: None for rank in order[size:] if draw(st.booleans())}
-    return Layout(shape, placements), {**dict(zip(order, at, strict=False)), **outside}
+    return Layout(shape, tuple(placements)), {**dict(zip(order, at, strict=False)), **outside}
 
 
 def local_of(full: torch.Tensor, side: Side, rank: int) -> torch.Tensor:
@@ -81,7 +95,7 @@ def plans_of(
 def test_every_wanted_element_arrives_once_from_a_rank_that_has_it(data: Any) -> None:
     ranks = data.draw(st.integers(1, 7))
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    src, dst = (data.draw(sides(len(shape), ranks)) for _ in range(2))
+    src, dst = (data.draw(sides(shape, ranks)) for _ in range(2))
     nodes = {rank: rank // data.draw(st.integers(1, 4)) for rank in range(ranks)}
     full = torch.arange(Box.whole(shape).numel).reshape(shape)
     plans = plans_of(shape, src, dst, ranks, nodes)
@@ -117,7 +131,7 @@ def test_all_ranks_have_one_order(data: Any) -> None:
     """Two ranks list what passes between them alike, and no ranks wait in a circle."""
     ranks = data.draw(st.integers(2, 6))
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2)))
-    src, dst = (data.draw(sides(len(shape), ranks)) for _ in range(2))
+    src, dst = (data.draw(sides(shape, ranks)) for _ in range(2))
     plans = plans_of(shape, src, dst, ranks, dict.fromkeys(range(ranks), 0))
     left = {rank: [t for t in plan if t.sender != t.receiver] for rank, plan in plans.items()}
     while any(left.values()):

@@ -74,15 +74,16 @@ class _Said:
         asked: the ends of which one is to have such a tensor, with each name and pattern.
     """
 
-    parts: list[dict[int, _Part]]
+    parts: dict[str, dict[int, _Part]]
     used: set[tuple[str, str]]
     asked: set[tuple[tuple[str, ...], str]]
 
     def digest(self, ranks: Ranks) -> str:
         """A digest of all that is joined on this rank, and for whom."""
         words: dict[int, str] = {}  # by identity, as many tensors have one layout
-        text = [repr((ranks.rank, ranks.ranks, sorted(self.asked), sorted(self.used)))]
-        for end, parts in enumerate(self.parts):
+        told = (ranks.rank, ranks.ranks, [*self.parts], sorted(self.asked), sorted(self.used))
+        text = [repr(told)]
+        for end, parts in self.parts.items():
             for index, part in parts.items():
                 both = (words.setdefault(id(x), repr(x)) for x in (part.mesh, part.layout))
                 text.append(f"{end} {index} {part.name} {part.at} {part.shape} {' '.join(both)}")
@@ -94,8 +95,8 @@ class _Kept:
     """What the ranks joined before; `key` is a digest of what all of them said."""
 
     key: str
-    parts: list[dict[int, _Part]]
-    shapes: list[dict[int, Shape]]
+    parts: dict[str, dict[int, _Part]]
+    shapes: dict[str, dict[int, Shape]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Joined:
     """
 
     key: str
-    meshes: list[dict[int, RankMesh]]
+    meshes: dict[str, dict[int, RankMesh]]
 
 
 KEPT = 8  # of the latest calls of this process; they hold no tensors
@@ -231,11 +232,13 @@ def apply_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: 
         while len(_kept) > KEPT:
             _kept.popitem(last=False)
     _kept.move_to_end(mine)
-    for tensors, parts, shapes in zip(ends.values(), kept.parts, kept.shapes, strict=True):
+    meshes: dict[str, dict[int, RankMesh]] = {}
+    for end, parts in kept.parts.items():
         for index, part in parts.items():
-            tensor = tensors[index]
-            tensor.layout, tensor.coordinate, tensor.shape = part.layout, part.at, shapes[index]
-    meshes = [{index: part.mesh for index, part in parts.items()} for parts in kept.parts]
+            tensor = ends[end][index]
+            tensor.layout, tensor.coordinate = part.layout, part.at
+            tensor.shape = kept.shapes[end][index]
+        meshes[end] = {index: part.mesh for index, part in parts.items()}
     return Joined(key, meshes)
 
 
@@ -248,7 +251,7 @@ def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _
     """
     alike = not isinstance(given, tuple)
     layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
-    said = _Said([], set(), set())
+    said = _Said({}, set(), set())
     for end, tensors in ends.items():
         layout = layouts[end]
         found, used = _chosen(tensors, layout)
@@ -269,14 +272,14 @@ def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _
                     f"layout=, whose ranks are {list(mesh.ranks)}"
                 )
             parts[index] = _Part(name, mesh, rules, at, tuple(held.shape))
-        said.parts.append(parts)
+        said.parts[end] = parts
         said.used.update((end, key) for key in used)
         asked = layout if isinstance(layout, Mapping) else ()
         said.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
     return said
 
 
-def _join(said: _Said, every: Mapping[int, _Said]) -> list[dict[int, Shape]]:
+def _join(said: _Said, every: Mapping[int, _Said]) -> dict[str, dict[int, Shape]]:
     """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
 
     Raises:
@@ -294,10 +297,10 @@ def _join(said: _Said, every: Mapping[int, _Said]) -> list[dict[int, Shape]]:
             f"layout= names {keys}, which no tensor of {' or '.join(ends)} has on any rank that "
             "gives it"
         )
-    shapes: list[dict[int, Shape]] = []
-    for end, parts in enumerate(said.parts):
+    shapes: dict[str, dict[int, Shape]] = {}
+    for end, parts in said.parts.items():
         named = {r: {part.name: part for part in s.parts[end].values()} for r, s in every.items()}
-        shapes.append({})
+        shapes[end] = {}
         for index, part in parts.items():
             inside = {*part.mesh.ranks}
             held = {r: named[r][part.name] for r in named if r in inside and part.name in named[r]}

@@ -16,8 +16,8 @@ from anyrank.formats.sources import checkpoint_among
 
 LEVELS = 3  # lightning_logs/version_0/checkpoints
 MAX_FOLDERS = 200  # that are listed, each by one request in an object store
-# The names under which tools keep checkpoints. Other folders are the user's own, samples/ say, and a
-# tensor in one is no run's; below one of these they are only listed last.
+# The names under which tools keep checkpoints. Other folders are the user's own, samples/ say, and
+# not looked into; below one of these they are listed last.
 LIKELY = re.compile(
     r"^(lightning_logs|version|global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer|"
     r"best|last|latest|final|model|weights)"

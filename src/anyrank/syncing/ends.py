@@ -140,10 +140,8 @@ def look_at_parts(
     here = "looking at both ends"
     into, out_of = ranks.own(here, lambda: (_Look(dst, False), _Look(src, merge)))
     joined = apply_layouts({"dst": into.tensors, "src": out_of.tensors}, layout, ranks)
-    into_parts, out_of_parts = joined.meshes
-    return ranks.own(
-        here, lambda: (into.end(into_parts, joined.key), out_of.end(out_of_parts, joined.key))
-    )
+    to, by = joined.meshes["dst"], joined.meshes["src"]
+    return ranks.own(here, lambda: (into.end(to, joined.key), out_of.end(by, joined.key)))
 
 
 class _Look:
