@@ -4,9 +4,9 @@
 
 DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW: some 40 ms of CPU time a
 step, and few parameters, so that memory, which varies, is little of it. What an integration adds to
-a step depends on the number of microbatches and samples, and not on the model's size. Both train in
-turn, in the same processes, a minute for each framework. No step is saved within a round. The
-samples are read in the ranks' own processes, so that seeding each of them counts.
+a step depends on the numbers of microbatches, samples and parameters, and not on their size. Both
+train in turn, in the same processes, a minute for each framework. No step is saved within a round.
+The samples are read in the ranks' own processes, so that seeding each of them counts.
 
 Of all steps the fastest tenth is compared, in wall time and in CPU time of rank 0: on a machine
 that others use too, the slower ones show what those did. The medians are there as well.

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 3 examples/accelerate_resume.py --folder runs/a --stop 6
     torchrun --nproc-per-node 2 examples/accelerate_resume.py --folder runs/a
 
-Three lines are not those of a script for accelerate itself: they are marked.
+Lines that are not of a script for accelerate itself are marked: three by number, and by a plus two
+that ask for the step that was resumed and for the global batch's loss, which it does not know.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     losses: dict[int, float] = {}
     errors: list[float] = []
-    step = accelerator.run.step if accelerator.run else 0
+    step = accelerator.run.step if accelerator.run else 0  # +
     for _ in range(EPOCHS):
         for x, y in train:
             with accelerator.accumulate(model):
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if accelerator.sync_gradients:
                 step += 1
                 ema.update_parameters(accelerator.unwrap_model(model))
-                losses[step] = accelerator.step_loss()
+                losses[step] = accelerator.step_loss()  # +
                 if step == args.stop:
                     break
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,44 @@ def test_a_trainer_goes_on_as_if_it_had_not_been_stopped(
     assert elastic.report is not None
     assert elastic.loader.receipts == [(epoch, 28, "exactly once") for epoch in range(3)]
     assert second.callback_metrics["val"] == whole.callback_metrics["val"]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")
+def test_a_logger_a_datamodule_and_mixed_precision_go_on(tmp_path: Path) -> None:
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Module(lightning.LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: Any = None
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        def val_dataloader(self) -> Any:
+            return held_out()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": self.trainer.global_step}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.given = state_dict
+
+    def fit(name: str, folder: str, **more: Any) -> tuple[list[Any], list[Any], Any]:
+        clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        options = {"precision": "bf16-mixed", "log_every_n_steps": 1, "logger": logger, **clip}
+        trainer, module, *_ = small(folder=tmp_path / folder, **options, **more)
+        points = Module()
+        trainer.fit(module, datamodule=points)
+        with open(tmp_path / name / "version_0/metrics.csv") as file:
+            lines = [(row["step"], row["train_step"], row["val"]) for row in csv.DictReader(file)]
+        return module.seen, [line for line in lines if any(line[1:])], points.given
+
+    whole, first, second = fit("a", "whole"), fit("b", "run", max_steps=7), fit("c", "run")
+    assert [first[0] + second[0], first[1] + second[1]] == [whole[0], whole[1]]
+    assert second[2] == {"step": 7}
 
 
 @pytest.mark.parametrize(

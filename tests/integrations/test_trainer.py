@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from examples import trainer_resume
 from peft import PeftModel
 from torch.utils.data import Dataset, Subset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import anyrank
 from anyrank.integrations.transformers import elastic, enable_recompute
@@ -357,26 +357,50 @@ def test_the_example_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert read(input_ids=row, labels=row).loss < whole[1]
 
 
-def job_losses(out: str) -> float:
-    """A mean over samples instead of tokens, and an average of the weights as a part of the run."""
-    AcceleratorState._reset_state(True)
-    made = trainer(Path(out), max_steps=3)
-    made.model_accepts_loss_kwargs = False  # as a model of somebody's own
-    average = torch.optim.swa_utils.AveragedModel(made.model, avg_fn=lambda a, b, _: (a + b) / 2)
+class OwnLoss(Trainer):
+    """A subclass, with a mean over samples instead of tokens."""
+
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / len(labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def job_own(out: str, stop: int | None = None) -> tuple[float, list[tuple[int, int]]]:
+    """An average of the weights as a part of the run; a callback's counter after each step."""
+    average: Any = None
+    stopping, counters = EarlyStoppingCallback(early_stopping_patience=9), []
 
     class Average(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             average.update_parameters(made.model)
+            counters.append((state.global_step, stopping.early_stopping_patience_counter))
 
-    made.add_callback(Average())
+    more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    more |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    more |= {"greater_is_better": True, "save_strategy": "steps", "save_steps": 1}
+    AcceleratorState._reset_state(True)
+    options, few = arguments(out, **more), Subset(Rows(), range(4))
+    made: Any = OwnLoss(model("plain"), options, train_dataset=Rows(), eval_dataset=few)
+    made.model_accepts_loss_kwargs = False  # as a model of somebody's own
+    for callback in (Log(stop), Average(), stopping):
+        made.add_callback(callback)
+    average = torch.optim.swa_utils.AveragedModel(made.model, avg_fn=lambda a, b, _: (a + b) / 2)
     elastic(made, f"{out}/run", global_batch=GLOBAL, ema=average)
     made.train(resume_from_checkpoint=True)
-    return float(sum(p.double().sum() for p in average.parameters()))
+    return float(sum(p.double().sum() for p in average.parameters())), counters
 
 
-def test_losses_by_sample_and_an_average_of_weights(tmp_path: Path) -> None:
-    (one,) = run_ranks(1, job_losses, str(tmp_path / "one"))
-    assert run_ranks(3, job_losses, str(tmp_path / "three"))[0] == pytest.approx(one, 1e-9)
+def test_an_own_loss_an_average_of_weights_and_a_callback_go_on(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, job_own, str(tmp_path / "one"))
+    first = run_ranks(3, job_own, str(tmp_path / "many"), 2)[0]
+    second = run_ranks(2, job_own, str(tmp_path / "many"))[0]
+    assert second[0] == pytest.approx(one[0], 1e-9)
+    assert first[1] + second[1] == one[1]
+    assert one[1][-1] == (4, 2)
 
 
 def job_best(out: str, stop: int | None = None, kind: str = "plain", **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.testing import PeakMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 
@@ -196,3 +197,16 @@ def test_the_report_names_the_step_that_was_read(tmp_path: Path) -> None:
     assert anyrank.convert(tmp_path / "run", tmp_path / "a").source == str(newest)
     (newest / "anyrank.json").unlink()
     assert anyrank.convert(tmp_path / "run", tmp_path / "b").source == str(older)
+
+
+def test_memory_is_that_of_a_piece_and_not_of_a_tensor(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(16 << 20)}, tmp_path / "w.pt")  # 64 MiB
+    with PeakMemory() as whole:
+        assert len(torch.load(tmp_path / "w.pt")["weight"]) == 16 << 20
+    with PeakMemory() as converted:
+        anyrank.convert(tmp_path / "w.pt", tmp_path / "out", dtype="bfloat16")
+    with PeakMemory() as verified:
+        assert anyrank.verify(tmp_path / "w.pt", finite=True)
+    peaks = [peak.peak_bytes / (1 << 20) for peak in (whole, converted, verified)]
+    assert peaks[0] > 48  # else the next line could not fail
+    assert max(peaks[1:]) < 32, peaks

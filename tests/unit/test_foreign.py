@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
@@ -140,6 +142,42 @@ def test_a_broken_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, what
     assert state.step == 0
 
 
+HOSTILE = {  # what a folder is recognised by -> the file in it that names code
+    "Trainer": ("trainer_state.json", "optimizer.pt"),
+    "Accelerate": ("random_states_0.pkl", "scheduler.bin"),
+    "DCP": ("", ".metadata"),
+    "Lightning": (".metadata", "meta.pt"),
+    "Megatron": (".metadata", "common.pt"),
+    "torch_checkpointing": ("model_0.pt", "metadata.pkl"),
+    "torch_checkpointing's items": ("", "model_0.pt"),
+    "verl": ("", "model_world_size_1_rank_0.pt"),
+    "DeepSpeed": ("", "mp_rank_00_model_states.pt"),
+    "FSDP's weights": ("random_states_0.pkl", "pytorch_model_fsdp.bin"),
+}
+
+
+@pytest.mark.parametrize("tool", HOSTILE)
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+def test_no_tools_folder_runs_code(tmp_path: Path, tool: str) -> None:
+    source, (sign, hostile) = tmp_path / "a", HOSTILE[tool]
+    if sign == ".metadata":
+        dcp.save({"model": net_of().state_dict()}, checkpoint_id=source, no_dist=True)
+    elif hostile in ("optimizer.pt", "scheduler.bin"):
+        accelerate_folder(source)
+    else:
+        source.mkdir()
+    if sign and not (source / sign).exists():
+        (source / sign).write_text("{}")
+    if hostile in (".metadata", "metadata.pkl"):
+        (source / hostile).write_bytes(pickle.dumps(Payload()))
+    else:
+        torch.save({"extra": Payload()}, source / hostile)
+    state = state_of()
+    with pytest.raises(anyrank.UnsafeFile, match=r"eval.*nothing was run"):
+        begin(tmp_path / "run", source, state)
+    assert state.step == 0
+
+
 def of_another_class(net: nn.Module) -> Any:
     return torch.optim.SGD(net.parameters(), lr=1.0)
 
@@ -177,6 +215,14 @@ def test_state_of_another_model_or_optimizer_is_refused(tmp_path: Path, what: st
         state = anyrank.TrainState(net, optimizer)
         report = begin(tmp_path / "run", tmp_path / "a", state, skip=["optimizer"])
         assert report.components["optimizer"] == "skipped"
+
+
+def test_flat_parameters_of_fsdp1_are_named(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a")
+    flat = torch.optim.AdamW([nn.Parameter(torch.ones(26))])
+    torch.save(flat.state_dict(), tmp_path / "a/optimizer.bin")
+    with pytest.raises(anyrank.CheckpointError, match=r"\[1\] parameters \(flat ones, if FSDP1"):
+        begin(tmp_path / "run", tmp_path / "a", state_of())
 
 
 def test_skip_is_for_the_beginning_and_not_for_the_runs_own_steps(tmp_path: Path) -> None:

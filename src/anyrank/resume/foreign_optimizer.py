@@ -172,10 +172,12 @@ def _our_names(
         sizes = [len(group.params) for group in source.groups]
         if sizes != [len(group) for group in mine]:
             here = [len(group) for group in mine]
+            flat = " (flat ones, if FSDP1 saved it)" if sum(sizes) < sum(here) else ""
             return found, [
                 f"{part}: the checkpoint numbers the parameters, and has groups of {sizes} "
-                f"parameters where this optimizer has {here}: make it with the groups, in the "
-                f"order, that the run was trained with, or leave it as it is with skip=[{part!r}]"
+                f"parameters{flat} where this optimizer has {here}: make it with the groups, in "
+                "the order, that the run was trained with, or leave it as it is with "
+                f"skip=[{part!r}]"
             ]
         for saved, held in zip(source.groups, mine, strict=True):
             found |= {key: param.name for key, param in zip(saved.params, held, strict=True)}
