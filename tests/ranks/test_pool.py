@@ -401,9 +401,9 @@ def test_a_death_between_calls_is_healed(pool: RankPool) -> None:
 
 def test_the_end_of_the_server_is_an_error_and_the_next_call_works(pool: RankPool) -> None:
     pool.run(1, get_pid)
-    assert pool.server is not None
-    pool.server.process.kill()
-    pool.server.process.wait(10)
+    assert pool._server is not None
+    pool._server.process.kill()
+    pool._server.process.wait(10)
     with pytest.raises(RuntimeError, match="fork server ended with code -9"):
         pool.run(1, get_pid)
     assert len(pool.run(1, get_pid)) == 1
@@ -460,7 +460,7 @@ def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
 
 def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
     pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
-    folder = pool.folder
+    folder = pool._folder
     pool.close()
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.testing import RankPool
 
 WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 
@@ -115,6 +116,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " allocated reused",
     ),
     "the result of tile": (lambda: anyrank.tile(nn.Linear(1, 1)), ""),
+    "RankPool": (RankPool, "max_ranks run close"),
     "the handle of recompute_": (
         lambda: anyrank.recompute_(nn.Sequential(nn.ReLU()), "*"),
         "names remove",

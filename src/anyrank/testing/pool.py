@@ -38,12 +38,12 @@ class RankPool:
 
     def __init__(self, max_ranks: int = 8) -> None:
         self.max_ranks = max_ranks
-        self.owner = os.getpid()
-        self.lock = threading.Lock()
-        self.ranks: list[Rank] = []
-        self.server: ForkServer | None = None
-        self.folder = Path()
-        self.num_calls = 0
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._ranks: list[Rank] = []
+        self._server: ForkServer | None = None
+        self._folder = Path()
+        self._num_calls = 0
 
     def run(
         self,
@@ -88,10 +88,10 @@ class RankPool:
             raise ValueError(f"world_size is {world_size}: this pool has 1 to {self.max_ranks}")
         fault.check(faults, world_size)
         pickled, modules = transport.pack((job, args, kwargs))
-        with self.lock:
-            server, ranks = self.ready(world_size)
-            self.num_calls += 1
-            store = self.folder / f"store{self.num_calls}"
+        with self._lock:
+            server, ranks = self._ready(world_size)
+            self._num_calls += 1
+            store = self._folder / f"store{self._num_calls}"
             common = {**os.environ, **fixed_environ(world_size)}
             tasks = [
                 Task(
@@ -111,62 +111,62 @@ class RankPool:
             try:
                 call.run(tasks, timeout, grace)
             except BaseException:  # Ctrl-C, or the server has ended: no rank may keep running
-                self.abandon()
+                self._abandon()
                 raise
             finally:
                 store.unlink(missing_ok=True)
         return call.conclude(transport.name_of(job), faults)
 
-    def ready(self, world_size: int) -> tuple[ForkServer, list[Rank]]:
+    def _ready(self, world_size: int) -> tuple[ForkServer, list[Rank]]:
         """The server and the first ranks of the pool, all alive and idle."""
-        if self.owner != os.getpid():
+        if self._owner != os.getpid():
             raise RuntimeError(
                 "this RankPool belongs to the parent process: create another in this one"
             )
-        if self.server is None:
+        if self._server is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-            self.folder = Path(tempfile.mkdtemp(prefix="anyrank-", dir=parent))
-            self.server = ForkServer(str(self.folder))
+            self._folder = Path(tempfile.mkdtemp(prefix="anyrank-", dir=parent))
+            self._server = ForkServer(str(self._folder))
         try:
-            self.server.watch()
+            self._server.watch()
             for index in range(world_size):
-                if index == len(self.ranks):
-                    self.ranks.append(self.start(self.server))
-                elif self.ranks[index].pid in self.server.died:
-                    self.ranks[index].conn.close()
-                    self.ranks[index] = self.start(self.server)
+                if index == len(self._ranks):
+                    self._ranks.append(self._start(self._server))
+                elif self._ranks[index].pid in self._server.died:
+                    self._ranks[index].conn.close()
+                    self._ranks[index] = self._start(self._server)
         except BaseException:
-            self.abandon()
+            self._abandon()
             raise
-        return self.server, self.ranks[:world_size]
+        return self._server, self._ranks[:world_size]
 
-    def start(self, server: ForkServer) -> Rank:
+    def _start(self, server: ForkServer) -> Rank:
         """Fork one rank."""
         pid, conn = server.fork()
-        return Rank(pid, conn, self.folder / str(pid))
+        return Rank(pid, conn, self._folder / str(pid))
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Kill all processes now; the next call starts new ones."""
-        server, self.server = self.server, None
-        for rank in self.ranks:
+        server, self._server = self._server, None
+        for rank in self._ranks:
             rank.conn.close()
-        self.ranks = []
+        self._ranks = []
         if server is not None:
             server.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """End all ranks. The next call would start new ones."""
-        if self.server is None or self.owner != os.getpid():
+        if self._server is None or self._owner != os.getpid():
             return
-        for rank in self.ranks:
+        for rank in self._ranks:
             rank.conn.close()  # an idle rank exits normally, as coverage tools need
         deadline = time.monotonic() + CLOSE_SECONDS
-        pids = {rank.pid for rank in self.ranks}
+        pids = {rank.pid for rank in self._ranks}
         with contextlib.suppress(RuntimeError, OSError):
-            while not pids <= self.server.died.keys() and time.monotonic() < deadline:
-                self.server.watch(0.05)
-        self.abandon()
+            while not pids <= self._server.died.keys() and time.monotonic() < deadline:
+                self._server.watch(0.05)
+        self._abandon()
 
     def __enter__(self) -> RankPool:
         return self
