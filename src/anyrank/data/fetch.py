@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from anyrank.checks import check_function
 from anyrank.data.schedule import Schedule, StepPlan
@@ -140,3 +140,16 @@ def make_fetcher(
         worker_init_fn=leave_to_rank,
         **options,
     )
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples; TypeError for a dataset that cannot be asked for sample i."""
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
+            "be planned: give a dataset with both, or use ElasticLoader.from_shards with the "
+            "lengths of its shards"
+        )
+    return len(dataset)

@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from anyrank.checks import check_bool, check_function, check_int
 from anyrank.data.exact_checks import ExactRun
@@ -21,6 +20,7 @@ from anyrank.data.fetch import (
     MicrobatchDataset,
     MicrobatchRequest,
     RequestSampler,
+    length_of,
     make_fetcher,
     request_for,
 )
@@ -390,16 +390,3 @@ def abandon_step(loader: ElasticLoader) -> None:
 def is_exact(loader: ElasticLoader) -> bool:
     """Whether its gradients are summed in an order that does not depend on the ranks."""
     return loader._exact is not None  # pyright: ignore[reportPrivateUsage]
-
-
-def length_of(dataset: Any) -> int:
-    """The number of samples; TypeError for a dataset that cannot be asked for sample i."""
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
-        raise TypeError(
-            f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
-            "be planned: give a dataset with both, or use ElasticLoader.from_shards with the "
-            "lengths of its shards"
-        )
-    return len(dataset)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_int, check_model
-from anyrank.data.loader import length_of
+from anyrank.data.fetch import length_of
 from anyrank.data.order import Order
 from anyrank.data.position import Position
 from anyrank.data.receipts import Receipt, receipt_of

@@ -48,7 +48,7 @@ class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
     Every rank makes one with the same arguments, and all call its methods together, except
-    `latest`, `saved` and `stats`, which any rank may call. Traffic has connections of its own.
+    `latest`, `saved` and `stats`, which any rank may call.
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
