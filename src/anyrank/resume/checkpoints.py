@@ -47,8 +47,8 @@ log = logging.getLogger("anyrank.resume")
 class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
-    Every rank makes one with the same arguments, and all call its methods together, except
-    `latest`, `saved` and `stats`, which any rank may call.
+    Every rank makes one with the same arguments. Any rank may call `latest`, `saved` and `stats`,
+    all the other methods are for all ranks together.
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
@@ -149,8 +149,7 @@ class Checkpoints:
                 it, and not once the run has steps of its own.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
-            rename: for another tool's checkpoint: from its names of tensors to the model's, as for
-                `load`.
+            rename: for another tool's checkpoint, as for `load`: from its names to the model's.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -187,9 +186,9 @@ class Checkpoints:
         """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
 
         A step counts when the loop's body ends. A body that is left by `break` or `return` counts
-        if the optimizer has stepped in it; an exception counts nothing and saves nothing, and one
-        that comes after the optimizer's step leaves a state that has to be resumed. Goes
-        from epoch to epoch; a run that has reached its end already gets no step. All ranks.
+        if the optimizer has stepped in it; an exception counts nothing and saves nothing, and after
+        the optimizer's step the state has to be resumed then. Goes from epoch to epoch; a run that
+        is at its end already gets no step. All ranks.
 
         Args:
             until: optimizer steps of the whole run, earlier processes included.
@@ -356,10 +355,6 @@ class Checkpoints:
             self._ranks = ranks
         return self._ranks
 
-    @property
-    def _is_first(self) -> bool:
-        return self._ranks is not None and self._ranks.index == 0
-
     @one_thread
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
@@ -390,7 +385,7 @@ class Checkpoints:
             # A generator around the `with` is closed by GeneratorExit when its loop is left.
             is_left = isinstance(error, GeneratorExit) and not self._counter.was_broken_off
             if error is not None and not is_left:
-                self._writer.leave(self._is_first)
+                self._writer.leave(self._ranks is not None and self._ranks.index == 0)
                 return
             self._counter.leave_body()  # of a loop whose iterator is still held
             ranks = self._ranks if self._is_training else None
