@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
     from anyrank.conversion.convert import convert
-    from anyrank.data.loader import ElasticLoader
-    from anyrank.data.sampler import ElasticSampler
+    from anyrank.steps.loader import ElasticLoader
+    from anyrank.steps.sampler import ElasticSampler
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -93,8 +93,8 @@ HOMES = {
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
-    "ElasticLoader": "anyrank.data.loader",
-    "ElasticSampler": "anyrank.data.sampler",
+    "ElasticLoader": "anyrank.steps.loader",
+    "ElasticSampler": "anyrank.steps.sampler",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.loading.report",
     "LoadReport": "anyrank.loading.report",

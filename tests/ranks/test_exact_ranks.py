@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.data import exact_groups
-from anyrank.data.tree_sum import Span, TreeSum
+from anyrank.gradients.tree_sum import Span, TreeSum
 from anyrank.testing import run_ranks
 
 ROWS, BATCH, MICRO = 13, 12, 2  # K = 6, and a last step of one sample

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.data.exact_checks import ExactRun
-from anyrank.data.exact_fsdp import OrderedReduceScatter
+from anyrank.gradients.exact_checks import ExactRun
+from anyrank.gradients.exact_fsdp import OrderedReduceScatter
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import open_ranks
 

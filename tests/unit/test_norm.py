@@ -13,7 +13,7 @@ from torch import nn
 
 import anyrank
 from anyrank.data import norm
-from anyrank.data.norm import clip_gradients, total_norm
+from anyrank.gradients.norm import clip_gradients, total_norm
 
 
 def values(count: int, seed: int, spread: int = 20) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.data.step import Step
+from anyrank.steps.step import Step
 from anyrank.files.manifest import read_manifest
 from anyrank.files.receipt import in_short
 from anyrank.files.storage import storage_for

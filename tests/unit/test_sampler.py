@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
 from anyrank.data.position import check_receipt
-from anyrank.data.sampler import Share
+from anyrank.steps.sampler import Share
 from anyrank.world.ranks import one_process
 
 pytestmark = [

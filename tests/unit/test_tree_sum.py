@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.data.exact_rounds import most_nodes
+from anyrank.gradients.exact_rounds import most_nodes
 from anyrank.data.schedule import slots_of_rank
-from anyrank.data.tree_sum import Span, TreeSum, inner_nodes, merged, ordered, sum_dtype
+from anyrank.gradients.tree_sum import Span, TreeSum, inner_nodes, merged, ordered, sum_dtype
 
 
 def terms(count: int, seed: int) -> list[torch.Tensor]:

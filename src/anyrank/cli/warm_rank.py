@@ -16,7 +16,7 @@ from anyrank.cli.launcher import SIGNALLED, end_with
 from anyrank.settings import WARM_GATE
 
 # None of them starts a thread, or makes a context on a device.
-IMPORTED = ("torch", "torch.distributed.fsdp", "anyrank.resume.checkpoints", "anyrank.data.loader")
+IMPORTED = ("torch", "torch.distributed.fsdp", "anyrank.resume.checkpoints", "anyrank.steps.loader")
 
 
 def main(script: str) -> None:

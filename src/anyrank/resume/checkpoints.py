@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Literal
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.data.loader import ElasticLoader, announce_left_step
+from anyrank.steps.loader import ElasticLoader, announce_left_step
 from anyrank.data.position import check_same_on_ranks
-from anyrank.data.step import Step
+from anyrank.steps.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.store import store_for
 from anyrank.formats.run_folder import SavedStep

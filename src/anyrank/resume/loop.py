@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_int
-from anyrank.data.loader import ElasticLoader, abandon_step
+from anyrank.steps.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position, check_complete
-from anyrank.data.step import Step, is_complete
+from anyrank.steps.step import Step, is_complete
 from anyrank.errors import CheckpointError
 from anyrank.resume.run_writer import Due, RunWriter
 from anyrank.saving.background import innermost

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anyrank import faults
-from anyrank.data.loader import ElasticLoader, is_exact
+from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest, record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from anyrank.data.loader import ElasticLoader, is_exact
+from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.data.position import data_ranks
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from anyrank.data.exact_checks import sparse_gradient
-from anyrank.data.exact_rounds import Rounds
-from anyrank.data.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
-from anyrank.data.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.data.tree_sum import Span, TreeSum, sum_dtype
+from anyrank.gradients.exact_checks import sparse_gradient
+from anyrank.gradients.exact_rounds import Rounds
+from anyrank.gradients.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
+from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.gradients.tree_sum import Span, TreeSum, sum_dtype
 
 GROUP_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 4  # groups in flight within a backward, each in several copies

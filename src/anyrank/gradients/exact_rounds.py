@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anyrank.data.schedule import StepPlan
-from anyrank.data.tree_sum import Span, TreeSum, merged
+from anyrank.gradients.tree_sum import Span, TreeSum, merged
 from anyrank.world.ranks import Ranks
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from anyrank.data.exact_rounds import Rounds
-from anyrank.data.gradient_sync import units
-from anyrank.data.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.data.tree_sum import Span, TreeSum
+from anyrank.gradients.exact_rounds import Rounds
+from anyrank.gradients.gradient_sync import units
+from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.gradients.tree_sum import Span, TreeSum
 from anyrank.world.ranks import Ranks
 
 

@@ -14,17 +14,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from anyrank.data.exact_gradients import DeliveredGradients
-from anyrank.data.exact_rounds import most_nodes
-from anyrank.data.gradient_sync import GradientSync, units
+from anyrank.gradients.exact_gradients import DeliveredGradients
+from anyrank.gradients.exact_rounds import most_nodes
+from anyrank.gradients.gradient_sync import GradientSync, units
 from anyrank.data.schedule import slots_of_rank
-from anyrank.data.tree_sum import sum_dtype
+from anyrank.gradients.tree_sum import sum_dtype
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.settings import EXACT_BYTES
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.data")
+log = logging.getLogger("anyrank.gradients")
 
 KEEPS_STATISTICS = (
     nn.BatchNorm1d,

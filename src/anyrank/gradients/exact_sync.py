@@ -16,35 +16,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anyrank.data.exact_checks import ExactRun, check_wrappers
-from anyrank.data.exact_fsdp import (
+from anyrank.gradients.exact_checks import ExactRun, check_wrappers
+from anyrank.gradients.exact_fsdp import (
     OrderedReduceScatter,
     exchanging,
     installed,
     unit_groups,
     watched,
 )
-from anyrank.data.exact_groups import ExactGroups
-from anyrank.data.exact_rounds import Rounds
-from anyrank.data.exact_watch import (
+from anyrank.gradients.exact_groups import ExactGroups
+from anyrank.gradients.exact_rounds import Rounds
+from anyrank.gradients.exact_watch import (
     LOOKS,
     ChangeWatch,
     attributes_of,
     changed_attributes,
     note_of,
 )
-from anyrank.data.gradient_sync import (
+from anyrank.gradients.gradient_sync import (
     GRADIENT,
     GradientSync,
     check_not_exchanged,
     check_trainable,
     units,
 )
-from anyrank.data.ordered_reduce import OrderedGroup
+from anyrank.gradients.ordered_reduce import OrderedGroup
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.data")
+log = logging.getLogger("anyrank.gradients")
 
 
 class PassRecord(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anyrank.data.tree_sum import Span, TreeSum, merged, ordered, sum_dtype
+from anyrank.gradients.tree_sum import Span, TreeSum, merged, ordered, sum_dtype
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from anyrank.data.tree_sum import sum_dtype
+from anyrank.gradients.tree_sum import sum_dtype
 
 SLAB = 1 << 22  # elements that are converted at a time
 BITS = 60  # of the largest power

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.data.backwards import Backwards
-from anyrank.data.collective_result import one_ahead
-from anyrank.data.exact_checks import check_threads
-from anyrank.data.exact_gradients import know
-from anyrank.data.exact_rounds import Rounds
-from anyrank.data.exact_sync import ExactSync
+from anyrank.steps.backwards import Backwards
+from anyrank.steps.collective_result import one_ahead
+from anyrank.gradients.exact_checks import check_threads
+from anyrank.gradients.exact_gradients import know
+from anyrank.gradients.exact_rounds import Rounds
+from anyrank.gradients.exact_sync import ExactSync
 from anyrank.data.fetch import request_for
-from anyrank.data.gradient_sync import GradientSync, reshard
-from anyrank.data.norm import clip_gradients
+from anyrank.gradients.gradient_sync import GradientSync, reshard
+from anyrank.gradients.norm import clip_gradients
 from anyrank.data.schedule import MicrobatchSlot, Schedule
-from anyrank.data.step_state import LoaderPass, StepProgress
+from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.tensors.hashing import derive
