@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
     from anyrank.conversion.convert import convert
-    from anyrank.steps.loader import ElasticLoader
-    from anyrank.steps.sampler import ElasticSampler
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from anyrank.resume.checkpoints import Checkpoints
     from anyrank.state.report import ResumeReport
     from anyrank.state.train_state import TrainState
+    from anyrank.steps.loader import ElasticLoader
+    from anyrank.steps.sampler import ElasticSampler
     from anyrank.syncing.report import SyncReport
     from anyrank.syncing.sync import sync
     from anyrank.world.group import ALONE

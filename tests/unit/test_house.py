@@ -122,6 +122,37 @@ def test_modules_do_not_import_in_a_circle() -> None:
     assert find_cycle(read_sources(SRC)) == []
 
 
+# -- what only its module uses has an underscore --------------------------------------------------
+
+
+def find_needless_publicity(sources: dict[str, str], rest: str) -> list[str]:
+    """Functions without an underscore whose names no other module has, nor the rest."""
+    words = {module: set(re.findall(r"\w+", text)) for module, text in sources.items()}
+    known = set(re.findall(r"\w+", rest)) | {"main"}
+    wrong: list[str] = []
+    for module, text in sources.items():
+        elsewhere = known.union(*(words[other] for other in sources if other != module))
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                wrong += [] if node.name in elsewhere else [f"{module}.{node.name}"]
+    return wrong
+
+
+def test_what_only_its_module_uses_has_an_underscore() -> None:
+    places = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.md")]
+    rest = "\n".join(path.read_text(encoding="utf-8") for path in places)
+    assert find_needless_publicity(read_sources(SRC), rest) == []
+
+
+def test_needless_publicity_is_found() -> None:
+    sources = {
+        "anyrank.a": "def own(): ...\ndef shared(): ...\ndef _hidden(): ...",
+        "anyrank.b": "",
+    }
+    assert find_needless_publicity(sources | {"anyrank.b": "shared()"}, "") == ["anyrank.a.own"]
+    assert find_needless_publicity(sources, "own and shared") == []
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [

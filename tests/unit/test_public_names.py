@@ -87,7 +87,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
-        "a b equal only_a only_b renamed shapes dtypes values digests data step steps_equal"
+        "a b equal only_a only_b renamed shapes dtypes values digests numbers data step steps_equal"
         " steps_only unreadable to_json",
     ),
     "the result of inspect": (

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.steps.step import Step
 from anyrank.files.manifest import read_manifest
 from anyrank.files.receipt import in_short
 from anyrank.files.storage import storage_for
 from anyrank.resume.replay import ReplayRequest, read_trained, real_path, write_request
+from anyrank.steps.step import Step
 
 
 def own_loop(

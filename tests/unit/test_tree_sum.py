@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.gradients.exact_rounds import most_nodes
 from anyrank.data.schedule import slots_of_rank
+from anyrank.gradients.exact_rounds import most_nodes
 from anyrank.gradients.tree_sum import Span, TreeSum, inner_nodes, merged, ordered, sum_dtype
 
 

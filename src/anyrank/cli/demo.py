@@ -77,7 +77,7 @@ def command(
     --quick needs no package beside anyrank and writes nothing: it shows that an installation works.
     """
     if quick:
-        show_quick(context, as_json)
+        _show_quick(context, as_json)
         return
     from anyrank.cli.console import err
     from anyrank.cli.console import out as standard_out
@@ -98,7 +98,7 @@ def command(
         raise click.ClickException("; ".join(results["findings"]))
 
 
-def show_quick(context: click.Context, as_json: bool) -> None:
+def _show_quick(context: click.Context, as_json: bool) -> None:
     """Load, save and resume a small model, and print the results.
 
     Raises:

@@ -26,7 +26,7 @@ POLL_SEC = 0.01
 
 
 @dataclass(frozen=True)
-class Leg:
+class _Leg:
     """The part of a run on one number of ranks.
 
     Attributes:
@@ -38,7 +38,7 @@ class Leg:
     kill_at: int | None
 
 
-def find_script() -> str:
+def _find_script() -> str:
     """The training script, from the package or the checkout."""
     inside = files("anyrank").joinpath("cli", SCRIPT)
     example = Path(__file__).parents[3] / "examples" / SCRIPT
@@ -48,13 +48,13 @@ def find_script() -> str:
     return found
 
 
-def plan_legs(ranks: int, steps: int, chance: random.Random) -> list[Leg]:
+def _plan_legs(ranks: int, steps: int, chance: random.Random) -> list[_Leg]:
     """Three legs, each on fewer ranks; the first two end at a random moment of a save."""
     every = steps // SAVES
     first = chance.randint(3, 4) * every
     second = chance.randint(7, 8) * every
     counts = [max(1, ranks - lost) for lost in range(3)]
-    return [Leg(counts[0], first), Leg(counts[1], second), Leg(counts[2], None)]
+    return [_Leg(counts[0], first), _Leg(counts[1], second), _Leg(counts[2], None)]
 
 
 def run_with_kills(
@@ -73,7 +73,7 @@ def run_with_kills(
         try:
             legs = [
                 _run_leg(leg, folder, deadline, *options)
-                for leg in plan_legs(ranks, steps, random.Random())  # noqa: S311
+                for leg in _plan_legs(ranks, steps, random.Random())  # noqa: S311
             ]
             torchrun.finish(single, deadline, log)
         finally:
@@ -101,11 +101,11 @@ def _start(
         f"--results={folder}.json",
         "--exact",
     ]
-    return torchrun.start(torchrun.line(ranks, find_script(), *flags), file, environ)
+    return torchrun.start(torchrun.line(ranks, _find_script(), *flags), file, environ)
 
 
 def _run_leg(
-    leg: Leg,
+    leg: _Leg,
     folder: str,
     deadline: float,
     weights: str,

@@ -85,7 +85,7 @@ def ddp(job: Job) -> None:
         with anyrank.meta():
             model = BertModel(config)
         report = anyrank.load(model, job.weights)
-    report_load("ddp", job, DistributedDataParallel(model), memory, report)
+    _report_load("ddp", job, DistributedDataParallel(model), memory, report)
 
 
 def fsdp2(job: Job) -> None:
@@ -98,13 +98,13 @@ def fsdp2(job: Job) -> None:
             fully_shard(layer)
         fully_shard(model)
         report = anyrank.load(model, job.weights)
-    report_load("fsdp2", job, model, memory, report)
+    _report_load("fsdp2", job, model, memory, report)
 
 
 PARTS: tuple[Callable[[Job], None], ...] = (naive, ddp, fsdp2)
 
 
-def report_load(
+def _report_load(
     part: str, job: Job, model: nn.Module, memory: PeakMemory, report: anyrank.LoadReport
 ) -> None:
     """Write peaks, report, and the difference from the reference's embeddings. All ranks."""
@@ -128,7 +128,7 @@ def embed(model: nn.Module, job: Job) -> torch.Tensor:
 # -- the process ----------------------------------------------------------------------------------
 
 
-def run_part(part: Callable[[Job], None], job: Job) -> None:
+def _run_part(part: Callable[[Job], None], job: Job) -> None:
     """Connect to the other ranks' processes of this part, and run it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{os.path.abspath(job.scratch)}/{part.__name__}.store"
@@ -144,7 +144,7 @@ def main() -> None:
     weights, scratch = sys.argv[1:]
     job = Job(weights, scratch)
     for part in PARTS:
-        process = multiprocessing.get_context("fork").Process(target=run_part, args=(part, job))
+        process = multiprocessing.get_context("fork").Process(target=_run_part, args=(part, job))
         process.start()
         process.join()
         if process.exitcode:

@@ -20,7 +20,7 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 MAX_RANKS = 1 << 20
 
 
-def parse_mesh(
+def _parse_mesh(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int, ...] | None:
     """Sizes of a device mesh: (2, 4) for "2x4"."""
@@ -36,7 +36,7 @@ def parse_mesh(
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Ranks in all.")
 @click.option(
     "--mesh",
-    callback=parse_mesh,
+    callback=_parse_mesh,
     metavar="RxS",
     help="Mesh of the ranks, the sharded axis last: 2x4 is two replicas of four shards.  "
     "[default: one axis]",

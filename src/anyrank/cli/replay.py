@@ -91,9 +91,9 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
     Raises:
         AnyrankError: the run has no such steps, or no receipts; or the script ended too early.
     """
-    saved = receipts_of(run, start, stop)
-    environ = threads_of(saved[start])
-    trained = train(request_of(run, start, saved), launch, environ)
+    saved = _receipts_of(run, start, stop)
+    environ = _threads_of(saved[start])
+    trained = train(_request_of(run, start, saved), launch, environ)
     ranks = trained[0].ranks
     equal = [had.step for had in trained if are_equal(saved[had.step].receipt, had.receipt)]
     differing = [result for result in trained if result.step not in equal]
@@ -102,7 +102,7 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
     (first,) = differing  # it has ended the replay
     before = max([start, *equal])
     theirs = saved[first.step]
-    (second,) = train(request_of(run, before, {first.step: theirs}), launch, environ)
+    (second,) = train(_request_of(run, before, {first.step: theirs}), launch, environ)
     return ReplayReport(
         run,
         start,
@@ -112,18 +112,18 @@ def replay(run: str, start: int, stop: int | None, launch: Launch) -> ReplayRepo
         tensor_differences(theirs.receipt, first.receipt),
         number_differences(theirs.receipt, first.receipt),
         data_differences(theirs.data_state, first.data),
-        same_as(second, first, theirs),
+        _same_as(second, first, theirs),
     )
 
 
-def same_as(second: TrainedStep, first: TrainedStep, theirs: Manifest) -> str:
+def _same_as(second: TrainedStep, first: TrainedStep, theirs: Manifest) -> str:
     """What a second replay of a step equals."""
     if are_equal(theirs.receipt, second.receipt):
         return "run"
     return "first" if second.receipt == first.receipt else "neither"
 
 
-def receipts_of(run: str, start: int, stop: int | None) -> dict[int, Manifest]:
+def _receipts_of(run: str, start: int, stop: int | None) -> dict[int, Manifest]:
     """The manifests of a run's steps from `start` to `stop`, in order; all have a receipt.
 
     Raises:
@@ -155,7 +155,7 @@ def _with_receipt(folder: str) -> Manifest:
     return manifest
 
 
-def request_of(run: str, start: int, saved: Mapping[int, Manifest]) -> ReplayRequest:
+def _request_of(run: str, start: int, saved: Mapping[int, Manifest]) -> ReplayRequest:
     """The request to compare all steps after the start."""
     later = ((step, manifest) for step, manifest in saved.items() if step > start)
     receipts = {step: in_short(manifest.receipt) for step, manifest in later}
@@ -182,7 +182,7 @@ def train(request: ReplayRequest, launch: Launch, environ: Mapping[str, str]) ->
     return trained
 
 
-def threads_of(manifest: Manifest) -> dict[str, str]:
+def _threads_of(manifest: Manifest) -> dict[str, str]:
     """The variable for as many intra-op threads as the run had: its bits depend on them."""
     record = manifest.data_state.get("exact")
     threads = record.get("threads") if isinstance(record, dict) else None

@@ -82,7 +82,7 @@ def command(
     """
     from anyrank.cli.console import err
 
-    count = ranks or count_devices()
+    count = ranks or _count_devices()
     if replay is not None:
         if start is None:
             raise click.UsageError("--replay needs --from, the step to begin with")
@@ -94,7 +94,7 @@ def command(
             if attempt.exit_code:
                 sys.exit(attempt.exit_code)
 
-        show_replay(replay, start, stop, as_json, launch)
+        _show_replay(replay, start, stop, as_json, launch)
         return
     if start is not None or stop is not None:
         raise click.UsageError("--from and --to are for --replay")
@@ -128,7 +128,7 @@ def command(
     sys.exit(attempts[-1].exit_code)
 
 
-def show_replay(
+def _show_replay(
     run: str,
     start: int,
     stop: int | None,
@@ -195,7 +195,7 @@ def environ(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), **os.environ}
 
 
-def count_devices() -> int:
+def _count_devices() -> int:
     """Accelerators of this machine, or 1."""
     import torch
 

@@ -15,11 +15,11 @@ MAX_LEVELS = 16  # the remaining parts of longer names stay together
 Cells = tuple[str, str, str, str]
 
 
-class Branch:
+class _Branch:
     """One part of names: the parts below, and the groups whose names end here."""
 
     def __init__(self) -> None:
-        self.below: dict[str, Branch] = {}
+        self.below: dict[str, _Branch] = {}
         self.here: list[TensorGroup] = []
 
     def add(self, group: TensorGroup) -> None:
@@ -27,10 +27,10 @@ class Branch:
         branch, split = self, MAX_LEVELS - 1
         parts = group.parts
         for part in (*parts[:split], *([".".join(parts[split:])] if parts[split:] else [])):
-            branch = branch.below.setdefault(part, Branch())
+            branch = branch.below.setdefault(part, _Branch())
         branch.here.append(group)
 
-    def entries(self) -> Iterator[tuple[str, Branch]]:
+    def entries(self) -> Iterator[tuple[str, _Branch]]:
         """Names and branches below; single parts are joined with the next: model.layers."""
         for name, branch in self.below.items():
             while len(branch.below) == 1 and not branch.here:
@@ -47,7 +47,7 @@ class Branch:
 
 def tree(groups: Iterable[TensorGroup]) -> Tree:
     """The groups as a tree that rich prints."""
-    root = Branch()
+    root = _Branch()
     for group in groups:
         root.add(group)
     rows = list(_rows(root, 0))
@@ -67,7 +67,7 @@ def tree(groups: Iterable[TensorGroup]) -> Tree:
     return made
 
 
-def _rows(branch: Branch, level: int) -> Iterator[tuple[int, str, Cells]]:
+def _rows(branch: _Branch, level: int) -> Iterator[tuple[int, str, Cells]]:
     """Level, name and cells of each line, top to bottom."""
     for name, below in branch.entries():
         for group in below.here:

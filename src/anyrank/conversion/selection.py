@@ -109,7 +109,7 @@ def _ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor],
     return kept, tied
 
 
-def cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+def _cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in the output: floating tensors get `dtype`, others keep theirs."""
     return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
@@ -123,7 +123,7 @@ def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTe
     if dtype is not None:
         _check_scales(selection.tensors, dtype)
     return [
-        OutputTensor(name, stored.shape, cast_of(stored, dtype))
+        OutputTensor(name, stored.shape, _cast_of(stored, dtype))
         for name, stored in selection.tensors.items()
     ]
 

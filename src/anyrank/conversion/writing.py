@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class _Window:
     """A byte range that is written in one call.
 
     Attributes:
@@ -56,29 +56,29 @@ class Sealed:
     digest: bytes
 
 
-def windows_of(file: OutputFile) -> Iterator[Window]:
+def _windows_of(file: OutputFile) -> Iterator[_Window]:
     """The file from start to end."""
     parts = [
-        Window(start + low, fixed[low : low + WINDOW_BYTES])
+        _Window(start + low, fixed[low : low + WINDOW_BYTES])
         for start, fixed in file.fixed
         for low in range(0, len(fixed), WINDOW_BYTES)
     ]
-    parts += [Window(span.start, b"", (span,)) for span in file.spans if span.nbytes]
+    parts += [_Window(span.start, b"", (span,)) for span in file.spans if span.nbytes]
     parts.sort(key=lambda window: window.start)
     waiting: list[FileSpan] = []
     for part in parts:
         for span in (small for s in part.spans for small in s.cut(WINDOW_BYTES)):
             if waiting and not _joins(waiting, span):
-                yield Window(waiting[0].start, b"", tuple(waiting))
+                yield _Window(waiting[0].start, b"", tuple(waiting))
                 waiting = []
             waiting.append(span)
         if part.fixed:
             if waiting:
-                yield Window(waiting[0].start, b"", tuple(waiting))
+                yield _Window(waiting[0].start, b"", tuple(waiting))
                 waiting = []
             yield part
     if waiting:
-        yield Window(waiting[0].start, b"", tuple(waiting))
+        yield _Window(waiting[0].start, b"", tuple(waiting))
 
 
 def _joins(waiting: Sequence[FileSpan], span: FileSpan) -> bool:
@@ -123,7 +123,7 @@ class Writer:
         sealed: list[Sealed] = []
         lock = threading.Lock()
 
-        def work(memory: torch.Tensor, window: Window) -> None:
+        def work(memory: torch.Tensor, window: _Window) -> None:
             data = self._bytes(window, memory)  # of `memory`, which outlives it
             seal = Sealed(window.start, len(data), _digest(data))
             with storing(path):
@@ -131,10 +131,10 @@ class Writer:
             with lock:
                 sealed.append(seal)
 
-        run_all(windows_of(file), work, 1 if placed.in_order else THREADS)
+        _run_all(_windows_of(file), work, 1 if placed.in_order else THREADS)
         return sealed
 
-    def _bytes(self, window: Window, memory: torch.Tensor) -> memoryview:
+    def _bytes(self, window: _Window, memory: torch.Tensor) -> memoryview:
         if window.fixed:
             return memoryview(window.fixed)
         pieces: list[tuple[FileSpan, torch.Tensor]] = []
@@ -167,7 +167,7 @@ def finishing(placed: PlacedFile, path: str) -> Generator[None, None, None]:
             finished.result()
 
 
-def run_all(
+def _run_all(
     items: Iterable[T], work: Callable[[torch.Tensor, T], None], threads: int = THREADS
 ) -> None:
     """Run `work` on each item, with a window's memory for it, on `threads` threads."""
@@ -193,7 +193,7 @@ def compare(store: WritableStorage, path: str, sealed: Sequence[Sealed]) -> None
                     "were written: the disk or the memory of this machine is damaged"
                 )
 
-        run_all(sorted(sealed, key=lambda seal: seal.start), work)
+        _run_all(sorted(sealed, key=lambda seal: seal.start), work)
 
 
 def _digest(data: memoryview) -> bytes:

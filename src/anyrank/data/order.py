@@ -69,7 +69,7 @@ class Order:
         parts: list[torch.Tensor] = []
         while start < stop:
             place = start % self.n
-            block = ids_of_block(self, epoch, place // BLOCK)
+            block = _ids_of_block(self, epoch, place // BLOCK)
             part = block[place % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
@@ -78,7 +78,7 @@ class Order:
 
 # A step's ids are computed several times, and a part of a block costs as much as the block.
 @functools.lru_cache(maxsize=8)
-def ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
+def _ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""
     stop = min((number + 1) * BLOCK, order.n)
     places = torch.arange(number * BLOCK, stop, device="cpu")

@@ -202,7 +202,7 @@ class Position:
             CheckpointError: as `load_state_dict`.
         """
         state = dict(state_dict)
-        receipt = read_receipt(state)
+        receipt = _read_receipt(state)
         mine = self.state_dict()
         for name, what, hint in MUST_AGREE:
             kinds = (str, type(None)) if name == "key" else (type(mine[name]),)
@@ -213,7 +213,7 @@ class Position:
                     f"data position: the run has {what} {state[name]!r}, here it is "
                     f"{mine[name]!r}: {hint.format(saved=state[name])}"
                 )
-        saved = {name: read_count(state, name) for name in COUNTS}
+        saved = {name: _read_count(state, name) for name in COUNTS}
         if not saved["consumed"] <= mine["n"] or receipt.count != saved["consumed"]:
             raise corrupt(f"consumed is {saved['consumed']} of {mine['n']} samples")
         rows = state.get("receipts", [])
@@ -376,7 +376,7 @@ def corrupt(what: str) -> CorruptCheckpoint:
     )
 
 
-def read_count(state: dict[str, Any], name: str) -> int:
+def _read_count(state: dict[str, Any], name: str) -> int:
     """A number of at least 0 from an untrusted state."""
     value = state.get(name)
     if type(value) is not int or value < 0:
@@ -384,7 +384,7 @@ def read_count(state: dict[str, Any], name: str) -> int:
     return value
 
 
-def read_receipt(state: dict[str, Any]) -> Receipt:
+def _read_receipt(state: dict[str, Any]) -> Receipt:
     """The receipt from an untrusted state."""
     try:
         return Receipt.from_json(state.get("receipt"))

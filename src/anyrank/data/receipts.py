@@ -95,7 +95,7 @@ def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
     if not ids.numel():
         return Receipt()
     hashes = mix64(mix64(ids) ^ signed(derive("receipt", epoch)))
-    return Receipt(ids.numel(), int(hashes.sum()) & MASK, fold_xor(hashes) & MASK)
+    return Receipt(ids.numel(), int(hashes.sum()) & MASK, _fold_xor(hashes) & MASK)
 
 
 def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
@@ -107,7 +107,7 @@ def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
     return total
 
 
-def fold_xor(values: torch.Tensor) -> int:
+def _fold_xor(values: torch.Tensor) -> int:
     """The xor of all values, many by halves: torch has no such reduction."""
     while (size := values.numel()) > FEW:
         odd = values[size - size % 2 :]

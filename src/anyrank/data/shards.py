@@ -59,14 +59,14 @@ class ShardOrder(Order):
         offset = places // self.global_batch * self.microbatch + places % self.microbatch
         in_lanes = lane * (steps * self.microbatch) + offset
         places = torch.where(places < steps * self.global_batch, in_lanes, places)
-        shard_ids, ends, starts = layout_of_epoch(self, epoch)
+        shard_ids, ends, starts = _layout_of_epoch(self, epoch)
         number = torch.searchsorted(ends, places, right=True)
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         return starts[shard_ids[number]] + places - begins[number]
 
 
 @functools.lru_cache(maxsize=4)  # a step's ids are computed several times
-def layout_of_epoch(
+def _layout_of_epoch(
     order: ShardOrder, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shards in the epoch's order, the position at which each ends, and each shard's first id."""

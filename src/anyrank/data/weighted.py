@@ -78,11 +78,11 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
     scaled = given / largest  # before the sum, which might overflow
     total = math.fsum(scaled.tolist())
     parts = (scaled * (TOTAL / total)).ceil().to(torch.int64)
-    digest = derive(str(receipt_of_parts(parts)), size=4)
+    digest = derive(str(_receipt_of_parts(parts)), size=4)
     return WeightedOrder(n, seed, True, f"{digest:08x}", parts.cumsum(0))
 
 
-def receipt_of_parts(parts: torch.Tensor) -> list[int]:
+def _receipt_of_parts(parts: torch.Tensor) -> list[int]:
     """A value that distinguishes weights: the sum of a hash of each weight and its position."""
     places = torch.arange(len(parts), device="cpu")
     return [len(parts), int(mix64(mix64(parts) ^ places).sum())]

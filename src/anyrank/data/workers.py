@@ -66,10 +66,10 @@ def leave_to_rank(worker: int) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         # A function: SIG_IGN would be inherited by programs that the dataset starts.
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=end_with_parent, name="anyrank-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="anyrank-parent", daemon=True).start()
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Wait until the process that started this one has ended, then end this one too."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     assert parent is not None

@@ -85,10 +85,10 @@ def _flat(table: Mapping[Any, Any]) -> ForeignOptimizer:
             state.setdefault(name.removeprefix(STATE), {})[last] = value
         elif name.startswith(GROUPS):
             options.setdefault(name.removeprefix(GROUPS), {})[last] = value
-    return ForeignOptimizer(by_options(options, state), state)
+    return ForeignOptimizer(_by_options(options, state), state)
 
 
-def by_options(
+def _by_options(
     options: Mapping[str, dict[str, Any]], state: Mapping[str | int, Any]
 ) -> list[ForeignGroup]:
     """Groups of the parameters that have the same hyperparameters."""

@@ -82,7 +82,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         {"model": weights},
         optimizers,
         step=step,
-        samples=count_of(vars_of(common.get("args")), "consumed_train_samples"),
+        samples=count_of(_vars_of(common.get("args")), "consumed_train_samples"),
         not_read=not_read
         | dict.fromkeys(
             common.keys() & {"opt_param_scheduler", "rng_state"}, "it is Megatron's own"
@@ -90,16 +90,16 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     )
 
 
-def vars_of(value: Any) -> dict[str, Any]:
+def _vars_of(value: Any) -> dict[str, Any]:
     """A table, or none where a value is not one."""
     return value if isinstance(value, dict) else {}
 
 
 def _steps(common: dict[Any, Any], step: int | None) -> Any:
     """Steps of the optimizer, which its groups count."""
-    saved = vars_of(common.get("optimizer"))
-    groups = vars_of(saved.get("optimizer", saved)).get("param_groups")
-    first = vars_of(groups[0]) if isinstance(groups, list) and groups else {}
+    saved = _vars_of(common.get("optimizer"))
+    groups = _vars_of(saved.get("optimizer", saved)).get("param_groups")
+    first = _vars_of(groups[0]) if isinstance(groups, list) and groups else {}
     return first.get("step", step)
 
 

@@ -95,7 +95,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
             "and freeze that"
         )
     known: FrozenInfo = getattr(module, "anyrank_frozen", FrozenInfo())
-    if not isinstance(module, FrozenModule):
+    if not isinstance(module, _FrozenModule):
         module.__class__ = _frozen_class(type(module))
         _stay_whole(module)
         module.register_load_state_dict_post_hook(_remember_loaded)
@@ -109,7 +109,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     return module
 
 
-class FrozenModule(nn.Module):
+class _FrozenModule(nn.Module):
     """What freezing puts in front of a module's own class."""
 
     anyrank_plain_class: ClassVar[type[nn.Module]]
@@ -188,11 +188,11 @@ def _frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
     body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
     if hasattr(plain, "__deepcopy__"):  # its own copies are of the plain class
         body["__deepcopy__"] = _copy_and_freeze
-    bases = (FrozenModule, plain)
+    bases = (_FrozenModule, plain)
     return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))
 
 
-def _copy_and_freeze(module: FrozenModule, memo: dict[int, Any]) -> nn.Module:
+def _copy_and_freeze(module: _FrozenModule, memo: dict[int, Any]) -> nn.Module:
     """Deep copy of a module whose class makes its own copies."""
     plain: Any = module.anyrank_plain_class
     copied: nn.Module = plain.__deepcopy__(module, memo)
@@ -220,7 +220,7 @@ def _paths(source: Any) -> str | tuple[str, ...]:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def _keep_own(module: FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
+def _keep_own(module: _FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the part's own tensors into what its parent loads, so that nothing is missing or changes.
 
     Raises:
@@ -314,7 +314,7 @@ def check_frozen(module: nn.Module, name: str = "") -> None:
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every frozen part, also those within others, and the model itself."""
-    return [(name, part) for name, part in walk(model) if isinstance(part, FrozenModule)]
+    return [(name, part) for name, part in walk(model) if isinstance(part, _FrozenModule)]
 
 
 # -- devices, dtypes, FSDP2 -----------------------------------------------------------------------

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from anyrank.data.schedule import slots_of_rank
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.gradients.exact_gradients import DeliveredGradients
 from anyrank.gradients.exact_rounds import most_nodes
 from anyrank.gradients.gradient_sync import GradientSync, units
-from anyrank.data.schedule import slots_of_rank
 from anyrank.gradients.tree_sum import sum_dtype
-from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.settings import EXACT_BYTES
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
@@ -91,7 +91,7 @@ class ExactRun:
         found = [
             difference(name, self.record[name], now[name]) for name in changed(self.record, now)
         ]
-        found += [COMPILED] if is_compiled(model) else []
+        found += [COMPILED] if _is_compiled(model) else []
         notes = [note for note in found if note not in self._told]
         self._told.update(notes)
         self.record, self._has_begun = now, True
@@ -109,7 +109,7 @@ class ExactRun:
             ranks: the ranks with different data.
         """
         if self.is_interleaved is None:
-            kept = most_kept_bytes(model, count, ranks)
+            kept = _most_kept_bytes(model, count, ranks)
             is_short = ranks.together(
                 "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
             )
@@ -123,7 +123,7 @@ class ExactRun:
             CorruptCheckpoint: not a record.
         """
         if saved is not None:
-            check_threads(read_record(saved), CheckpointError)
+            check_threads(_read_record(saved), CheckpointError)
 
     def load(self, saved: object, step: int) -> list[str]:
         """Continue with the record of a state, None for one without. Returns notes."""
@@ -133,13 +133,13 @@ class ExactRun:
                 if step
                 else []
             )
-        self.record, self._has_begun = read_record(saved), False
+        self.record, self._has_begun = _read_record(saved), False
         return []
 
 
 def environment(model: nn.Module) -> dict[str, int | str]:
     """What the results of a model on this rank depend on, apart from its data."""
-    kinds = device_types(model)
+    kinds = _device_types(model)
     return {
         "threads": torch.get_num_threads(),
         "device": " and ".join(kinds),
@@ -150,12 +150,12 @@ def environment(model: nn.Module) -> dict[str, int | str]:
     }
 
 
-def device_types(model: nn.Module) -> list[str]:
+def _device_types(model: nn.Module) -> list[str]:
     """The types of devices that a model is on."""
     return sorted({parameter.device.type for parameter in model.parameters()})
 
 
-def most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
+def _most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
     """Gradients of sharded parameters that a rank would keep until the last of its microbatches."""
     if count <= ranks.size:
         return 0
@@ -166,7 +166,7 @@ def most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
     return whole * nodes
 
 
-def read_record(saved: object) -> dict[str, int | str]:
+def _read_record(saved: object) -> dict[str, int | str]:
     """A record from an untrusted state."""
     if not isinstance(saved, Mapping) or any(
         name not in KINDS or type(value) is not KINDS[name] for name, value in saved.items()
@@ -213,7 +213,7 @@ def difference(name: str, before: object, now: object) -> str:
     )
 
 
-def is_compiled(model: nn.Module) -> bool:
+def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile wraps a model or a module of it."""
     return any(name.endswith("_orig_mod") for name, _ in model.named_modules())
 
@@ -255,11 +255,11 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            check_mesh(name, parameter, ranks)
-            check_hooks(name, parameter)
+            _check_mesh(name, parameter, ranks)
+            _check_hooks(name, parameter)
     is_kept = torch.are_deterministic_algorithms_enabled()
     is_kept = is_kept and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if set(device_types(model)) - {"cpu"} and not is_kept:
+    if set(_device_types(model)) - {"cpu"} and not is_kept:
         raise ValueError(
             "exact=True: kernels of accelerators may add in any order: call "
             "torch.use_deterministic_algorithms(True), without warn_only, before the first step"
@@ -279,7 +279,7 @@ def sparse_gradient(name: str, layout: torch.layout) -> str:
     )
 
 
-def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
+def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
     """Refuse a parameter that is sharded over other ranks than those of the data."""
     members = parameter.device_mesh.mesh.flatten().tolist()
     if sorted(members) != sorted(ranks.ranks):
@@ -303,7 +303,7 @@ def check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
         )
 
 
-def check_hooks(name: str, parameter: DTensor) -> None:
+def _check_hooks(name: str, parameter: DTensor) -> None:
     """Refuse gradient hooks, which FSDP2 calls once a step on several ranks, or never."""
     of_tensor = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
     of_sum = parameter._post_accumulate_grad_hooks  # pyright: ignore

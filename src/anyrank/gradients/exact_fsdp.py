@@ -148,17 +148,17 @@ def unit_groups(
     places = {rank: index for index, rank in enumerate(ranks.ranks)}
     axis = next(i for i, placement in enumerate(placements) if isinstance(placement, Shard))
     group = mesh.get_group(axis)
-    shards = OrderedGroup(group, count, [[places[rank]] for rank in group_ranks(group)])
+    shards = OrderedGroup(group, count, [[places[rank]] for rank in _group_ranks(group)])
     replicated = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
     if not replicated:
         return shards, None
     lines: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
     line_of = {rank: [places[other] for other in line] for line in lines for rank in line}
     group = mesh.get_group(replicated[0])
-    return shards, OrderedGroup(group, count, [line_of[rank] for rank in group_ranks(group)])
+    return shards, OrderedGroup(group, count, [line_of[rank] for rank in _group_ranks(group)])
 
 
-def group_ranks(group: Any) -> list[int]:
+def _group_ranks(group: Any) -> list[int]:
     """Global ranks of a process group, in its order."""
     return dist.get_process_group_ranks(group)
 

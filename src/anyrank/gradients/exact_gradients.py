@@ -47,7 +47,7 @@ class DeliveredGradients:
         if self.is_noted:
             return
         sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None)
-        samples = ((id(parameter), sample_of(parameter)) for parameter in sharded)
+        samples = ((id(parameter), _sample_of(parameter)) for parameter in sharded)
         some = ((name, sample) for name, sample in samples if sample.numel())
         self.samples = dict(itertools.islice(some, MAX_SAMPLES))
 
@@ -56,13 +56,13 @@ class DeliveredGradients:
         return any(
             parameter.grad is not None
             and id(parameter) in self.samples
-            and not is_scaled_by_two(self.samples[id(parameter)], sample_of(parameter))
+            and not is_scaled_by_two(self.samples[id(parameter)], _sample_of(parameter))
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
 
 
-def sample_of(parameter: Any) -> torch.Tensor:
+def _sample_of(parameter: Any) -> torch.Tensor:
     """A corner of this rank's part of a parameter's gradient. Versions do not tell of changes:
     operations on lists of DTensors leave them as they are.
     """

@@ -143,7 +143,7 @@ class ExactGroups:
             gradient, parameter.grad = parameter.grad, None
             if leaf is None:
                 continue
-            term = term_of(name, gradient)
+            term = _term_of(name, gradient)
             if term is not None:
                 self.used.add(name)
                 if counts_squares:
@@ -174,7 +174,7 @@ class ExactGroups:
         nodes = self.nodes_of(group)
         leaf = self.rounds.leaf
         if leaf is not None:
-            terms = [term_of(name, self.parameters[name].grad) for name in group.names]
+            terms = [_term_of(name, self.parameters[name].grad) for name in group.names]
             nodes.append((Span(leaf, leaf + 1), terms))
         group.start(nodes, self.rounds.spans(self.rounds.number))
 
@@ -295,7 +295,7 @@ def grouped(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
             yield names
 
 
-def term_of(name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+def _term_of(name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
     """A gradient as a term of the sum; ValueError for a sparse one, which is not added up."""
     if whole is None:
         return None

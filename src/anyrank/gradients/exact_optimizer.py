@@ -51,9 +51,9 @@ def optimizers_tried(
         if optimizer in tried:
             return
         for group in optimizer.param_groups:
-            for parameter in one_of_each(group["params"]):
+            for parameter in _one_of_each(group["params"]):
                 try:
-                    refusal = refusal_of(optimizer, group, parameter)
+                    refusal = _refusal_of(optimizer, group, parameter)
                 except Exception as error:
                     notes.append(
                         f"exact=True: a trial of {type(optimizer).__name__} failed, so whether its "
@@ -72,12 +72,13 @@ def optimizers_tried(
         handle.remove()
 
 
-def one_of_each(parameters: Sequence[Any]) -> Iterator[DTensor]:
+def _one_of_each(parameters: Sequence[Any]) -> Iterator[DTensor]:
     """The sharded ones among parameters, one for each kind of trial."""
     found: set[Any] = set()
     for parameter in parameters:
         if isinstance(parameter, DTensor) and any(map(is_shard, parameter.placements)):
-            kind = (parameter.dtype, parameter.device, cut_dim(parameter), *trial_shape(parameter))
+            where = parameter.dtype, parameter.device, _cut_dim(parameter)
+            kind = (*where, *_trial_shape(parameter))
             if kind not in found:
                 found.add(kind)
                 yield parameter
@@ -87,21 +88,21 @@ def is_shard(placement: object) -> bool:
     return isinstance(placement, Shard)
 
 
-def cut_dim(parameter: DTensor) -> int:
+def _cut_dim(parameter: DTensor) -> int:
     """The dimension along which a parameter is sharded."""
     return next(place.dim for place in parameter.placements if isinstance(place, Shard))
 
 
-def trial_shape(parameter: DTensor) -> list[int]:
+def _trial_shape(parameter: DTensor) -> list[int]:
     """A shape like that of a parameter, of few but not too few elements."""
     shape = [size if size <= 2 * SIZE else SIZE + size % SIZE for size in parameter.shape]
-    shape[cut_dim(parameter)] = 1
+    shape[_cut_dim(parameter)] = 1
     num_others = max(1, torch.Size(shape).numel())
-    shape[cut_dim(parameter)] = 5 + max(SIZE, MANY // num_others)
+    shape[_cut_dim(parameter)] = 5 + max(SIZE, MANY // num_others)
     return shape
 
 
-def treats_elements_alone(
+def _treats_elements_alone(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: DTensor, dtype: torch.dtype
 ) -> bool:
     """Whether an optimizer gives the pieces of a tensor the bits of the whole tensor.
@@ -113,7 +114,7 @@ def treats_elements_alone(
         dtype: of the trial's tensors.
     """
     generator = torch.Generator().manual_seed(0)
-    dim, shape = cut_dim(like), trial_shape(like)
+    dim, shape = _cut_dim(like), _trial_shape(like)
     drawn = torch.complex64 if dtype.is_complex else torch.float32
     terms = [
         torch.randn(shape, generator=generator, dtype=drawn).to(like.device, dtype)
@@ -124,13 +125,13 @@ def treats_elements_alone(
         # Reversed: random numbers that an optimizer draws for them are not those of the whole.
         pieces = [list(reversed(term.chunk(num_pieces, dim))) for term in terms]
         parameters = [nn.Parameter(piece.clone()) for piece in pieces[0]]
-        trial = of_same_kind(optimizer, group, parameters)
+        trial = _of_same_kind(optimizer, group, parameters)
         with seeded(0, [like.device] if like.device.type != "cpu" else []):
             for gradients in pieces[1:]:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient.clone()
                 trial.step()
-        rows = [[parameter, *state_like(trial, parameter)] for parameter in parameters]
+        rows = [[parameter, *_state_like(trial, parameter)] for parameter in parameters]
         return [torch.cat(row[::-1], dim).detach() for row in zip(*rows, strict=True)]
 
     whole = train(1)
@@ -141,7 +142,7 @@ def treats_elements_alone(
     )
 
 
-def of_same_kind(
+def _of_same_kind(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options for other parameters."""
@@ -154,7 +155,7 @@ def of_same_kind(
     return kind([options], **defaults)
 
 
-def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
+def _state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
     """The state that an optimizer has for each element of a parameter."""
     state = optimizer.state[parameter]
     return [
@@ -164,7 +165,7 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> lis
     ]
 
 
-class ViewsAsReal(TorchFunctionMode):
+class _ViewsAsReal(TorchFunctionMode):
     """Finds out whether torch.view_as_real is called."""
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class ViewsAsReal(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refusal_of(
+def _refusal_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: DTensor
 ) -> str | None:
     """Why an optimizer cannot step a sharded parameter, and the way out; None if it can.
@@ -194,8 +195,8 @@ def refusal_of(
             "each rank has a part: use DistributedDataParallel, or another optimizer"
         )
     dtype = parameter.dtype
-    with ViewsAsReal() as views:
-        is_same = treats_elements_alone(optimizer, group, parameter, dtype)
+    with _ViewsAsReal() as views:
+        is_same = _treats_elements_alone(optimizer, group, parameter, dtype)
     if views.is_called:
         return (
             f" steps {name_of(parameter)}, a sharded parameter of {dtype}, by torch.view_as_real, "
@@ -210,7 +211,7 @@ def refusal_of(
             "(fused=True) steps sharded parameters, and its kernel rounds the elements at the end "
             "of a shard in another way: build it with foreach=True or foreach=False"
         )
-    if dtype.itemsize == 2 and treats_elements_alone(optimizer, group, parameter, torch.float32):
+    if dtype.itemsize == 2 and _treats_elements_alone(optimizer, group, parameter, torch.float32):
         return (
             f" gives an element of {dtype} other bits where its shard ends elsewhere, as shards "
             f"do on another number of ranks, and one of float32 the same ({name_of(parameter)}): "

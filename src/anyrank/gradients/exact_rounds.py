@@ -68,12 +68,12 @@ class Rounds:
 
     def _spans_after(self, number: int) -> list[list[Span]]:
         if self.is_interleaved:
-            return [spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
+            return [_spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
         is_last = number + 1 == len(self._leaves[0])
-        return [spans_of(self.count, leaves if is_last else []) for leaves in self._leaves]
+        return [_spans_of(self.count, leaves if is_last else []) for leaves in self._leaves]
 
 
-def spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
+def _spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
     """The nodes over some leaves, in order; None is not a leaf."""
     return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anyrank.data.schedule import MicrobatchSlot
 from anyrank.gradients.exact_checks import ExactRun, check_wrappers
 from anyrank.gradients.exact_fsdp import (
     OrderedReduceScatter,
@@ -41,7 +42,6 @@ from anyrank.gradients.gradient_sync import (
     units,
 )
 from anyrank.gradients.ordered_reduce import OrderedGroup
-from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.gradients")

@@ -27,7 +27,7 @@ EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass
-class ShardedGradients:
+class _ShardedGradients:
     """Gradients that are sharded over the same axes of the same mesh.
 
     Attributes:
@@ -52,9 +52,9 @@ class ShardedGradients:
         return values
 
 
-def by_sharding(gradients: Iterable[torch.Tensor]) -> list[ShardedGradients]:
+def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
     """The gradients' local parts, by how they are sharded; in the same order on all ranks."""
-    found: dict[Any, ShardedGradients] = {}
+    found: dict[Any, _ShardedGradients] = {}
     for gradient in gradients:
         mesh, axes, part = None, (), gradient
         if isinstance(gradient, DTensor):
@@ -68,7 +68,7 @@ def by_sharding(gradients: Iterable[torch.Tensor]) -> list[ShardedGradients]:
             part = part.coalesce().values()
         key = (mesh, axes) if axes else (None, ())
         part = torch.view_as_real(part.detach()) if part.is_complex() else part.detach()
-        found.setdefault(key, ShardedGradients(*key, [])).parts.append(part)
+        found.setdefault(key, _ShardedGradients(*key, [])).parts.append(part)
     return list(found.values())
 
 
@@ -82,21 +82,21 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
     Returns:
         The same value on all ranks; inf or nan if an element is.
     """
-    groups = by_sharding(gradients)
-    found = [largest_element(group) for group in groups]
+    groups = _by_sharding(gradients)
+    found = [_largest_element(group) for group in groups]
     largest = max((value for _, value in found), default=0.0)
     if any(is_nan for is_nan, _ in found):
         return math.nan
     if norm_type == math.inf or largest in (0.0, math.inf):
         return largest
     exponent = max(math.frexp(largest)[1], SMALLEST_EXPONENT)
-    total = sum(sum_of_powers(group, exponent, norm_type) for group in groups)
+    total = sum(_sum_of_powers(group, exponent, norm_type) for group in groups)
     if norm_type == 2:
         return math.sqrt(total) * 2.0 ** (exponent - BITS // 2)
     return (total / (1 << BITS)) ** (1 / norm_type) * 2.0**exponent
 
 
-def largest_element(group: ShardedGradients) -> tuple[float, float]:
+def _largest_element(group: _ShardedGradients) -> tuple[float, float]:
     """Whether an element is nan (0 or 1), and the largest of the others. All ranks of the mesh."""
     norms = [
         torch.linalg.vector_norm(part, math.inf).double().to(group.device())
@@ -112,7 +112,7 @@ def largest_element(group: ShardedGradients) -> tuple[float, float]:
     return is_nan, largest
 
 
-def sum_of_powers(group: ShardedGradients, exponent: int, norm_type: float) -> int:
+def _sum_of_powers(group: _ShardedGradients, exponent: int, norm_type: float) -> int:
     """The sum of |x / 2**exponent|**norm_type, in units of 2**-BITS. All ranks of the mesh."""
     limbs = torch.zeros(3, dtype=torch.int64, device=group.device())
     mask = (1 << LIMB_BITS) - 1

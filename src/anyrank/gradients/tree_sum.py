@@ -109,11 +109,11 @@ def merged(count: int, spans: Iterable[Span]) -> list[Span]:
 def ordered(parts: Sequence[TreeSum], count: int) -> TreeSum:
     """One sum of the nodes of several."""
     tree = TreeSum(count)
-    tree.extend(sorted((node for part in parts for node in part.nodes), key=first_leaf))
+    tree.extend(sorted((node for part in parts for node in part.nodes), key=_first_leaf))
     return tree
 
 
-def first_leaf(node: tuple[Span, torch.Tensor | None]) -> int:
+def _first_leaf(node: tuple[Span, torch.Tensor | None]) -> int:
     """Where a node stands in the order."""
     return node[0].start
 

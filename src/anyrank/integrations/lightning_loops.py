@@ -56,7 +56,7 @@ class LoopState:
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        self.held: dict[str, Any] = {**modules_of_callbacks(trainer)}
+        self.held: dict[str, Any] = {**_modules_of_callbacks(trainer)}
         self._fit_trainer = trainer
         self._loader = loader
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
@@ -68,7 +68,7 @@ class LoopState:
             ValueError: a callback made a module that the run does not have.
         """
         trainer = self._fit_trainer
-        if modules_of_callbacks(trainer).keys() != self.held.keys():
+        if _modules_of_callbacks(trainer).keys() != self.held.keys():
             raise ValueError(
                 "a callback made a module after on_fit_start, too late to be resumed: make it in "
                 "the callback's setup()"
@@ -201,7 +201,7 @@ class Replaced:
             self._undo.pop()()
 
 
-def modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
+def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
     """Modules that callbacks hold beside the model, such as an EMA copy: name of the part -> it."""
     model = {id(module) for module in trainer.lightning_module.modules()}
     found: dict[str, nn.Module] = {}

@@ -41,7 +41,7 @@ class Call:
 
     def name(self, position: int) -> str:
         """How a user would write the argument at a position."""
-        return argument_name(position, len(self.leaves), self.spec)
+        return _argument_name(position, len(self.leaves), self.spec)
 
 
 class TensorlessCall:
@@ -87,10 +87,10 @@ class TensorlessCall:
 
     def tensor_name(self, number: int) -> str:
         """How a user would write the argument that is tensor `number`."""
-        return argument_name(self.positions[number], len(self.leaves), self.spec)
+        return _argument_name(self.positions[number], len(self.leaves), self.spec)
 
 
-def argument_name(position: int, count: int, spec: Any) -> str:
+def _argument_name(position: int, count: int, spec: Any) -> str:
     """How a user would write the argument at a position of `count` leaves."""
     numbers = pytree.tree_unflatten(range(count), spec)
     path, _ = pytree.tree_flatten_with_path(numbers)[0][position]

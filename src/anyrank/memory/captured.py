@@ -91,7 +91,7 @@ class Captured:
                 if not children:
                     self.add_module(value, seen_modules)
             else:
-                waiting += reached_from(place, value)
+                waiting += _reached_from(place, value)
 
     def keep(self, place: Place, value: Any) -> bool:
         """Whether the value is a tensor or a generator, which is kept then."""
@@ -120,7 +120,7 @@ class Captured:
                             self.keep(item, item.value())
 
 
-def reached_from(place: Place, value: Any) -> list[Place]:
+def _reached_from(place: Place, value: Any) -> list[Place]:
     """The parts of a value, which is not a module, that the function may use."""
     if isinstance(value, functools.partial):
         whole = place._replace(names=None)
@@ -129,9 +129,9 @@ def reached_from(place: Place, value: Any) -> list[Place]:
     if isinstance(value, types.MethodType):
         if isinstance(value.__self__, nn.Module):
             return [Place((value.__self__,), 0, place.name)]
-        return [*used_by(value.__func__, value.__self__)]
+        return [*_used_by(value.__func__, value.__self__)]
     if isinstance(value, types.FunctionType):
-        return [*captured_by(value)]
+        return [*_captured_by(value)]
     if isinstance(value, list | tuple | dict):
         return [*items_of(place, value)]
     if isinstance(value, type | types.ModuleType):
@@ -143,13 +143,13 @@ def reached_from(place: Place, value: Any) -> list[Place]:
         named = [getattr(type(value), name, None) for name in place.names]
         for method in named:
             if isinstance(method, types.FunctionType):
-                reached += used_by(method, value)
+                reached += _used_by(method, value)
     else:  # of an argument, tensors and generators: not all that a config or a trainer holds
         shown = list(known.items())[:MAX_OBJECTS]
         kept = [key for key, part in shown if isinstance(part, torch.Tensor) or source_of(part)]
         reached += [place.part(known, key) for key in kept]
     if callable(value):
-        reached += used_by(getattr(type(value), "__call__", None), value)  # noqa: B004
+        reached += _used_by(getattr(type(value), "__call__", None), value)  # noqa: B004
     return reached
 
 
@@ -165,35 +165,35 @@ def items_of(place: Place, value: Any) -> Generator[Place]:
                 yield place.part(value, key, f"[{key!r}]")
 
 
-def used_by(method: Any, owner: Any) -> Generator[Place]:
+def _used_by(method: Any, owner: Any) -> Generator[Place]:
     """What a method captures, and the attributes it uses of its owner, which is not a module."""
     if not isinstance(method, types.FunctionType):
         yield Place((getattr(owner, "__wrapped__", None),), 0, type(owner).__name__)
         return
-    methods = called_by(method, type(owner))
+    methods = _called_by(method, type(owner))
     for each in methods:
-        yield from captured_by(each)
+        yield from _captured_by(each)
     known: dict[str, Any] = getattr(owner, "__dict__", {})
-    names = tuple(dict.fromkeys(name for each in methods for name in names_in(each.__code__)))
-    whole = frozenset[str]().union(*(used_whole(each.__code__) for each in methods))
+    names = tuple(dict.fromkeys(name for each in methods for name in _names_in(each.__code__)))
+    whole = frozenset[str]().union(*(_used_whole(each.__code__) for each in methods))
     used = Place(owner, None, f"attribute of {type(owner).__name__}", names, whole)
     yield from (used.part(known, name) for name in names if name in known)
 
 
-def called_by(method: types.FunctionType, kind: type) -> list[types.FunctionType]:
+def _called_by(method: types.FunctionType, kind: type) -> list[types.FunctionType]:
     """A method, and those of its class that it names, and so on."""
     found = [method]
     for each in found:  # which grows
-        named = (getattr(kind, name, None) for name in names_in(each.__code__))
+        named = (getattr(kind, name, None) for name in _names_in(each.__code__))
         found += [m for m in named if isinstance(m, types.FunctionType) and m not in found]
     return found
 
 
-def captured_by(fn: types.FunctionType) -> Generator[Place]:
+def _captured_by(fn: types.FunctionType) -> Generator[Place]:
     """The places of a function's globals, cells and defaults."""
     if (fn.__module__ or "").partition(".")[0] == "torch":
         return
-    names, whole = names_in(fn.__code__), used_whole(fn.__code__)
+    names, whole = _names_in(fn.__code__), _used_whole(fn.__code__)
     for name in names:
         if name in fn.__globals__:
             parts = None if name in whole else names
@@ -208,16 +208,16 @@ def captured_by(fn: types.FunctionType) -> Generator[Place]:
 
 
 @functools.lru_cache(maxsize=1024)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """Globals and attributes that a function names, in functions and comprehensions in it too."""
-    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return tuple(dict.fromkeys(name for names in (code.co_names, *inner) for name in names))
 
 
 @functools.lru_cache(maxsize=1024)
-def used_whole(code: types.CodeType) -> frozenset[str]:
+def _used_whole(code: types.CodeType) -> frozenset[str]:
     """Variables and attributes that a function uses otherwise than for an attribute of theirs."""
-    inner = [used_whole(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [_used_whole(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     steps = itertools.pairwise(dis.get_instructions(code))
     own = [a.argval for a, b in steps if a.opname in LOADS and b.opname not in ATTRIBUTES]
     return frozenset(own).union(*inner)

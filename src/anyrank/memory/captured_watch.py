@@ -73,7 +73,7 @@ class CapturedWatch:
                 raise changed_error(label, f"{place.name} was assigned another module")
         changed = self.changed()
         try:
-            with RefuseReads(changed, label) if changed else contextlib.nullcontext():
+            with _RefuseReads(changed, label) if changed else contextlib.nullcontext():
                 yield
         except RecomputeError as error:  # compiled functions run otherwise while that looks on
             for _, how in changed:
@@ -81,12 +81,12 @@ class CapturedWatch:
             raise
 
 
-class RefuseReads(TorchDispatchMode):
+class _RefuseReads(TorchDispatchMode):
     """Looks at each operation. Taking a view, or overwriting a tensor, reads nothing."""
 
     def __init__(self, changed: Iterable[tuple[torch.Tensor, str]], label: str) -> None:
         super().__init__()
-        self.how = {storage_of(tensor): how for tensor, how in changed}
+        self.how = {_storage_of(tensor): how for tensor, how in changed}
         self.label = label
 
     def __torch_dispatch__(
@@ -97,17 +97,17 @@ class RefuseReads(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = storages_in((args, kwargs)) & self.how.keys()
-        for each in read and read - storages_in(result):
+        read = _storages_in((args, kwargs)) & self.how.keys()
+        for each in read and read - _storages_in(result):
             raise changed_error(self.label, self.how[each])
         return result
 
 
-def storages_in(values: Any) -> set[Any]:
-    return {storage_of(each) for each in flatten(values)[0] if isinstance(each, torch.Tensor)}
+def _storages_in(values: Any) -> set[Any]:
+    return {_storage_of(each) for each in flatten(values)[0] if isinstance(each, torch.Tensor)}
 
 
-def storage_of(tensor: torch.Tensor) -> Any:
+def _storage_of(tensor: torch.Tensor) -> Any:
     """What a tensor and its views share; a tensor without a storage itself."""
     try:
         return tensor.untyped_storage()

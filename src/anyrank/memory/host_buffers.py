@@ -131,7 +131,7 @@ class CopyEngine(Protocol):
         ...
 
 
-class SynchronousCopies:
+class _SynchronousCopies:
     """Copies that are finished when the call returns."""
 
     def to_host(
@@ -199,4 +199,4 @@ class StreamCopies:
 
 def copy_engine_for(device: torch.device) -> CopyEngine:
     """How to copy the tensors of a device."""
-    return SynchronousCopies() if device.type == "cpu" else StreamCopies(device)
+    return _SynchronousCopies() if device.type == "cpu" else StreamCopies(device)

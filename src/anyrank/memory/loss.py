@@ -102,23 +102,23 @@ def tiled_loss(
     if in_dims is not None:
         check_type("in_dims", in_dims, Sequence, "0 or None for each argument after labels")
     check_grad_dtype(grad_dtype)
-    cut = [begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
-    mesh = mesh_for(fn, hidden)
+    cut = [_begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
+    mesh = _mesh_for(fn, hidden)
     hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
-    check_cut(cut, rest, labels)
+    _check_cut(cut, rest, labels)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
         target = target.long()
-    obstacle = why_not_fused(fn, hidden, reduction)
+    obstacle = _why_not_fused(fn, hidden, reduction)
     if impl == "fused" and obstacle:
         raise ValueError(f'impl="fused" does not apply: {obstacle}; use impl="auto"')
     if impl != "recompute" and obstacle is None and isinstance(fn, nn.Linear):
         args = (flat, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
-        total: Any = FusedLoss.apply(*args, grad_dtype)
+        total: Any = _FusedLoss.apply(*args, grad_dtype)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
     if head is not None:
-        fn = functools.partial(head_loss, head, ignore_index, label_smoothing)
+        fn = functools.partial(_head_loss, head, ignore_index, label_smoothing)
     more = [
         each if dim is None else each.flatten(0, labels.ndim - 1)
         for dim, each in zip(cut, rest, strict=True)
@@ -147,7 +147,7 @@ def divisor(
     return torch.where(count == 0, 1, count) if isinstance(count, torch.Tensor) else count or 1
 
 
-def head_loss(
+def _head_loss(
     head: nn.Module,
     ignore_index: int,
     label_smoothing: float,
@@ -191,14 +191,14 @@ def checked(
     return losses
 
 
-def begins_with(value: Any, labels: torch.Tensor) -> int | None:
+def _begins_with(value: Any, labels: torch.Tensor) -> int | None:
     """0 for a tensor with an entry for each token, None for anything else."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return None
     return 0 if value.shape[: labels.ndim] == labels.shape else None
 
 
-def check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tensor) -> None:
+def _check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tensor) -> None:
     """Raises ValueError: `in_dims` does not match the arguments."""
     if len(cut) != len(rest) or any(dim not in (0, None) for dim in cut):
         raise ValueError(
@@ -221,7 +221,7 @@ def gathered(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
+def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     """The mesh of hidden states that a sharded head expects as a DTensor."""
     if not isinstance(hidden, DTensor):
         return None
@@ -231,7 +231,7 @@ def mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     return hidden.device_mesh if sharded else None
 
 
-def why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
+def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
     """Why the fused form would differ from calling the head; None if it would not."""
     if type(fn) is not nn.Linear:
         return f"the head is a {name_of(fn)}, not nn.Linear itself"
@@ -290,12 +290,12 @@ def check(
             raise ValueError(
                 "further arguments are for a function; a head is called with hidden states only"
             )
-        check_as_cross_entropy(labels, label_smoothing)
+        _check_as_cross_entropy(labels, label_smoothing)
     elif label_smoothing:
         raise ValueError("label_smoothing is for a head: a function computes its own loss")
 
 
-def check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None:
+def _check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None:
     """Raises TypeError, ValueError: torch's `cross_entropy` has no use for such indices either."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(
@@ -309,7 +309,7 @@ def check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None
 PRODUCT_ROWS = 8192  # of the vocabulary
 
 
-class FusedLoss(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """(hidden [T, H], weight [V, H], bias [V] or None, labels [T], ...) -> sum of losses, 0-d.
 
     Gradients are kept without the incoming gradient and multiplied by it in place, so they can be
@@ -340,11 +340,11 @@ class FusedLoss(torch.autograd.Function):
             rows = hidden[start : start + chunk_size]
             logits = torch.nn.functional.linear(rows, weight, bias)
             tile = labels[start : start + chunk_size]
-            total += loss_into_gradient(logits, tile, wide, ignore_index, label_smoothing)
+            total += _loss_into_gradient(logits, tile, wide, ignore_index, label_smoothing)
             if grads[0] is not None:
                 torch.mm(logits, weight, out=grads[0][start : start + chunk_size])
             if grads[1] is not None:
-                add_product(grads[1], logits.t(), rows)
+                _add_product(grads[1], logits.t(), rows)
             if grads[2] is not None:
                 grads[2] += logits.sum(0, dtype=grad_dtype)
         ctx.grads = grads
@@ -361,7 +361,7 @@ class FusedLoss(torch.autograd.Function):
         return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 5
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b. Into a wider total a few rows at a time: each product is a temporary."""
     if total.dtype == b.dtype:
         total.addmm_(a, b)
@@ -370,7 +370,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total[start : start + PRODUCT_ROWS] += a[start : start + PRODUCT_ROWS] @ b
 
 
-def loss_into_gradient(
+def _loss_into_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
     wide: torch.dtype,

@@ -93,7 +93,7 @@ class ModuleState:
             for key, tensor in buffers.items():
                 if tensor is not None and not is_lazy(tensor):
                     each = RecordedTensor(buffers, key, prefix + key, tensor)
-                    each.copy = copy_of(each, module.training, known.get((id(buffers), key)))
+                    each.copy = _copy_of(each, module.training, known.get((id(buffers), key)))
                     self.buffers.append(each)
             if own := self.buffers[first:]:
                 self.attributes.append(Attributes(vars(module), own))
@@ -106,10 +106,10 @@ class ModuleState:
         self.attributes = [
             each
             for each in self.attributes
-            if any(map(has_changed, each.buffers)) and each.now() != each.before
+            if any(map(_has_changed, each.buffers)) and each.now() != each.before
         ]
         for each in self.buffers:
-            if each.tensor.nbytes > KEPT_BYTES and not has_changed(each):
+            if each.tensor.nbytes > KEPT_BYTES and not _has_changed(each):
                 each.copy = None
 
     @contextlib.contextmanager
@@ -120,7 +120,7 @@ class ModuleState:
             RecomputeError: a tensor was changed in place since, and its former value is lost.
         """
         changed = [each for each in self.parameters if version_of(each.tensor) != each.version]
-        changed += [each for each in self.buffers if each.copy is None and has_changed(each)]
+        changed += [each for each in self.buffers if each.copy is None and _has_changed(each)]
         if changed:
             each = changed[0]
             kind = "parameter" if each in self.parameters else "buffer"
@@ -154,7 +154,7 @@ class ModuleState:
                 each.put(values)
 
 
-def has_changed(each: RecordedTensor) -> bool:
+def _has_changed(each: RecordedTensor) -> bool:
     """Whether a tensor was changed or replaced since it was recorded."""
     return version_of(each.tensor) != each.version or each.now() is not each.tensor
 
@@ -168,7 +168,7 @@ def layout(tensor: torch.Tensor) -> Any:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def copy_of(
+def _copy_of(
     each: RecordedTensor, training: bool, before: RecordedTensor | None
 ) -> torch.Tensor | None:
     """The value of a buffer that is small, or that the function may change; else None."""

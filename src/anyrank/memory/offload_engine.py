@@ -38,9 +38,9 @@ class OffloadEngine:
         self.copy_engines: dict[torch.device, CopyEngine] = {}
         # By id of a storage that is alive.
         self.storages: dict[int, weakref.ref[OffloadedStorage]] = {}
-        self.waiting: deque[weakref.ref[BlockTensors]] = deque()  # packed, not yet sent
-        self.sent: list[weakref.ref[BlockTensors]] = []
-        self.last: weakref.ref[BlockTensors] | None = None
+        self.waiting: deque[weakref.ref[_BlockTensors]] = deque()  # packed, not yet sent
+        self.sent: list[weakref.ref[_BlockTensors]] = []
+        self.last: weakref.ref[_BlockTensors] | None = None
         self.copied_bytes = self.loaded_bytes = self.shared = self.kept = 0
         self.lock = threading.RLock()
 
@@ -70,14 +70,14 @@ class OffloadEngine:
         if self.closed:
             raise ValueError(f"{label}: its offload is closed; create a new one")
         with self.lock:
-            packed: list[OffloadedTensor] = []
+            packed: list[_OffloadedTensor] = []
             for n, tensor in enumerate(tensors):
                 moves = self.moves(tensor, resident)
                 name = f"{names(n)} of {label}" if moves else ""
                 packed.append(
-                    OffloadedTensor(tensor, self.storage(tensor) if moves else None, name)
+                    _OffloadedTensor(tensor, self.storage(tensor) if moves else None, name)
                 )
-            block = BlockTensors(packed, self, self.last)
+            block = _BlockTensors(packed, self, self.last)
             self.last = weakref.ref(block)
             self.waiting.append(self.last)
             while len(self.waiting) > self.keep_last:
@@ -193,7 +193,7 @@ class OffloadedStorage:
             return
         before = self.buffer.busy
         after = () if before is None else (before,)
-        self.out = self.copies.to_host(self.buffer.data, as_bytes(self.source), after)
+        self.out = self.copies.to_host(self.buffer.data, _as_bytes(self.source), after)
         self.buffer.busy = self.out
         # However the graph ends, the buffer returns to the pool; its next user waits for `busy`.
         weakref.finalize(self, owner.pool.returned.append, self.buffer).atexit = False
@@ -233,7 +233,7 @@ class OffloadedStorage:
         return storage
 
 
-class OffloadedTensor:
+class _OffloadedTensor:
     """One tensor of a block: the tensor itself, or its view of an offloaded storage."""
 
     def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage | None, name: str) -> None:
@@ -246,7 +246,7 @@ class OffloadedTensor:
         self.wrap: Callable[[torch.Tensor], torch.Tensor] = unchanged
         if storage is not None and isinstance(tensor, DTensor):
             local = tensor.to_local()
-            self.wrap = dtensor_wrapper(tensor)
+            self.wrap = _dtensor_wrapper(tensor)
         self.dtype = local.dtype
         self.view: tuple[Any, ...] = (
             (local.storage_offset(), local.shape, local.stride()) if storage is not None else ()
@@ -279,14 +279,14 @@ class OffloadedTensor:
         return self.wrap(local.set_(loaded, *self.view))
 
 
-class BlockTensors:
+class _BlockTensors:
     """The tensors of one block. The block's inputs own it, and it dies with the graph."""
 
     def __init__(
         self,
-        tensors: list[OffloadedTensor],
+        tensors: list[_OffloadedTensor],
         owner: OffloadEngine,
-        before: weakref.ref[BlockTensors] | None,
+        before: weakref.ref[_BlockTensors] | None,
     ) -> None:
         self.tensors = tensors
         self.owner = owner
@@ -313,7 +313,7 @@ class BlockTensors:
         return tensors
 
 
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as uint8[nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -322,7 +322,7 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that wraps a local part into a DTensor."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
 

@@ -25,13 +25,13 @@ Forward = Callable[..., Any]
 Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Switch:
+class _Switch:
     """Whether a patch is active: shared by all deep copies of the patched model."""
 
     def __init__(self) -> None:
         self.on = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Switch:
         return self
 
 
@@ -46,7 +46,7 @@ class PatchedForward:
         self.inner = inner
         self.run_with = wrapper
         self.kind = kind
-        self.switch = Switch()
+        self.switch = _Switch()
         functools.update_wrapper(self, inner, updated=())
 
     @property
@@ -139,7 +139,7 @@ def recompute_(
         model(torch.randn(2, 8)).sum().backward()
         handle.remove()
     """
-    modules = find_modules(model, pattern)
+    modules = _find_modules(model, pattern)
     settings = RegionOptions(offload, context_fn, sources(generators), resident_in(model))
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +186,7 @@ def tile_(
         mlp(torch.randn(2, 1000, 8)).sum().backward()
         handle.remove()
     """
-    modules = find_modules(model, pattern)
+    modules = _find_modules(model, pattern)
     check_bool(check=check)
     check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
@@ -222,7 +222,7 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
     return Handle(modules, patches)
 
 
-def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Name -> module, for the modules that match the pattern and are called.
 
     Raises:

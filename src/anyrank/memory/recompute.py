@@ -144,9 +144,9 @@ def record_region(
 ) -> Any:
     """`recompute`, with a label for messages."""
     if not torch.compiler.is_compiling():
-        return record_region_eagerly(fn, args, kwargs, label, settings)
+        return _record_region_eagerly(fn, args, kwargs, label, settings)
     if settings.offload is not None:  # copies run between the compiled parts
-        eagerly: Any = torch.compiler.disable(record_region_eagerly)
+        eagerly: Any = torch.compiler.disable(_record_region_eagerly)
         return eagerly(fn, args, kwargs, label, settings)
     # The compiler knows torch's own region, and partitions the graph by it.
     if settings.context_fn is not None:
@@ -154,7 +154,7 @@ def record_region(
     return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
-def record_region_eagerly(
+def _record_region_eagerly(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -168,7 +168,7 @@ def record_region_eagerly(
     context_fn = settings.context_fn
     call = Call(fn, args, kwargs)
     captured = Captured(call.fn, call.leaves)
-    refuse_cache(call, captured.modules, label)
+    _refuse_cache(call, captured.modules, label)
     tensorless = TensorlessCall(call)
     tensors = tensorless.tensors
     tensorless.drop_tensors()
@@ -193,7 +193,7 @@ def record_region_eagerly(
 
 
 @uncompiled
-def refuse_cache(call: Call, modules: Iterable[torch.nn.Module], label: str) -> None:
+def _refuse_cache(call: Call, modules: Iterable[torch.nn.Module], label: str) -> None:
     """Refuse a key-value cache of transformers in training: each run of the block would update it.
 
     Raises:

@@ -34,7 +34,7 @@ SAME_AGAIN = (
 )
 
 
-class RecomputationDone(BaseException):
+class _RecomputationDone(BaseException):
     """Ends a recomputation once it has saved all tensors; `except Exception` does not catch it."""
 
 
@@ -76,7 +76,7 @@ class Region:
         self.reader = reader
         self.contexts = contexts or (contextlib.nullcontext(), contextlib.nullcontext())
         self.holders: list[weakref.ref[Holder]] = []
-        self.metas: list[TensorMeta] = []
+        self.metas: list[_TensorMeta] = []
         self.values: dict[int, tuple[torch.Tensor, int]] = {}
         self.lock = threading.RLock()  # backward has a thread for each device
 
@@ -94,7 +94,7 @@ class Region:
     def pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder(len(self.metas))
         self.holders.append(weakref.ref(holder))
-        self.metas.append(TensorMeta(tensor))
+        self.metas.append(_TensorMeta(tensor))
         return holder
 
     def unpack(self, holder: Holder) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Region:
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
             if count == len(self.holders):  # a bare `except:` in the function caught it
-                raise RecomputationDone
+                raise _RecomputationDone
             # Detached: otherwise the graph of this run would hold a reference cycle.
             value = tensor.detach()
             if self.holders[count]() is not None:
@@ -130,14 +130,14 @@ class Region:
                 self.values[count] = (value, version_of(value))
             count += 1
             if count == len(self.holders):
-                raise RecomputationDone
+                raise _RecomputationDone
             return value
 
-        clear_after_backward(self)
-        clear_after_backward(self.inputs)
+        _clear_after_backward(self)
+        _clear_after_backward(self.inputs)
         tensors = self.inputs.take(self.reader)
         with (
-            contextlib.suppress(RecomputationDone),
+            contextlib.suppress(_RecomputationDone),
             saved_tensors_hooks(fill, lambda value: value),
             torch.enable_grad(),
             self.ambient.restored(),
@@ -146,7 +146,7 @@ class Region:
         ):
             try:
                 self.again(tensors)
-            except RuntimeError:  # TorchScript makes one of RecomputationDone
+            except RuntimeError:  # TorchScript makes one of _RecomputationDone
                 if count != len(self.holders):
                     raise
             if count != len(self.holders):
@@ -160,7 +160,7 @@ class Region:
         self.values.clear()
 
 
-class TensorMeta:
+class _TensorMeta:
     """Shape, dtype, device and version of a saved tensor, without its values.
 
     A tensor that the function has not made itself is saved as the same object again: then both runs
@@ -174,7 +174,7 @@ class TensorMeta:
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.version = version_of(tensor)
-        self.alive = weakref.ref(base_of(tensor))
+        self.alive = weakref.ref(_base_of(tensor))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -190,7 +190,7 @@ class TensorMeta:
 
     def check_parameter(self, tensor: torch.Tensor, label: str) -> None:
         """Raises RecomputeError: another parameter than in the first run."""
-        then, now = self.alive(), base_of(tensor)
+        then, now = self.alive(), _base_of(tensor)
         both = isinstance(then, torch.nn.Parameter) and isinstance(now, torch.nn.Parameter)
         if both and then is not now:
             raise RecomputeError(
@@ -209,18 +209,18 @@ class TensorMeta:
         """Raises RecomputeError: it is the first run's tensor, changed before the second run, whose
         version was `before` then. What the second run has overwritten itself has a later one.
         """
-        base = base_of(tensor)
+        base = _base_of(tensor)
         if base is self.alive() and version_of(base) == before:
             kind = "parameter" if isinstance(base, torch.nn.Parameter) else "captured tensor"
             raise changed_error(label, f"a {kind}, {self}, was changed in place")
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor:
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that this one is a view of, or itself."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
-def clear_after_backward(owner: Region | SavedInputs) -> None:
+def _clear_after_backward(owner: Region | SavedInputs) -> None:
     """Call the owner's `forget` at the end of the current backward pass, if it is alive then."""
     forget = weakref.WeakMethod(owner.forget)
 
@@ -237,7 +237,7 @@ def clear_after_backward(owner: Region | SavedInputs) -> None:
             engine.queue_callback(clear)
 
 
-class SaveForRegion(torch.autograd.Function):
+class _SaveForRegion(torch.autograd.Function):
     """Saves tensors for backward and computes nothing: the saved-tensor hooks of an outer region
     see them here first.
     """
@@ -249,7 +249,7 @@ class SaveForRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> None:
-        raise AssertionError("the result of SaveForRegion is never used")
+        raise AssertionError("the result of _SaveForRegion is never used")
 
 
 class SavedInputs:
@@ -283,7 +283,7 @@ class SavedInputs:
             self.restore = pack(tensors)
         else:
             anchor = torch.empty(0, device="cpu", requires_grad=True)
-            node: Any = SaveForRegion.apply(anchor, *tensors).grad_fn
+            node: Any = _SaveForRegion.apply(anchor, *tensors).grad_fn
             self.restore = lambda: list(node.saved_tensors)
 
     @uncompiled

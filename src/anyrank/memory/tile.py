@@ -115,7 +115,7 @@ class Tiled:
         check_grad_dtype(grad_dtype)
         self._label = f"tile({label})"
         self._arguments = TiledArguments(fn, in_dims, self._label)
-        self._module = module_of(self._arguments.fn)
+        self._module = _module_of(self._arguments.fn)
         if grad_dtype is not None and not Captured(fn).modules:
             raise TypeError(
                 f"grad_dtype needs the parameters of a module, and none was found in {label}: "
@@ -176,7 +176,7 @@ class Tiled:
         state = None
         chains = list(call.leaves)
         for k in range(len(tiling.starts)):
-            again = functools.partial(run_again, tensorless, tiling, k)
+            again = functools.partial(_run_again, tensorless, tiling, k)
             state = ModuleState(captured, state)
             region = Region(
                 again, inputs, AmbientState.now(devices, captured.generators), state, reader=k
@@ -225,7 +225,7 @@ def take(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
     return leaves
 
 
-def run_again(
+def _run_again(
     tensorless: TensorlessCall, tiling: Tiling, k: int, tensors: Sequence[torch.Tensor]
 ) -> Any:
     leaves = tiling.tile(k, tensorless.with_tensors(tensors))
@@ -235,7 +235,7 @@ def run_again(
     return tensorless.run(leaves)
 
 
-def module_of(fn: Callable[..., Any]) -> nn.Module | None:
+def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
     """The module that `fn` is, or of which it is a method."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None

@@ -137,7 +137,7 @@ def check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) ->
             raise ValueError(
                 f"{label}: is not independent along the tiled dim: rows {tiling.starts[k]} to "
                 f"{tiling.starts[k] + tiling.length(k) - 1}, computed alone, differ from those of "
-                f"the whole ({distance(probe[n], rows)}); tile another dim, or another function"
+                f"the whole ({_distance(probe[n], rows)}); tile another dim, or another function"
             )
 
 
@@ -163,7 +163,7 @@ def same(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
     return bool(((a - b).norm(dim=1) <= tolerance * scale).all())
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> str:
+def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
     if a.shape != b.shape:
         return f"shape {list(a.shape)} for {list(b.shape)}"
     return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
@@ -217,11 +217,11 @@ def attributes_of(modules: Sequence[nn.Module]) -> Generator[tuple[str, torch.Te
                 # parameters `weight_g`, `weight_orig`: these do not depend on the tile.
                 if key in INTERNAL or any(p.startswith(f"{key}_") for p in own):
                     continue
-                for part, tensor in tensors_in(value, containers):
+                for part, tensor in _tensors_in(value, containers):
                     yield f"{name}.{key}{part}".removeprefix("."), tensor
 
 
-def tensors_in(value: Any, seen: set[int]) -> Generator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: Any, seen: set[int]) -> Generator[tuple[str, torch.Tensor]]:
     """The tensors with a graph in an attribute: itself, or those in containers within each other.
 
     Args:

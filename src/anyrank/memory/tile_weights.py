@@ -32,7 +32,7 @@ def check_grad_dtype(dtype: Any) -> None:
         raise TypeError(f"grad_dtype={dtype!r}: give a floating torch.dtype, as torch.float32")
 
 
-class WideSum:
+class _WideSum:
     """The sum of one parameter's gradients, during one backward pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -50,12 +50,12 @@ class WideSum:
             self.total += grad
 
 
-class StandIn(torch.autograd.Function):
+class _StandIn(torch.autograd.Function):
     """(weight) -> (weight for this tile, weight for the next)."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, wide: WideSum, first: bool
+        ctx: Any, weight: torch.Tensor, wide: _WideSum, first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.wide, ctx.first, ctx.dtype = wide, first, weight.dtype
@@ -64,7 +64,7 @@ class StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
         mine, later = grads
-        wide: WideSum = ctx.wide
+        wide: _WideSum = ctx.wide
         if later is None:  # no later link ran in this pass; a failed pass may have left a sum
             wide.total = None
         if mine is not None:
@@ -92,7 +92,7 @@ class WideWeights:
     def __init__(
         self, modules: Iterable[nn.Module], forward: Callable[..., Any], dtype: torch.dtype
     ) -> None:
-        self.body = Body(modules, forward)
+        self.body = _Body(modules, forward)
         self.current = {
             name: parameter
             for name, parameter in self.body.named_parameters()
@@ -100,7 +100,7 @@ class WideWeights:
             and parameter.is_floating_point()
             and parameter.dtype.itemsize <= dtype.itemsize
         }
-        self.sums = {name: WideSum(dtype) for name in self.current}
+        self.sums = {name: _WideSum(dtype) for name in self.current}
 
     def call(self, first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function on the next tile, with stand-ins in place of its parameters."""
@@ -112,13 +112,13 @@ class WideWeights:
         mine: dict[str, torch.Tensor] = {}
         rest: dict[str, torch.Tensor] = {}
         for name, weight in self.current.items():
-            share: Any = StandIn.apply(weight, self.sums[name], first)
+            share: Any = _StandIn.apply(weight, self.sums[name], first)
             mine[name], rest[name] = share
         self.current = rest
         return mine
 
 
-class Body(nn.Module):
+class _Body(nn.Module):
     """Modules, and the function that runs them."""
 
     def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
@@ -149,13 +149,13 @@ def clone_view_grads(results: Iterable[Any], inputs: Iterable[Any]) -> None:
         if node in seen or node in border:
             continue
         seen.add(node)
-        leaves = [n for n, (after, _) in enumerate(node.next_functions) if is_leaf(after)]
+        leaves = [n for n, (after, _) in enumerate(node.next_functions) if _is_leaf(after)]
         if leaves:
-            node.register_hook(CloneViewGrads(leaves))
-        waiting += [after for after, _ in node.next_functions if after and not is_leaf(after)]
+            node.register_hook(_CloneViewGrads(leaves))
+        waiting += [after for after, _ in node.next_functions if after and not _is_leaf(after)]
 
 
-class CloneViewGrads:
+class _CloneViewGrads:
     """Post hook of a node: clones its gradients for leaves that are views."""
 
     def __init__(self, leaves: list[int]) -> None:
@@ -172,6 +172,6 @@ def node_of(value: Any) -> Any:
     return value.grad_fn if isinstance(value, torch.Tensor) else None
 
 
-def is_leaf(node: Any) -> bool:
+def _is_leaf(node: Any) -> bool:
     """Whether a node accumulates the gradient of a leaf."""
     return node is not None and hasattr(node, "variable")

@@ -17,7 +17,7 @@ def mib_by_rank(values: list[int]) -> str:
     return f"{shown}{more} MiB by rank"
 
 
-def group_line(title: str, items: list[str]) -> str:
+def _group_line(title: str, items: list[str]) -> str:
     """One line of a report: how many, and the first few."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"
@@ -60,5 +60,5 @@ class FillReport:
             "new objects": self.renewed,
             **others,
         }
-        lines = [group_line(title, items) for title, items in groups.items() if items]
+        lines = [_group_line(title, items) for title, items in groups.items() if items]
         return [*lines, f"  verified     {self.verified}"] if self.verified else lines

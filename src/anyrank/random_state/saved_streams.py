@@ -185,12 +185,12 @@ def observed_scopes(
     """Stream -> scope, from every rank's coordinates and digests at a save."""
     scopes: dict[str, Scope] = {}
     for name in sorted({name for _, digests in gathered for name in digests}):
-        scope = "dp" if has_scope(name, "dp", gathered) else "rank"
-        scopes[name] = "global" if has_scope(name, "global", gathered) else scope
+        scope = "dp" if _has_scope(name, "dp", gathered) else "rank"
+        scopes[name] = "global" if _has_scope(name, "global", gathered) else scope
     return scopes
 
 
-def has_scope(
+def _has_scope(
     name: str, scope: Scope, gathered: Sequence[tuple[RankCoords, Mapping[str, str]]]
 ) -> bool:
     """Whether a stream is on all ranks, the scope makes some of them equal, and all these are."""
@@ -293,17 +293,17 @@ def choose(
         return None, StreamOutcome("derived", "it was not saved")
     if scope == "global":
         state = saved.of(0)[stream.name]
-        return decoded(stream, state, "equal on all ranks", torch_version)
+        return _decoded(stream, state, "equal on all ranks", torch_version)
     if coords not in saved.coords:
         fewer = coords.rank >= len(saved.coords)
         before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
         return None, StreamOutcome("derived", f"saved {before}, now {coords}")
     if stream.name not in own:
         return None, StreamOutcome("derived", "it was not saved")
-    return decoded(stream, own[stream.name], "same ranks", torch_version)
+    return _decoded(stream, own[stream.name], "same ranks", torch_version)
 
 
-def decoded(
+def _decoded(
     stream: Stream, saved: StreamState, why: str, torch_version: str
 ) -> tuple[Any, StreamOutcome]:
     """A saved state in the stream's own form, exact for the reason given; or why it cannot be.

@@ -88,7 +88,7 @@ class PythonStream:
         return state
 
 
-class NumpyStream:
+class _NumpyStream:
     """numpy's global generator, or a `RandomState`. For processes that have loaded numpy."""
 
     name, algorithm = "numpy", "mt19937"
@@ -118,7 +118,7 @@ class NumpyStream:
         return ("MT19937", words, place, int(bool(has_gauss)), float(gauss))
 
 
-class NumpyGenerator:
+class _NumpyGenerator:
     """A generator that a user made by `numpy.random.default_rng`."""
 
     def __init__(self, generator: Any) -> None:
@@ -137,7 +137,7 @@ class TorchStream:
     def __init__(self, name: str, generator: torch.Generator) -> None:
         self.name = name
         self.generator = generator
-        self.algorithm = algorithm_on(generator.device)
+        self.algorithm = _algorithm_on(generator.device)
 
     def get(self) -> Any:
         return self.generator.get_state()
@@ -152,16 +152,16 @@ class TorchStream:
         return [], bytes(state.tolist())
 
     def decode(self, values: Any, data: bytes) -> Any:
-        return checked_state(data, self.generator.device)
+        return _checked_state(data, self.generator.device)
 
 
-class DeviceStream:
+class _DeviceStream:
     """The default generator of an accelerator, whichever device is current."""
 
     def __init__(self, device: torch.device) -> None:
         self.name = "device"
         self.device = device
-        self.algorithm = algorithm_on(device)
+        self.algorithm = _algorithm_on(device)
         self.module: Any = torch.get_device_module(device)
         # Of one device only, without a number
         self.where = () if device.type == "mps" else (device,)
@@ -179,7 +179,7 @@ class DeviceStream:
         return [], bytes(state.tolist())
 
     def decode(self, values: Any, data: bytes) -> Any:
-        return checked_state(data, self.device)
+        return _checked_state(data, self.device)
 
 
 def source_of(value: Any) -> Source | None:
@@ -193,7 +193,7 @@ def source_of(value: Any) -> Source | None:
     numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
         return None
-    return NumpyGenerator(value) if isinstance(value, numpy.Generator) else NumpyStream(value)
+    return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else _NumpyStream(value)
 
 
 def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
@@ -201,9 +201,9 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
     streams: list[Stream] = [PythonStream()]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
-        streams.append(NumpyStream())
+        streams.append(_NumpyStream())
     streams.append(TorchStream("torch", torch.default_generator))
-    return streams + [DeviceStream(device) for device in devices]
+    return streams + [_DeviceStream(device) for device in devices]
 
 
 def own_accelerator() -> list[torch.device]:
@@ -254,21 +254,21 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
 
 def fingerprint() -> list[Any]:
     """What is equal twice if no ambient stream of the CPU has moved between."""
-    return [comparable(stream.get()) for stream in ambient()]
+    return [_comparable(stream.get()) for stream in ambient()]
 
 
-def comparable(state: Any) -> Any:
+def _comparable(state: Any) -> Any:
     """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
     if isinstance(state, dict):
         state = tuple(cast("dict[str, Any]", state).values())
     if isinstance(state, tuple):
-        return tuple(map(comparable, cast("tuple[Any, ...]", state)))
+        return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
     if isinstance(state, torch.Tensor):
         return ctypes.string_at(state.data_ptr(), state.nbytes)
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def algorithm_on(device: torch.device) -> str:
+def _algorithm_on(device: torch.device) -> str:
     """How states of a device are to be read: states of two names do not fit each other."""
     return "mt19937" if device.type == "cpu" else f"{device.type} philox"
 
@@ -278,7 +278,7 @@ def words_of(data: bytes) -> tuple[int, ...]:
     return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
 
 
-def checked_state(data: bytes, device: torch.device) -> torch.Tensor:
+def _checked_state(data: bytes, device: torch.device) -> torch.Tensor:
     """A generator's state, uint8, that a spare generator of the device has accepted."""
     state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     torch.Generator(device).set_state(state)

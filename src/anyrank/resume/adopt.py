@@ -51,13 +51,13 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
     source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path))
-    adopting = Adopting(state, source, path, arguments, ranks)
+    adopting = _Adopting(state, source, path, arguments, ranks)
     adopting.match()
     adopting.fill()
     return adopting
 
 
-class Adopting(Resuming):
+class _Adopting(Resuming):
     """Matches a state with another tool's checkpoint, and fills it."""
 
     def __init__(

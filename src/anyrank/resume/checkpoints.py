@@ -12,9 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Literal
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.steps.loader import ElasticLoader, announce_left_step
 from anyrank.data.position import check_same_on_ranks
-from anyrank.steps.step import Step
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.store import store_for
 from anyrank.formats.run_folder import SavedStep
@@ -35,6 +33,8 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
+from anyrank.steps.loader import ElasticLoader, announce_left_step
+from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
 from anyrank.world.connections import declining

@@ -57,7 +57,7 @@ def record_of(
         tensors[where] = value.renamed(where)
         return {"~plain": [where, ""]}
 
-    expected = state_of_class(optimizer)
+    expected = _state_of_class(optimizer)
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
         name = found[key]
@@ -197,7 +197,7 @@ def _our_names(
     return found, []
 
 
-def state_of_class(optimizer: Optimizer) -> dict[str, bool]:
+def _state_of_class(optimizer: Optimizer) -> dict[str, bool]:
     """What one of torch's optimizers keeps of each parameter -> whether it has its shape.
 
     Found by one step of another one of the class; empty where that does not work.

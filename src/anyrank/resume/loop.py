@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_int
-from anyrank.steps.loader import ElasticLoader, abandon_step
 from anyrank.data.position import Position, check_complete
-from anyrank.steps.step import Step, is_complete
 from anyrank.errors import CheckpointError
 from anyrank.resume.run_writer import Due, RunWriter
 from anyrank.saving.background import innermost
 from anyrank.state.train_state import TrainState, run_parts
+from anyrank.steps.loader import ElasticLoader, abandon_step
+from anyrank.steps.step import Step, is_complete
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.ranks import Ranks
 
@@ -135,8 +135,8 @@ class StepCounter:
         """The loop's body begins."""
         hooks.stepped = False
         self._body = step, hooks
-        self._consumers = consumers_of_loop()
-        self._writes = writes_to(self._state)
+        self._consumers = _consumers_of_loop()
+        self._writes = _writes_to(self._state)
 
     def end_body(self, step: Step) -> None:
         """The body ran to its end.
@@ -164,16 +164,16 @@ class StepCounter:
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
-        on_purpose = by_break or not left_by_exception(self._consumers)
+        on_purpose = by_break or not _left_by_exception(self._consumers)
         self.was_broken_off = not on_purpose
-        has_moved = hooks.stepped or writes_to(self._state) != self._writes
+        has_moved = hooks.stepped or _writes_to(self._state) != self._writes
         if not has_moved:
             abandon_step(loader_of(self._state))  # the weights are those of the step before
         elif on_purpose and is_complete(step):
             self.count()
         else:
             why = EARLY_STEP if on_purpose else "an exception left it after the optimizer's step"
-            run_parts(self._state).unusable = lost_step(step.number, why)
+            run_parts(self._state).unusable = _lost_step(step.number, why)
 
     @contextlib.contextmanager
     def at_boundary(self) -> Generator[None]:
@@ -184,7 +184,7 @@ class StepCounter:
             raise
         except BaseException:
             why = "it was interrupted while it was counted"
-            run_parts(self._state).unusable = lost_step(self._state.step, why)
+            run_parts(self._state).unusable = _lost_step(self._state.step, why)
             raise
 
     def count(self) -> None:
@@ -250,18 +250,18 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     return lambda: (state.step if epochs is None else state.epoch) >= last
 
 
-def lost_step(number: int, why: str) -> str:
+def _lost_step(number: int, why: str) -> str:
     """What is wrong with a state that a step moved without being counted."""
     return f"step {number} does not count, and moved the weights: {why}"
 
 
-def writes_to(state: TrainState) -> int:
+def _writes_to(state: TrainState) -> int:
     """torch's count of writes to what is trained, also by optimizers that are no part of it."""
     modules = [part for part in run_parts(state).parts.values() if isinstance(part, nn.Module)]
     return sum(version_of(p) for m in modules for p in m.parameters() if p.requires_grad)
 
 
-def consumers_of_loop() -> dict[int, CodeType]:
+def _consumers_of_loop() -> dict[int, CodeType]:
     """What the steps go to: generators on the way, and the function that runs the `for`.
 
     For the loop's generator, which asks before it hands out a step. By the ids of their frames: a
@@ -293,7 +293,7 @@ def left_by_break() -> bool:
     return frame is not None and _opcode(frame.f_code, frame.f_lasti) in POP_OPCODES
 
 
-def left_by_exception(consumers: Mapping[int, CodeType]) -> bool:
+def _left_by_exception(consumers: Mapping[int, CodeType]) -> bool:
     """Whether an exception has passed through the consumers of a loop.
 
     Python tells a generator only that it is closed, not why: the end of an `itertools.islice` and

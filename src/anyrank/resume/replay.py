@@ -65,7 +65,7 @@ def write_request(request: ReplayRequest, folder: str) -> None:
         json.dump(asdict(request), file)
 
 
-def read_request(folder: str) -> ReplayRequest:
+def _read_request(folder: str) -> ReplayRequest:
     """The request in the folder of a replay."""
     with open(os.path.join(folder, REQUEST), encoding="utf-8") as file:
         table = json.load(file)
@@ -102,17 +102,17 @@ def writer_of(
     results = os.environ.get(REPLAY)
     if results is None:
         return RunWriter(folder, state, options, on_commit)
-    request = read_request(results)
+    request = _read_request(results)
     if real_path(folder.path) != request.run:
         raise CheckpointError(
             f"{folder.path}: the script opens this run in a replay of {request.run}, and a replay "
             "writes to no run: give --replay the folder that the script opens, and the script the "
             "arguments that it was trained with"
         )
-    return ReplayWriter(folder, state, options, results, request)
+    return _ReplayWriter(folder, state, options, results, request)
 
 
-class ReplayWriter(RunWriter):
+class _ReplayWriter(RunWriter):
     """In place of saves, the receipts of the steps that a request names."""
 
     def __init__(

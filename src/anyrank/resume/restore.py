@@ -155,7 +155,7 @@ class Resuming:
             CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
                 restores it whole.
         """
-        self.inner.unusable = half_restored("it was interrupted")  # until it is whole
+        self.inner.unusable = _half_restored("it was interrupted")  # until it is whole
         for name in self.matched:
             forget_synced(self.inner.parts[name])
         try:
@@ -165,7 +165,7 @@ class Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.inner.unusable = half_restored(
+            self.inner.unusable = _half_restored(
                 (str(error) or type(error).__name__).splitlines()[0]
             )
             text = f"{error}\n  the state is half restored: resume again before it is used"
@@ -258,7 +258,7 @@ class Resuming:
             for name, outcome in streams.items()
             if outcome.how != "exact"
         ]
-        notes += differed_in_words(self.found.manifest.differed)
+        notes += _differed_in_words(self.found.manifest.differed)
         data = self.state.data
         if isinstance(data, Position):
             notes += [
@@ -296,7 +296,7 @@ class Resuming:
         )
 
 
-def half_restored(why: str) -> str:
+def _half_restored(why: str) -> str:
     """What is wrong with a state whose resume did not end."""
     return f"the state is half restored, as a resume failed in the middle ({why})"
 
@@ -310,7 +310,7 @@ def _unreadable() -> Generator[None]:
         raise Unreadable(str(error)) from error
 
 
-def differed_in_words(names: Sequence[str]) -> list[str]:
+def _differed_in_words(names: Sequence[str]) -> list[str]:
     """A note on tensors that were not equal on the ranks, if there are any."""
     if not names:
         return []
@@ -341,5 +341,5 @@ def log_report(report: ResumeReport, differed: Sequence[str]) -> None:
     for name, outcome in report.components.items():
         if outcome not in ("exact", "resharded"):
             log.warning("%s is %s: %s", name, outcome, outcome.reason)
-    for note in differed_in_words(differed):
+    for note in _differed_in_words(differed):
         log.warning("%s", note)

@@ -88,7 +88,7 @@ class Background:
         self.failure = self.record = self.spoiled = None
         self.stall = 0.0
         self.staged.clear()
-        args = (snapshot, copied, steady, before, written_by_now(steady), writers)
+        args = (snapshot, copied, steady, before, _written_by_now(steady), writers)
         self.thread = threading.Thread(target=self._run, args=args, name="anyrank-save")
         self.thread.start()
 
@@ -129,7 +129,7 @@ class Background:
             self.copied = {}
             if self.spoiled is not None:
                 raise self.spoiled
-            refuse_written(steady, before(), after())
+            _refuse_written(steady, before(), after())
             compare_later()
             return copies
 
@@ -202,7 +202,7 @@ class Background:
         self.hooks, self.watched = [], []
 
 
-def refuse_written(items: Sequence[Item], before: Sequence[int], copied: Sequence[int]) -> None:
+def _refuse_written(items: Sequence[Item], before: Sequence[int], copied: Sequence[int]) -> None:
     """Refuse copies of anything but the values that the items had when the save began.
 
     torch does not count writes through `.data`, `.detach()` or numpy, so digests are compared: of
@@ -216,7 +216,7 @@ def refuse_written(items: Sequence[Item], before: Sequence[int], copied: Sequenc
             raise written_while_copied(item)
 
 
-def written_by_now(items: Sequence[Item]) -> dict[torch.device, torch.Event]:
+def _written_by_now(items: Sequence[Item]) -> dict[torch.device, torch.Event]:
     """For each accelerator, what the calling thread has asked it to do up to now, as an event."""
     events: dict[torch.device, torch.Event] = {}
     for device in devices_of(items):

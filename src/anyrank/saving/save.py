@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from anyrank import faults
-from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.data.position import Position, data_rank
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest, record
@@ -45,6 +44,7 @@ from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved
 from anyrank.state.replicas import History, Replicas, choose
 from anyrank.state.train_state import TrainState, run_parts
+from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
@@ -122,7 +122,7 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     return RankCoords(ranks.index, ranks.size, *data)
 
 
-def samples_of(state: TrainState) -> int:
+def _samples_of(state: TrainState) -> int:
     """Samples of completed steps, by the loader where it counts them."""
     return state.data.samples if isinstance(state.data, Position) else state.samples
 
@@ -160,7 +160,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         run=state.run or ranks.from_one("naming the run", lambda: uuid.uuid4().hex),
         step=state.step,
         epoch=state.epoch,
-        samples=samples_of(state),
+        samples=_samples_of(state),
         saved_on={"ranks": ranks.size, "layout": _layout_in_words(tensors_of(parts))},
         lineage=state.lineage,
         written="",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.data.position import data_ranks
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.modules import in_part
+from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.tensors.layout import local_pieces
 from anyrank.world.ranks import Ranks
 

@@ -13,7 +13,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class CollectiveResult(Generic[T]):
+class _CollectiveResult(Generic[T]):
     """Computes this rank's value at once, and returns it when all ranks have computed theirs.
 
     Between the constructor and `get` the rank may do other work: the ranks exchange their success
@@ -62,11 +62,11 @@ def one_ahead(ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S
     than one takes. The ranks so agree on the first two at once.
 
     Raises:
-        Exception: as `CollectiveResult.get`.
+        Exception: as `work` raises, and on several ranks as from `Ranks.together`.
     """
 
-    def start(some: Sequence[S]) -> CollectiveResult[list[T]]:
-        return CollectiveResult(ranks, what, partial(list, map(work, some)))
+    def start(some: Sequence[S]) -> _CollectiveResult[list[T]]:
+        return _CollectiveResult(ranks, what, partial(list, map(work, some)))
 
     *first, last = start(items[:2]).get()
     yield from first

@@ -12,9 +12,6 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_bool, check_function, check_int
-from anyrank.gradients.exact_checks import ExactRun
-from anyrank.gradients.exact_gradients import changes_noted
-from anyrank.gradients.exact_optimizer import optimizers_tried
 from anyrank.data.fetch import (
     FetchedBatch,
     MicrobatchDataset,
@@ -29,11 +26,14 @@ from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
 from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
-from anyrank.steps.step import Step
-from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
+from anyrank.gradients.exact_checks import ExactRun
+from anyrank.gradients.exact_gradients import changes_noted
+from anyrank.gradients.exact_optimizer import optimizers_tried
+from anyrank.steps.step import Step
+from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
 

@@ -78,7 +78,7 @@ class Share:
 
 
 @dataclass
-class YieldedBatches:
+class _YieldedBatches:
     """The batches of one step that an iteration of a sampler has yielded.
 
     Attributes:
@@ -151,7 +151,7 @@ class ElasticSampler(Position):
             schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
             super().__init__(schedule, None, process_group, None)
         self._first: StepPlan | None = None
-        self._yielded = defaultdict[int, YieldedBatches](YieldedBatches)  # by step number
+        self._yielded = defaultdict[int, _YieldedBatches](_YieldedBatches)  # by step number
 
     def __iter__(self) -> Iterator[list[int]]:
         """Lists of sample ids, for the rest of the epoch as it is now.
@@ -161,13 +161,13 @@ class ElasticSampler(Position):
                 DataLoader.
         """
         frame = inspect.currentframe()
-        wrapper = between_dataloader(frame.f_back if frame else None)
+        wrapper = _between_dataloader(frame.f_back if frame else None)
         self._first = self._next_step()
-        self._yielded = defaultdict(YieldedBatches)
+        self._yielded = defaultdict(_YieldedBatches)
         return self._batches(self._first, self._yielded, wrapper)
 
     def _batches(
-        self, first: StepPlan, yielded: defaultdict[int, YieldedBatches], wrapper: str | None
+        self, first: StepPlan, yielded: defaultdict[int, _YieldedBatches], wrapper: str | None
     ) -> Iterator[list[int]]:
         if wrapper is not None:
             raise CheckpointError(
@@ -264,7 +264,7 @@ class ElasticSampler(Position):
         self._first = None
 
 
-def between_dataloader(caller: FrameType | None) -> str | None:
+def _between_dataloader(caller: FrameType | None) -> str | None:
     """The wrapper between a DataLoader and its sampler; None if there is none.
 
     Such a wrapper may skip batches, which the sampler could not count. A DataLoader calls the

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.steps.backwards import Backwards
-from anyrank.steps.collective_result import one_ahead
+from anyrank.data.fetch import request_for
+from anyrank.data.schedule import MicrobatchSlot, Schedule
+from anyrank.errors import CheckpointError
 from anyrank.gradients.exact_checks import check_threads
 from anyrank.gradients.exact_gradients import know
 from anyrank.gradients.exact_rounds import Rounds
 from anyrank.gradients.exact_sync import ExactSync
-from anyrank.data.fetch import request_for
 from anyrank.gradients.gradient_sync import GradientSync, reshard
 from anyrank.gradients.norm import clip_gradients
-from anyrank.data.schedule import MicrobatchSlot, Schedule
-from anyrank.steps.step_state import LoaderPass, StepProgress
-from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
+from anyrank.steps.backwards import Backwards
+from anyrank.steps.collective_result import one_ahead
+from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks, one_process

@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from anyrank.gradients.exact_checks import ExactRun
 from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
 from anyrank.data.schedule import StepPlan
+from anyrank.gradients.exact_checks import ExactRun
 from anyrank.world.ranks import Ranks
 
 

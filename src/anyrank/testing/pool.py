@@ -92,7 +92,7 @@ class RankPool:
             server, ranks = self._ready(world_size)
             self._num_calls += 1
             store = self._folder / f"store{self._num_calls}"
-            common = {**os.environ, **fixed_environ(world_size)}
+            common = {**os.environ, **_fixed_environ(world_size)}
             tasks = [
                 Task(
                     rank=rank,
@@ -175,7 +175,7 @@ class RankPool:
         self.close()
 
 
-def fixed_environ(world_size: int) -> dict[str, str]:
+def _fixed_environ(world_size: int) -> dict[str, str]:
     """The variables equal on all ranks: torchrun's, and one thread per rank, on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

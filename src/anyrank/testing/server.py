@@ -68,7 +68,7 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
         ready = select.select([control, wake_read], [], [])[0]
         if wake_read in ready:
             wake_read.recv(4096)
-            report_deaths(control, children)
+            _report_deaths(control, children)
         if control in ready and not answer(control, children, folder):
             break
     signal.set_wakeup_fd(-1)
@@ -89,7 +89,7 @@ def answer(control: socket.socket, children: set[int], folder: str) -> bool:
         return True
     child = os.fork()
     if child == 0:
-        run_child(control, fds[0], folder)
+        _run_child(control, fds[0], folder)
     os.close(fds[0])
     with contextlib.suppress(OSError):
         os.setpgid(child, child)
@@ -98,7 +98,7 @@ def answer(control: socket.socket, children: set[int], folder: str) -> bool:
     return True
 
 
-def run_child(control: socket.socket, fd: int, folder: str) -> None:
+def _run_child(control: socket.socket, fd: int, folder: str) -> None:
     """Become a rank. Never returns."""
     code = 1
     try:
@@ -118,7 +118,7 @@ def run_child(control: socket.socket, fd: int, folder: str) -> None:
         os._exit(code)  # without exit handlers, which are the server's
 
 
-def report_deaths(control: socket.socket, children: set[int]) -> None:
+def _report_deaths(control: socket.socket, children: set[int]) -> None:
     """Reap ranks that died, kill the processes they started, and notify the owner."""
     for pid in list(children):
         done, status = os.waitpid(pid, os.WNOHANG)

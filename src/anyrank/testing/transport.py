@@ -78,7 +78,7 @@ class Raised:
     error: bytes | None
 
 
-class Recorder(pickle.Pickler):
+class _Recorder(pickle.Pickler):
     """A pickler that records the modules of all functions and classes that it names."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -98,7 +98,7 @@ def pack(job: Any) -> tuple[bytes, list[ModuleRef]]:
     Raises ValueError when something in it can only exist in this process.
     """
     buffer = io.BytesIO()
-    recorder = Recorder(buffer)
+    recorder = _Recorder(buffer)
     try:
         recorder.dump(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -132,14 +132,14 @@ def fetch(ref: ModuleRef) -> None:
         return
     if known is not None or getattr(module, "__file__", None) != ref.file:
         sys.modules.pop(ref.name, None)
-        if leads_to_file(ref):
+        if _leads_to_file(ref):
             importlib.import_module(ref.name)
         else:
-            run_file(ref)
+            _run_file(ref)
     loaded[ref.name] = ref
 
 
-def leads_to_file(ref: ModuleRef) -> bool:
+def _leads_to_file(ref: ModuleRef) -> bool:
     """Whether a plain import of the name finds the same file."""
     if ref.name == "__main__":
         return False
@@ -151,7 +151,7 @@ def leads_to_file(ref: ModuleRef) -> bool:
     return spec is not None and spec.origin == ref.file
 
 
-def run_file(ref: ModuleRef) -> None:
+def _run_file(ref: ModuleRef) -> None:
     """Run a file as the module of this name."""
     name = MAIN if ref.name == "__main__" else ref.name
     spec = importlib.util.spec_from_file_location(name, ref.file)

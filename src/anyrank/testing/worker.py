@@ -51,15 +51,15 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
             before = threading.enumerate()
             answer = run(conn.recv(), conn)
             if answer is not None:
-                if isinstance(answer, Returned) and (names := find_left_threads(before)):
+                if isinstance(answer, Returned) and (names := _find_left_threads(before)):
                     answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
                 conn.send(answer)
                 if isinstance(answer, Raised):
-                    clean_up()  # the other ranks notice their closed connections
+                    _clean_up()  # the other ranks notice their closed connections
                 # Closing the connections before END could cut off a rank that still receives.
                 assert conn.recv() == END
-            clean_up()
-            if find_left_threads(before) or has_partial_group() or has_spinning_group():
+            _clean_up()
+            if _find_left_threads(before) or _has_partial_group() or _has_spinning_group():
                 return  # no other job may run in this process
             conn.send(READY)
 
@@ -79,7 +79,7 @@ def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
             conn.send(MET)
             if conn.recv() != GO:
                 return None
-            fault.arm(task.faults, reporter(conn))
+            fault.arm(task.faults, _reporter(conn))
             value = job(*args, **kwargs)
             fault.disarm()
             return Returned(pickle.dumps(value))
@@ -94,7 +94,7 @@ def meet(task: Task) -> None:
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
 
 
-def reporter(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
+def _reporter(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
     """A function that reports a fault to the owner. Several threads may call it."""
     lock = threading.Lock()
 
@@ -124,26 +124,26 @@ def reset(task: Task) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def clean_up() -> None:
+def _clean_up() -> None:
     """Release what the job left. Process groups first: reference cycles may hold them."""
     fault.disarm()
     # A DDP module would end its group's threads and hold Python's lock, for which they may wait.
-    groups = find_groups()
+    groups = _find_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_meshes()
+    _forget_meshes()
     gc.collect()
     del groups
     gc.freeze()  # mostly modules: scanning a large library's objects takes 0.2 s each time
 
 
-def find_groups() -> list[Any]:
+def _find_groups() -> list[Any]:
     """The process groups that there are."""
     world = getattr(dist.distributed_c10d, "_world", None)  # private, and not in every version
     return list(getattr(world, "pg_map", ()))
 
 
-def has_partial_group() -> bool:
+def _has_partial_group() -> bool:
     """Whether a failed init_process_group left a changed group count.
 
     Groups are numbered, and the numbers must be equal on all ranks. The count is reset only when
@@ -154,7 +154,7 @@ def has_partial_group() -> bool:
     return getattr(world, "group_count", 0) != 0
 
 
-def has_spinning_group() -> bool:
+def _has_spinning_group() -> bool:
     """Whether a group of gloo that something still refers to has taken seconds of CPU time.
 
     Where a message came in for which nobody waits, as after a failure, its thread takes up a whole
@@ -170,7 +170,7 @@ def has_spinning_group() -> bool:
     return False
 
 
-def find_caches() -> list[Any]:
+def _find_caches() -> list[Any]:
     """The function caches of torch.distributed created since the last `gc.freeze`."""
     kind = type(functools.lru_cache(len))
     # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
@@ -178,13 +178,13 @@ def find_caches() -> list[Any]:
     return [item for item in found if str(item.__module__).startswith("torch.distributed")]
 
 
-def forget_meshes() -> None:
+def _forget_meshes() -> None:
     """Empty DTensor's caches.
 
     Meshes of the same shape are equal, so the caches would return meshes of an earlier call, whose
     process groups are destroyed.
     """
-    caches.extend(find_caches())
+    caches.extend(_find_caches())
     for cache in caches:
         cache.cache_clear()
     # Not in every version of torch.
@@ -193,10 +193,10 @@ def forget_meshes() -> None:
 
 
 # Now, because the fork server freezes its objects after it has imported this module, the last.
-caches = find_caches()
+caches = _find_caches()
 
 
-def find_left_threads(before: list[threading.Thread]) -> list[str]:
+def _find_left_threads(before: list[threading.Thread]) -> list[str]:
     """The names of new threads that would keep a process from ending, after a second for each."""
     kept = [each for each in threading.enumerate() if not each.daemon and each not in before]
     for thread in kept:
