@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.public import integration_names, public_names, returned_classes
 from torch import nn
 
 import anyrank
@@ -131,3 +134,42 @@ def test_a_class_shows_what_is_documented_alone(
     monkeypatch.chdir(tmp_path)
     make, names = NAMES[name]
     assert {each for each in dir(make()) if not each.startswith("_")} == set(names.split())
+
+
+# What each class defines itself, beside what it has of its framework.
+OF_INTEGRATIONS = {
+    "integrations.accelerate.Accelerator": (
+        "accumulate backward clip_grad_norm_ clip_grad_value_ end_training free_memory load_state"
+        " prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler"
+        " prepared_models report run save_state skip_first_batches step_loss unscale_gradients"
+    ),
+    "integrations.lightning.Elastic": (
+        "on_exception on_fit_start on_train_end on_train_epoch_end on_train_start setup teardown"
+    ),
+    "integrations.torchtitan.CheckpointManager": (
+        "close load maybe_wait_for_saving maybe_wait_for_staging save"
+    ),
+    "integrations.transformers.ElasticRun": "checkpoints loader report",
+}
+
+
+def test_a_class_of_an_integration_shows_no_more() -> None:
+    classes = {name: kind for name, kind in integration_names().items() if inspect.isclass(kind)}
+    found = {
+        name: {each for each in vars(kind) if each[0] != "_"} for name, kind in classes.items()
+    }
+    assert found == {name: set(names.split()) for name, names in OF_INTEGRATIONS.items()}
+
+
+def test_no_class_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: set[type] = set()
+    for number, (make, _) in enumerate(NAMES.values()):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        looked_at.add(type(make()))
+    public = [*public_names().values()]
+    wanted = {*filter(inspect.isclass, public), *returned_classes(public).values()}
+    left = {
+        kind for kind in wanted - looked_at if not issubclass(kind, (BaseException, str, tuple))
+    }
+    assert not {kind.__name__ for kind in left if not is_dataclass(kind)}
