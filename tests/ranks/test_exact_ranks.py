@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.data import exact_groups
+from anyrank.gradients import exact_groups
 from anyrank.gradients.tree_sum import Span, TreeSum
 from anyrank.testing import run_ranks
 

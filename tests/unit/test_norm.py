@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anyrank
-from anyrank.data import norm
+from anyrank.gradients import norm
 from anyrank.gradients.norm import clip_gradients, total_norm
 
 
