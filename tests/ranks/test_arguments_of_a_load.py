@@ -131,9 +131,7 @@ def test_what_is_no_module_and_no_path(given: Any) -> None:
             anyrank.materialize(nn.Linear(3, 3), device=[given])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"finite=.*: give True or False"):
             anyrank.verify(WEIGHTS, finite=given)
-    with pytest.raises(
-        TypeError, match=r"source= takes a path, a URL or a list of files, not 1 in"
-    ):
+    with pytest.raises(TypeError, match="source=1: give a path or a URL"):
         anyrank.freeze(nn.Linear(3, 3), source=[1])  # type: ignore[list-item]
 
 
