@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -59,10 +60,10 @@ def check_number(name: str, value: Any) -> None:
     """Refuse what is not a number of at least 0; NaN is none.
 
     Raises:
-        TypeError: neither int nor float.
+        TypeError: not a real number.
         ValueError: below 0.
     """
-    check_type(name, value, (int, float), "a number")
+    check_type(name, value, Real, "a number")
     if not value >= 0:
         raise ValueError(f"{name}={value}: give at least 0")
 

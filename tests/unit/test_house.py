@@ -422,3 +422,11 @@ def test_every_dependency_has_an_exact_version_and_a_reason() -> None:
     assert {canonical(name) for name in wanted} - {canonical(pin) for pin in pins} == set()
     bare = [name for name in wanted if not re.search(re.escape(f'"{name}"') + r",? +# \w", text)]
     assert bare == []
+
+
+def test_the_root_holds_what_it_should() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    folders = {line.split("/")[0] for line in listed.stdout.splitlines() if "/" in line}
+    assert folders <= {".ci", "benchmarks", "docs", "examples", "src", "tests"}

@@ -277,7 +277,7 @@ def _verify_listing(listing: Listing, finite: bool, found: _Found) -> None:
             found.findings.append(Finding(path, what))
     except AnyrankError as error:
         found.findings.append(_finding(error, listing.format))
-    found.checked.update(compared(listing) or ["no checksums, as the format has none"])
+    found.checked.update(compared(listing) or ["no checksums, as the files have none"])
     if finite:
         found.findings += _nonfinite(listing)
         found.checked.add("NaN and infinite values")

@@ -166,7 +166,8 @@ class ElasticBatches:
                     "which is the one to train on"
                 )
             # Ends it: exchanges what no wrapper does, scales, verifies.
-            assert next(microbatches, None) is None
+            left = next(microbatches, None)
+            assert left is None
         return True
 
     def clips_exactly(self, parameters: list[Any]) -> bool:

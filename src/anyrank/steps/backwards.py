@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
 
+from anyrank.checks import check_type
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
@@ -36,13 +39,15 @@ class Backwards:
         """Note a backward of the current microbatch, of `size` samples. Returns its weight.
 
         Raises:
-            ValueError: as `Step.backward`.
+            TypeError, ValueError: as `Step.backward`.
         """
+        check_type("loss", loss, torch.Tensor, "the mean loss of a microbatch, a tensor")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
         if self.is_weighted is (weight is None):
             raise ValueError(f"step {self.number}: give weight= in each backward or in none")
         self.is_weighted = weight is not None
+        check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
         own = float(size if weight is None else weight)
         if not 0 <= own < math.inf or self.weights.get(slot.k, own) != own:
             raise ValueError(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
+from anyrank.checks import check_model, check_type
 from anyrank.data.fetch import request_for
 from anyrank.data.schedule import MicrobatchSlot, Schedule
 from anyrank.errors import CheckpointError
@@ -112,6 +114,7 @@ class Step:
                 one, where others have one; a forward without the wrapper, detected in the first
                 step of a model.
         """
+        check_model(model)
         progress = self._progress
         if progress.is_started and not progress.is_complete:
             raise ValueError(
@@ -241,6 +244,8 @@ class Step:
                     f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
                     "which exchanges the gradients at its end"
                 )
+            for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+                check_type(name, value, (Real, torch.Tensor), "a number")
             if not float(max_norm) >= 0:
                 raise ValueError(f"max_norm is {max_norm}: give at least 0")
             if not float(norm_type) >= 1 or (self._is_exact and norm_type not in (1, 2, math.inf)):

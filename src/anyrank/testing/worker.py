@@ -57,7 +57,8 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                 if isinstance(answer, Raised):
                     _clean_up()  # the other ranks notice their closed connections
                 # Closing the connections before END could cut off a rank that still receives.
-                assert conn.recv() == END
+                ended = conn.recv()
+                assert ended == END
             _clean_up()
             if _find_left_threads(before) or _has_partial_group() or _has_spinning_group():
                 return  # no other job may run in this process

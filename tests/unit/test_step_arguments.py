@@ -1,0 +1,29 @@
+"""What the methods of a step are given."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+
+
+def test_what_a_step_is_given() -> None:
+    model = nn.Linear(1, 1)
+    loader = anyrank.ElasticLoader(torch.ones(4, 1), global_batch=4, microbatch=4)
+    steps = iter(loader)
+    step = next(steps)
+    with pytest.raises(TypeError, match=r"model= takes a torch\.nn\.Module, not SGD"):
+        next(iter(step.microbatches(torch.optim.SGD(model.parameters(), lr=0.1))))  # type: ignore[arg-type]
+    for batch in step.microbatches(model):
+        with pytest.raises(TypeError, match=r"loss=0\.5: give the mean loss"):
+            step.backward(0.5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"weight='8': give a number"):
+            step.backward(model(batch).mean(), weight="8")  # type: ignore[arg-type]
+        step.backward(model(batch).mean(), weight=numpy.int64(4))  # type: ignore[arg-type]
+    for wrong in ("1", True, None):
+        with pytest.raises(TypeError, match="max_norm="):
+            step.clip_grad_norm_(wrong)  # type: ignore[arg-type]
+    step.clip_grad_norm_(torch.tensor(1.0))  # type: ignore[arg-type]
