@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
@@ -48,12 +48,12 @@ def check_int(name: str, value: Any, least: int | None = None, most: int | None 
         TypeError: not an int.
         ValueError: below `least`, or above `most`.
     """
-    check_type(name, value, int, "an int")
+    check_type(name, value, Integral, "an int")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: give at least {least}")
     if most is not None and value > most:
         raise ValueError(f"{name}={value}: give at most {most}")
-    return value
+    return int(value)
 
 
 def check_number(name: str, value: Any) -> None:
@@ -108,7 +108,7 @@ def check_names(name: str, value: Any) -> None:
     Raises:
         TypeError: says so.
     """
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
     if not is_list or not all(isinstance(each, str) for each in value):
         raise TypeError(f"{name}={_shown(value)}: give a list of names")
 

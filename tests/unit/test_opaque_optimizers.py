@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
+from anyrank.state.optimizer_attributes import within
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -163,22 +166,75 @@ def modules(tensors: list[torch.Tensor]) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in tensors])
 
 
-@pytest.mark.parametrize("keep", [deque, modules, Box, lambda slow: {"a": (Box(slow),)}])
-def test_tensors_in_any_container_are_found(tmp_path: Path, keep: Any) -> None:
+def test_tensors_in_a_deque_are_found(tmp_path: Path) -> None:
     net, optimizer = run_of(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
-    optimizer.slow = keep([p.detach().clone() for p in net.parameters()])
+    optimizer.slow = deque(p.detach().clone() for p in net.parameters())
     with pytest.raises(anyrank.CheckpointError, match=r"state_dict\(\) does not hold: slow\."):
         save(tmp_path, anyrank.TrainState(net, optimizer))
 
 
-def test_the_trained_module_in_an_attribute_is_a_part_of_its_own(tmp_path: Path) -> None:
+class Slots:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+@pytest.mark.parametrize("keep", [modules, Box, Slots, lambda slow: {"a": (Box(slow),)}])
+@pytest.mark.parametrize("changes", [False, True])
+def test_tensors_in_objects_are_state_if_they_change(
+    tmp_path: Path, keep: Any, changes: bool
+) -> None:
+    def make(net: nn.Module) -> Any:
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.slow = keep([p.detach().clone() for p in net.parameters()])
+        return optimizer
+
+    net, optimizer = run_of(make)
+    state = anyrank.TrainState(net, optimizer)
+    for _, tensor in within("slow", optimizer.slow, set(), 3):
+        if changes and isinstance(tensor, torch.Tensor):
+            tensor.add_(1)
+    save(tmp_path, state)
+    report = resume(tmp_path, anyrank.TrainState(*run_of(make)))
+    assert report is not None
+    found = report.components["optimizer"]
+    assert found == ("derived" if changes else "exact")
+    assert ("slow." in found.reason) == changes
+
+
+def test_what_other_parts_save_is_no_state_of_the_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    average = torch.optim.swa_utils.AveragedModel(net)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer.model, optimizer.me = net, optimizer
-    optimizer.scaler = torch.amp.GradScaler("cpu")
-    save(tmp_path, anyrank.TrainState(net, optimizer))
-    report = resume(tmp_path, anyrank.TrainState(net, optimizer))
+    optimizer.model, optimizer.me, optimizer.ema = net, optimizer, Box(average)
+    optimizer.scaler, optimizer.log = torch.amp.GradScaler("cpu"), logging.getLogger("x")
+    optimizer.loss, optimizer.limit = nn.CrossEntropyLoss(weight=torch.ones(4)), float("nan")
+    optimizer.lazy, optimizer.own = nn.LazyLinear(1), weakref.ref(net)
+    state = anyrank.TrainState(net, optimizer, ema=average)
+    step(net, optimizer)
+    average.update_parameters(net)
+    save(tmp_path, state)
+    report = resume(tmp_path, state)
+    assert report is not None
+    assert report.components["optimizer"] == "exact"
+
+
+def test_torchs_own_caches_are_no_state(tmp_path: Path) -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    state = anyrank.TrainState(net, optimizer)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = net(torch.ones(2, 4)).square().mean()
+        total.backward()
+        return total
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    save(tmp_path, state)
+    report = resume(tmp_path, state)
     assert report is not None
     assert report.components["optimizer"] == "exact"
 
@@ -218,7 +274,7 @@ def test_a_counter_that_is_not_saved_makes_a_resume_derived(
         found.append(report.components["optimizer"])
     assert found == ["exact", "derived"]
     assert found[1].reason == (
-        "not in torch's state_dict(), so it begins anew: num_steps, a number in an attribute"
+        "not in torch's state_dict(), so it begins anew: num_steps, of an attribute"
     )
 
 

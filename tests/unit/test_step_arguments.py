@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
@@ -27,3 +30,30 @@ def test_what_a_step_is_given() -> None:
         with pytest.raises(TypeError, match="max_norm="):
             step.clip_grad_norm_(wrong)  # type: ignore[arg-type]
     step.clip_grad_norm_(torch.tensor(1.0))  # type: ignore[arg-type]
+
+
+def test_numpys_numbers_and_any_collection_of_names_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    number = numpy.int64
+    state = anyrank.TrainState(
+        nn.Linear(1, 1), seed=number(3), counter=Counter(), first_rank={"counter"}
+    )
+    loader = anyrank.ElasticLoader(
+        torch.ones(4, 1), global_batch=number(4), microbatch=number(2), seed=number(1)
+    )
+    json.dumps(loader.state_dict())
+    with anyrank.Checkpoints("run", state, keep=number(2), every=number(1)) as ckpts:
+        ckpts.step_done()
+        assert ckpts.saved()[0].step == 1
+    logits = torch.randn(4, 3)
+    anyrank.tiled_loss(nn.Linear(3, 5), logits, torch.zeros(4, dtype=torch.int64), count=number(4))
+    anyrank.Offload(number(1 << 20)).close()
+
+
+class Counter:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...

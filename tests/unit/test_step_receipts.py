@@ -93,8 +93,19 @@ def test_a_receipt_differs_with_numbers() -> None:
     def digest(numbers: dict[str, Any] | None) -> str:
         return receipt_of_step([{"a": 1}], DATA, numbers)["digest"]
 
-    every = [{"n": 1}, {"n": 2}, {"n": True}, {"n": 0.0}, {"n": -0.0}, {"m": 1}, {}]
+    every = [
+        {"n": 1},
+        {"n": 2},
+        {"n": None},
+        {"n": "1.0"},
+        {"n": 1 << 60},
+        {"n": 0.0},
+        {"n": -0.0},
+        {"m": 1},
+        {},
+    ]
     assert len({digest(each) for each in every}) == len(every)
+    assert digest({"n": 1}) == digest({"n": 1.0}) == digest({"n": True})
     assert digest(None) == digest({})  # as earlier versions made it
 
 
@@ -375,7 +386,7 @@ def test_a_receipt_of_a_damaged_optimizer_is_damage(tmp_path: Path) -> None:
     train(tmp_path)
     forge(tmp_path / "step-00000002", lambda t: t["parts"]["optimizer"].update(groups=[1]))
     (finding,) = anyrank.verify(tmp_path).findings
-    assert "the manifest.parts.optimizer.groups.0: '1' is no dict" in finding.what
+    assert "the manifest.parts.optimizer.groups.0: '1' is not of type dict" in finding.what
 
 
 def test_verify_without_a_receipt_says_nothing_of_receipts(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import anyrank
 
@@ -148,3 +149,19 @@ def test_a_wrapper_and_what_is_inside_know_one_version() -> None:
     assert anyrank.SyncReport.last(dst) == anyrank.SyncReport.last(compiled)
     anyrank.load(dst, src.state_dict())
     assert anyrank.SyncReport.last(compiled) is None
+
+
+def test_ends_that_look_alike_keep_layouts_of_their_own() -> None:
+    swapped = {"w": ([0], [Shard(0)], [[(2, 2), (0, 2)]])}
+    plain = {"w": ([0], [Shard(0)])}
+    for pair, expected in (((plain, swapped), [2, 3, 0, 1]), ((plain, plain), [0, 1, 2, 3])):
+        for _ in range(3):
+            src, dst = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
+            anyrank.sync(dst, src, layout=pair, verify=True)
+            assert dst["w"].tolist() == expected
+
+
+def test_a_layout_for_each_end_is_a_pair() -> None:
+    plain = {"w": ([0], [Shard(0)])}
+    with pytest.raises(TypeError, match="layout= is a tuple of 3: give one for each of dst, src"):
+        anyrank.sync({"w": torch.zeros(4)}, {"w": torch.zeros(4)}, layout=(plain, None, None))  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class Order:
     shuffle: bool
 
     def __post_init__(self) -> None:
-        check_int("seed", self.seed)
+        object.__setattr__(self, "seed", check_int("seed", self.seed))
         check_bool(shuffle=self.shuffle)
 
     @property

@@ -116,7 +116,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch"):
-            check_int(name, getattr(self, name), 1)
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
         check_choice("tail", self.tail, get_args(Tail))
         if self.global_batch % self.microbatch:
             raise ValueError(

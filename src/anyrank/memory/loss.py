@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -280,7 +281,7 @@ def check(
     check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor | None):
         check_number("count", count)
-    check_type("label_smoothing", label_smoothing, (int, float), "a number from 0 to 1")
+    check_type("label_smoothing", label_smoothing, Real, "a number from 0 to 1")
     if count is not None and reduction != "mean":
         raise ValueError(
             f'count is the divisor of reduction="mean", and reduction is "{reduction}"'

@@ -250,6 +250,10 @@ def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _
         TypeError, ValueError: a function gave no layout.
     """
     alike = not isinstance(given, tuple)
+    if not alike and len(given) != len(ends):
+        raise WrongType(
+            f"layout= is a tuple of {len(given)}: give one for each of {', '.join(ends)}"
+        )
     layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
     said = _Said({}, set(), set())
     for end, tensors in ends.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from numbers import Integral
 
 from anyrank.checks import check_type
 
@@ -35,7 +36,7 @@ def cadence(every: int | str | None, name: str = "every") -> Cadence:
     """
     if every is None:
         return Cadence()
-    check_type(name, every, (int, str), "a number of steps or a time such as '10min'")
+    check_type(name, every, (Integral, str), "a number of steps or a time such as '10min'")
     text = str(every).strip()
     if text.isdigit() and int(text) > 0:
         return Cadence(steps=int(text))

@@ -19,8 +19,8 @@ MAX_FOLDERS = 200  # that are listed, each by one request in an object store
 # The names under which tools keep checkpoints. Other folders are the user's own, samples/ say, and
 # not looked into; below one of these they are listed last.
 LIKELY = re.compile(
-    r"^(lightning_logs|version|global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer|"
-    r"best|last|latest|final|model|weights)"
+    r"^((lightning_logs|checkpoints?|ckpts?|best|last|latest)$"
+    r"|(version|global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer).*\d)"
 )
 
 

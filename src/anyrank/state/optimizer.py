@@ -28,7 +28,7 @@ from anyrank.state.opaque import (
     overrides,
     save_opaque,
 )
-from anyrank.state.optimizer_attributes import changed_numbers
+from anyrank.state.optimizer_attributes import changed
 from anyrank.state.optimizer_groups import (
     Names,
     are_regrouped,
@@ -85,7 +85,7 @@ def warn_of_copies(part: str, optimizer: Optimizer) -> None:
 
 
 def save_optimizer(
-    part: str, optimizer: Optimizer, names: Names, rank: int, numbers: Mapping[str, int | float]
+    part: str, optimizer: Optimizer, names: Names, rank: int, before: Mapping[str, object]
 ) -> Saved:
     """What an optimizer contributes to a save. This rank's view; the ranks compare it.
 
@@ -94,7 +94,7 @@ def save_optimizer(
         optimizer: as this rank holds it.
         names: of its parameters.
         rank: this process's own.
-        numbers: in its attributes, before it stepped.
+        before: what its attributes held before it stepped.
 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
@@ -127,7 +127,7 @@ def save_optimizer(
         "layout": layout_digest(saved.tensors),
     }
     saved.steady = {held.name for held in saved.tensors}
-    saved.unsaved = changed_numbers(optimizer, numbers)
+    saved.unsaved = changed(optimizer, before, names)
     return saved
 
 
@@ -217,7 +217,7 @@ def match_optimizer(
         matched.problems += check_options(f"{part}: group {number}", saved, group)
     extra = _table(record["extra"], other)
     matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
-    unsaved = [f"{name}, a number in an attribute" for name in record.get("unsaved", ())]
+    unsaved = [f"{name}, of an attribute" for name in record.get("unsaved", ())]
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
     elif unsaved:

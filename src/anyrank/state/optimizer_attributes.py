@@ -1,67 +1,106 @@
-"""What an optimizer keeps in attributes, of which torch's own `state_dict()` knows nothing."""
+"""What an optimizer keeps in attributes, of which torch's own `state_dict()` knows nothing.
+
+Tensors in an attribute, and in containers there, are its state: they are saved by its own methods
+or refused. Numbers, and tensors within modules and objects, may be anything (a class weight, the
+model itself, a cache): they are its state if they change while it steps.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anyrank.tensors.sharded_tensor import version_of
+
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
-OF_TORCH = "_optimizer_"  # hooks, which a save knows of
+OF_TORCH = ("_optimizer_", "_numel_cache")  # hooks, which a save knows of, and LBFGS's cache
 LEAVES = (str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType)
+OBJECTS = 3  # levels of plain objects within each other that are looked into
+Found = torch.Tensor | Optimizer
 
 
-def kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    """Tensors other than the parameters, and other optimizers, in an optimizer's attributes."""
-    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    seen |= {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
-    for name, value in vars(optimizer).items():
-        if name not in PLAIN and not name.startswith(OF_TORCH):
-            yield from within(name, value, seen)
+def kept_elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, Found]]:
+    """Tensors other than the parameters, and other optimizers, in attributes and containers."""
+    seen = _own(optimizer)
+    for name, value in _attributes(optimizer):
+        yield from within(name, value, seen)
 
 
-def within(
-    where: str, value: Any, seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor | Optimizer]]:
-    """Tensors and optimizers in a value: in containers, modules and plain objects.
-
-    A module with a parameter that was seen is the one that is trained: a part of its own.
-    """
+def within(where: str, value: Any, seen: set[int], objects: int = 0) -> Iterator[tuple[str, Found]]:
+    """Tensors and optimizers in a value, also in modules and in so many levels of plain objects."""
     if id(value) in seen or isinstance(value, LEAVES):
         return
     seen.add(id(value))
-    if isinstance(value, torch.Tensor | Optimizer):
+    if isinstance(value, Found):
         yield where, value
     elif isinstance(value, Mapping):
         for key, item in cast("Mapping[Any, Any]", value).items():
-            yield from within(f"{where}.{key if isinstance(key, str) else '*'}", item, seen)
+            name = f"{where}.{key if isinstance(key, str) else '*'}"
+            yield from within(name, item, seen, objects)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         for item in cast("list[Any]", value):
-            yield from within(f"{where}.*", item, seen)
-    elif isinstance(value, nn.Module):
-        if not any(id(parameter) in seen for parameter in value.parameters()):
-            for name, tensor in value.state_dict(keep_vars=True).items():
-                yield from within(f"{where}.{name}", tensor, seen)
-    elif not _is_of_torch(value):
-        for name, item in getattr(value, "__dict__", {}).items():
-            yield from within(f"{where}.{name}", item, seen)
+            yield from within(f"{where}.*", item, seen, objects)
+    elif objects and isinstance(value, nn.Module):
+        for name, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield from within(f"{where}.{name}", tensor, seen)
+    elif objects and type(value).__module__.partition(".")[0] not in ("torch", "anyrank"):
+        for name, item in _variables(value):
+            yield from within(f"{where}.{name}", item, seen, objects - 1)
 
 
-def _is_of_torch(value: Any) -> bool:
-    """Whether torch, or this library, made an object's class: their objects are looked after."""
-    return type(value).__module__.partition(".")[0] in ("torch", "anyrank")
+def watched(optimizer: Optimizer) -> dict[str, object]:
+    """What may be state or not: numbers by their value, tensors by their identity and version."""
+    seen = {*_own(optimizer), *(id(found) for _, found in kept_elsewhere(optimizer))}
+    noted: dict[str, object] = {}
+    for name, value in _attributes(optimizer):
+        if type(value) in (int, float):
+            noted[name] = repr(value)
+        for where, found in within(name, value, seen, OBJECTS):
+            if isinstance(found, torch.Tensor) and not is_lazy(found):
+                noted[where] = id(found), version_of(found)
+    return noted
 
 
-def numbers_in(optimizer: Optimizer) -> dict[str, int | float]:
-    """The numbers in an optimizer's attributes."""
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+def changed(optimizer: Optimizer, before: Mapping[str, object], known: Container[int]) -> list[str]:
+    """Names of what changed in attributes, and is in no part of the state.
+
+    Args:
+        optimizer: as it is now.
+        before: what `watched` said before it stepped.
+        known: ids of the tensors that the modules of the state hold.
+    """
+    now = watched(optimizer).items()
+    return [
+        name
+        for name, value in now
+        if before.get(name) != value and not (isinstance(value, tuple) and value[0] in known)
+    ]
 
 
-def changed_numbers(optimizer: Optimizer, before: Mapping[str, int | float]) -> list[str]:
-    """Names of numbers in attributes that are not what they were `before`: a step counter, say."""
-    return [name for name, now in numbers_in(optimizer).items() if before.get(name) != now]
+def _own(optimizer: Optimizer) -> set[int]:
+    """Ids of what is saved by name: parameters, state and groups."""
+    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return seen | {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
+
+
+def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(optimizer).items():
+        if name not in PLAIN and not name.startswith(OF_TORCH):
+            yield name, value
+
+
+def _variables(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's attributes, also of those in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

@@ -20,7 +20,7 @@ from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer, warn_of_copies
-from anyrank.state.optimizer_attributes import numbers_in
+from anyrank.state.optimizer_attributes import watched
 from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
@@ -142,7 +142,7 @@ class RunParts:
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
         given: the plain tensors that are parts of a whole.
-        numbers: in the attributes of each optimizer, when the state was made.
+        attributes: of each optimizer, what they held when the state was made.
         warned: optimizers of which it was said that some of these are lost.
         unusable: why the values are those of no step, or None.
         compared: which replicas earlier saves compared.
@@ -190,10 +190,8 @@ class RunParts:
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):
                 warn_of_copies(name, part)
-        self.numbers = {
-            name: numbers_in(part)
-            for name, part in self.parts.items()
-            if isinstance(part, Optimizer)
+        self.attributes = {
+            name: watched(part) for name, part in self.parts.items() if isinstance(part, Optimizer)
         }
         self.warned: set[str] = set()
         self.unusable: str | None = None
@@ -255,7 +253,7 @@ class RunParts:
                 if part == "model" and self.base is not None:
                     saved[part].record["base"] = self.base.record(targets_of(value), stepped)
             elif isinstance(value, Optimizer):
-                saved[part] = save_optimizer(part, value, names, rank, self.numbers[part])
+                saved[part] = save_optimizer(part, value, names, rank, self.attributes[part])
                 self._warn_of_unsaved(part, saved[part].unsaved, rank)
             else:
                 saved[part] = save_stateful(part, cast("Stateful", value), rank)

@@ -141,7 +141,9 @@ def look_at_parts(
     into, out_of = ranks.own(here, lambda: (_Look(dst, False), _Look(src, merge)))
     joined = apply_layouts({"dst": into.tensors, "src": out_of.tensors}, layout, ranks)
     to, by = joined.meshes["dst"], joined.meshes["src"]
-    return ranks.own(here, lambda: (into.end(to, joined.key), out_of.end(by, joined.key)))
+    # The two ends may look alike, and be parts of other wholes.
+    keys = (f"dst {joined.key}", f"src {joined.key}")
+    return ranks.own(here, lambda: (into.end(to, keys[0]), out_of.end(by, keys[1])))
 
 
 class _Look:
