@@ -264,7 +264,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         elastic(made, run, global_batch=13)
     with pytest.raises(TypeError, match=r"global_batch=12\.0"):
         elastic(made, run, global_batch=12.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="keep=1: at least 2"):
+    with pytest.raises(ValueError, match="keep=1: give at least 2"):
         elastic(made, run, global_batch=12, keep=1)
     with pytest.raises(ValueError, match="'optimizer' is a part that the run has already"):
         elastic(made, run, global_batch=12, optimizer=None)

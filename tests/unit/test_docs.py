@@ -686,7 +686,7 @@ def test_the_reference_has_every_public_name_and_every_class_that_these_return()
     listed = re.findall(r"^\.\. auto\w+:: anyrank\.([\w.]+)(?:\(\))?$", read("api.md"), flags=re.M)
     assert asked - set(listed) == set()
     assert {name for name in listed if "." not in name} == set(public_names())
-    assert "data.step.Step" in asked
+    assert "steps.step.Step" in asked
     assert len(listed) == len(set(listed))
 
 

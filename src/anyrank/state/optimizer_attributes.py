@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from anyrank.tensors.sharded_tensor import version_of
 
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
-OF_TORCH = ("_optimizer_", "_numel_cache")  # hooks, which a save knows of, and LBFGS's cache
+CACHES = ("_numel_cache",)  # of LBFGS
 LEAVES = (str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType)
 OBJECTS = 3  # levels of plain objects within each other that are looked into
 Found = torch.Tensor | Optimizer
@@ -92,7 +92,7 @@ def _own(optimizer: Optimizer) -> set[int]:
 
 def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
-        if name not in PLAIN and not name.startswith(OF_TORCH):
+        if name not in PLAIN and name not in CACHES:
             yield name, value
 
 
