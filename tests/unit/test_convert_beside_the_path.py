@@ -202,7 +202,8 @@ def test_the_report_names_the_step_that_was_read(tmp_path: Path) -> None:
 def test_memory_is_that_of_a_piece_and_not_of_a_tensor(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(16 << 20)}, tmp_path / "w.pt")  # 64 MiB
     with PeakMemory() as whole:
-        assert len(torch.load(tmp_path / "w.pt")["weight"]) == 16 << 20
+        held = torch.load(tmp_path / "w.pt")  # until the last sample
+    del held
     with PeakMemory() as converted:
         anyrank.convert(tmp_path / "w.pt", tmp_path / "out", dtype="bfloat16")
     with PeakMemory() as verified:

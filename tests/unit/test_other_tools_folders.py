@@ -16,8 +16,8 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
+from anyrank.files.manifest import STEP
 from anyrank.files.store import RemoteStore
-from anyrank.formats.run_folder import STEP
 from anyrank.saving.other_tools import MAX_FOLDERS, find_checkpoint
 from anyrank.testing import run_ranks
 

@@ -136,6 +136,18 @@ def test_every_step_of_a_run_is_verified(tmp_path: Path) -> None:
     assert any("not finished" in e.what for e in anyrank.verify(tmp_path / "run").findings)
 
 
+def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:
+    state = anyrank.TrainState(nn.Linear(2, 2))
+    for _ in range(2):
+        state.step += 1
+        save(tmp_path / "run", state, keep=5)
+    (tmp_path / "run/step-00000002").rename(tmp_path / "run/step-00000004")
+    (found,) = anyrank.verify(tmp_path / "run").findings
+    assert "that of step 2: rename the folder to step-00000002" in found.what
+    with pytest.raises(LoadError, match="that of step 2"):
+        anyrank.load(nn.Linear(2, 2), tmp_path / "run")
+
+
 def test_nothing_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="does not exist"):
         anyrank.verify(tmp_path / "none")

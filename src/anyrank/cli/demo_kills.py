@@ -145,7 +145,7 @@ def _wait_for_save(
     process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
 ) -> None:
     """Return a random moment after the save of a step has begun, which may be over by then."""
-    from anyrank.formats.run_folder import step_name
+    from anyrank.files.manifest import step_name
 
     sign = step_name(step)
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
@@ -158,10 +158,10 @@ def _wait_for_save(
 
 def sha256_of(folder: str) -> str:
     """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
-    from anyrank.files.manifest import read_manifest
+    from anyrank.files.manifest import read_manifest, step_name
     from anyrank.files.reader import memory_of
     from anyrank.files.storage import storage_for
-    from anyrank.formats.run_folder import list_step, step_name
+    from anyrank.formats.run_folder import list_step
     from anyrank.inspection.stream import boxes_of, open_values
 
     path = os.path.join(folder, step_name(max(committed(folder))))

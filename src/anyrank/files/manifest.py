@@ -19,6 +19,7 @@ MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
 VERSION = 1  # of the format, apart from the package's
 MAX_BYTES = 1 << 30
+STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .bad-... are no checkpoints
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,23 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """The manifest of a step's folder.
 
     Raises:
-        CorruptCheckpoint: it is not there, not JSON, lacks fields, or is not what was written.
+        CorruptCheckpoint: it is not there, not JSON, lacks fields, is not what was written, or is
+            that of another step than the folder's name says.
         CheckpointError: another format version, or it cannot be read.
     """
-    return parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
+    manifest = parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
+    name = folder.rstrip("/").rpartition("/")[2]
+    if STEP.match(name) and name != step_name(manifest.step):
+        raise CorruptCheckpoint(
+            f"{folder}: its manifest is that of step {manifest.step}: rename the folder to "
+            f"{step_name(manifest.step)}, or remove it if it is a copy"
+        )
+    return manifest
+
+
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:08d}"
 
 
 def parse(data: bytes, path: str) -> Manifest:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +17,12 @@ import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
-from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, read_manifest, read_small
+from anyrank.files.manifest import FORMAT, MANIFEST, STEP, Manifest, read_manifest, read_small
 from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
 
-STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .bad-... are no checkpoints
 WEIGHTS = "model."
 INDEX = "tensors.json"
 
@@ -106,11 +104,6 @@ def steps_in(folder: str) -> list[SavedStep]:
 def recognises(names: list[str]) -> bool:
     """Whether a folder with these entries is a run, or one step of a run."""
     return MANIFEST in names or any(STEP.match(name) for name in names)
-
-
-def step_name(step: int) -> str:
-    """The folder of a step."""
-    return f"step-{step:08d}"
 
 
 def steps_of(names: Iterable[str]) -> list[tuple[int, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -59,12 +59,15 @@ def list_file(storage: Storage, path: str) -> Listing:
             )
         header = _parse(read_range(file, path, 8, length), path)
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
+    texts = cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {"": None}
+    if not all(isinstance(text, str) for text in texts.values()):
         raise UnsafeFile(f"{path}: __metadata__ is not a JSON object of strings")
     tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
     spans = [(*entry["data_offsets"], key) for key, entry in header.items()]
     _check_cover(spans, 8 + length, info.size, path)
-    texts = {str(key): str(value) for key, value in metadata.items()}
+    # A tie is stored once, and the name of the other place leads to it, as `save_model` writes it.
+    ties = {name: kept for name, kept in texts.items() if kept in tensors and name not in tensors}
+    tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     return Listing("safetensors", (info,), tensors, texts)
 
 

@@ -94,7 +94,7 @@ class LoadResult:
             nonfinite=nonfinite,
             verified=verified,
             skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
-            duplicates=match.duplicates,
+            duplicates=match.stored_twice,
             tensors=len({*match.stored, *match.compared}),
             bytes_read=list(read),
             bytes_sent=list(sent),

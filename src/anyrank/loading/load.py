@@ -143,7 +143,7 @@ def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
-        compare_duplicates(listing, plan.match.duplicates)
+        compare_duplicates(listing, plan.match.stored_twice)
         number, count = readers.index(ranks.rank), len(readers)
         return check_files(listing, number, count, ranks.check)
 

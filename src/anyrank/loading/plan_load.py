@@ -124,7 +124,9 @@ def plan_load(
     first = _agreed_reader(sources, ranks)
     list_own = functools.cache(lambda: list_source(_given(source)))
     listing = known or ranks.from_one(
-        "reading the headers", lambda: list_own().without_memory(), first
+        "reading the headers",
+        lambda: list_own().without_memory() if ranks.size > 1 else list_own(),
+        first,
     )
 
     if options.layout is not None:

@@ -83,6 +83,12 @@ class ModelMatch:
         return {t.name: [place.name for place in t.registrations[1:]] for t in several}
 
     @property
+    def stored_twice(self) -> dict[str, str]:
+        """Those of `duplicates` that have bytes of their own, which may be other values."""
+        chunks = {key: stored.chunks for key, stored in self.listing.tensors.items()}
+        return {key: k for key, k in self.duplicates.items() if chunks[key] != chunks[k]}
+
+    @property
     def keeps_adapters(self) -> bool:
         """Whether adapters of the model are real and not in the source; equal on all ranks."""
         return any(self.tensors[index].adapter for index in self.keep)

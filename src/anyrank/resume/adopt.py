@@ -127,7 +127,7 @@ class _Adopting(Resuming):
             tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
         try:
             plan = plan_load(module, self.path, self.ranks, options, known=listing, tensors=tensors)
-            ends = plan.match.duplicates  # a tied tensor keeps the values of one of them alone
+            ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
             if ends:
                 self.ranks.from_one(
                     "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)

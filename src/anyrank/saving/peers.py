@@ -21,10 +21,10 @@ from datetime import UTC, datetime
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
-from anyrank.formats.run_folder import INDEX, index_of, list_step, step_name
+from anyrank.formats.run_folder import INDEX, index_of, list_step
 from anyrank.saving.peer_files import FileTransfer, make_folder, pass_on
 from anyrank.saving.rank_file import WrittenShare, write_share
 from anyrank.saving.run_store import RunFolder

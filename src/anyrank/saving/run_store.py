@@ -15,17 +15,15 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
+from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
 from anyrank.files.storage import absolute, join_path
 from anyrank.files.store import WritableStorage, reading, storing, write_file
 from anyrank.formats.run_folder import (
-    STEP,
     SavedStep,
     check_sizes,
     committed,
     describe,
     is_step,
-    step_name,
     steps_of,
 )
 from anyrank.saving.other_tools import Found, checkpoint_of_another, find_checkpoint
@@ -322,8 +320,6 @@ class RunFolder:
         path = self.join(name)
         with reading(path):
             manifest = read_manifest(self.store, path)
-            if step_name(manifest.step) != name:
-                raise CorruptCheckpoint(f"{path}: its manifest is that of step {manifest.step}")
             return manifest, check_sizes(self.store, path, manifest, data=sizes)
 
     def saved(self) -> list[SavedStep]:

@@ -145,8 +145,9 @@ def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
     if _any_known(keys, "", known):
         return None
     outer = {f"{key.partition('.')[0]}." for key in keys}
-    above = ("", *outer) if len(outer) == 1 else ("",)
-    prefixes = (f"{first}{name}." for first in above for name in NESTED)
+    [above] = outer if len(outer) == 1 else [""]
+    prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
+    prefixes += [f"{above}{name}." for name in NESTED if above]
     return next((prefix for prefix in prefixes if _any_known(keys, prefix, known)), None)
 
 
@@ -246,7 +247,7 @@ def _key_of_twin(
     of an adapter that is not active).
     """
     names = {name for names in want for name in names}
-    names |= {_TRAINED_COPY.sub("", name) for name in names}
+    names |= {_TRAINED_COPY.sub("", name) for name in names if "modules_to_save." in name}
     twins = {hit[0] for name in names for hit in places.get(name, ())} - {index}
     return next((direct[other] for other in sorted(twins) if other in direct), None)
 
