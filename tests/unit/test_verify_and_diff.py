@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ import anyrank
 from anyrank.errors import LoadError
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int, bit: int = 0) -> None:
     """Change one bit."""
     with open(path, "r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 def shards(folder: Path, count: int = 3) -> list[Path]:
@@ -86,6 +88,22 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     (finding,) = anyrank.verify(tmp_path / "w.pt").findings
     assert "CRC-32" in finding.what
     assert finding.where == str(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_whatever_a_flipped_bit_breaks_in_a_parser_is_told_as_damage(
+    tmp_path: Path, to: Literal["torch", "dcp"]
+) -> None:
+    place = tmp_path / ("w.pt" if to == "torch" else "w")
+    anyrank.convert({"a.w": torch.randn(7, 5), "b": torch.randn(11).bfloat16()}, place, to=to)
+    files = [place] if place.is_file() else [*place.iterdir()]
+    for file in files:
+        whole = file.read_bytes()
+        for position in range(0, len(whole), 3):
+            flip(file, position, position % 8)
+            with contextlib.suppress(anyrank.AnyrankError):  # any other exception fails the test
+                anyrank.verify(place)
+            file.write_bytes(whole)
 
 
 def test_a_torch_file_without_crcs_is_no_finding(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
     """
     path = join_path(folder, METADATA)
     metadata = pickles.loads(read_whole(storage, path), path, RECORDS)
-    try:
+    with torch_file.parsing(path):
         described = dict(metadata["state_dict_metadata"])
         places = {
             (index["fqn"], tuple(index.fields.get("offset") or ())): place.fields
@@ -98,9 +98,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
             for key, path in (planned.items() if isinstance(planned, dict) else ())
             if isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
         }
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UnsafeFile(f"{path}: not the metadata that DCP writes ({error})") from error
-    with closing(_Reader(storage, folder)) as reader:
+    with torch_file.parsing(path), closing(_Reader(storage, folder)) as reader:
         tensors = {
             fqn: reader.tensor(fqn, entry, places)
             for fqn, entry in described.items()
@@ -188,7 +186,8 @@ class _Reader:
                 f"{path}: ends at byte {self.files[number].size}, {fqn} lies at {start} to "
                 f"{start + size}: the file is truncated; copy it again"
             )
-        return number, *torch_file.read_zip(file, path, start, size)
+        with torch_file.parsing(path):
+            return number, *torch_file.read_zip(file, path, start, size)
 
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:

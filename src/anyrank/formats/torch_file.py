@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from anyrank.errors import LoadError, UnsafeFile
+from anyrank.errors import AnyrankError, LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing, versions_of
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.formats import pickles
@@ -102,13 +103,26 @@ def read_file(storage: Storage, path: str) -> TorchFile:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
     """
     info = storage.info(path)
-    with closing(storage.open(path)) as file:
+    with closing(storage.open(path)) as file, parsing(path):
         magic = read_range(file, path, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
             return TorchFile("torch zip", info, *read_zip(file, path, 0, info.size))
         if magic[:1] == b"\x80":
             return TorchFile("torch legacy", info, *_read_legacy(file, path, info.size), ())
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
+
+
+@contextmanager
+def parsing(path: str) -> Generator[None]:
+    """What a parser raises on damaged bytes, which can be anything, as an error with the file."""
+    try:
+        yield
+    except (AnyrankError, OSError):
+        raise
+    except Exception as error:
+        raise UnsafeFile(
+            f"{path}: is damaged ({type(error).__name__}: {error}); copy it again"
+        ) from error
 
 
 def stored_tensor(
@@ -171,6 +185,8 @@ def read_zip(
         if name.startswith("data/"):
             offset = start + entry.header_offset
             header = read_range(file, path, offset, 30)
+            if header[:4] != ZIP_MAGIC:
+                raise UnsafeFile(f"{path}: record {name} has no header; copy the file again")
             offset += 30 + sum(struct.unpack("<HH", header[26:30]))
             places[name[5:]] = (offset, entry.file_size)
             if name not in unknown:
@@ -182,11 +198,7 @@ def read_zip(
         order = b"little"  # files older than the record
     if order != b"little":
         raise UnsafeFile(f"{path}: written on a {order.decode(errors='replace')}-endian machine")
-    try:
-        data = archive.read(pickled)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise UnsafeFile(f"{path}: data.pkl is damaged ({error}); copy the file again") from error
-    return pickles.loads(data, path), places, tuple(checksums)
+    return pickles.loads(archive.read(pickled), path), places, tuple(checksums)
 
 
 def _read_legacy(file: OpenFile, path: str, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
