@@ -576,6 +576,13 @@ def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("[5, 6]\n", "")
 
 
+def test_a_script_that_starts_ranks_where_they_import_it_is_refused(tmp_path: Path) -> None:
+    script = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(2, job)\n"
+    (tmp_path / "script.py").write_text(script)
+    done = run_python("script.py", cwd=tmp_path)
+    assert "put the call under `if __name__ ==" in done.stderr
+
+
 def test_a_job_from_a_prompt_is_refused(tmp_path: Path) -> None:
     code = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(1, job)"
     done = run_python("-c", code, cwd=tmp_path)

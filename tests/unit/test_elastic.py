@@ -673,6 +673,8 @@ def test_an_error_in_this_process_names_its_sample() -> None:
     with pytest.raises(ValueError, match="ragged") as other:
         run(make(collate_fn=bad))
     assert other.value.__notes__[0].startswith("raised by collate_fn, epoch 0, microbatch [")
+    with pytest.raises(RuntimeError, match=r"^StopIteration, raised by dataset\[\d+\], epoch 0, "):
+        run(make(Exhausted()))
 
 
 # -- backward of the user's own -------------------------------------------------------------------
@@ -740,6 +742,11 @@ def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
     if draws:
         assert same(seen, run(make(collate_fn=masking)))
     assert flat(batch[0] for _, batch, _ in seen) == Order(22, 3, True).ids(0, 0, 22).tolist()
+
+
+class Exhausted(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(()))
 
 
 class TooFew(SyncCopy):

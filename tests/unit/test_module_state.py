@@ -307,3 +307,10 @@ def test_what_has_no_shape_or_no_dicts_yet_is_recomputed() -> None:
     traced = torch.jit.trace(nn.Linear(4, 4), torch.randn(3, 4))
     anyrank.recompute(traced, x).sum().backward()
     assert next(traced.parameters()).grad is not None
+
+
+def test_a_module_that_changes_its_own_parameter_is_named() -> None:
+    embedding = nn.Embedding(5, 3, max_norm=0.5)
+    result = anyrank.recompute(embedding, torch.tensor([1, 1, 2])).sum()
+    with pytest.raises(anyrank.RecomputeError, match=r"weight, .* by the function itself, as nn"):
+        result.backward()

@@ -81,8 +81,10 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
             reseed(derive(self.seed, request.epoch, first, "collate"))
             return FetchedBatch(request, self.collate_fn(samples))
         except Exception as error:
-            ids = list(request.ids)
-            error.add_note(f"raised by {where}, epoch {request.epoch}, microbatch {ids}")
+            note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
+            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
+                raise RuntimeError(f"StopIteration, {note}") from error
+            error.add_note(note)
             raise
 
     def fetch_all(self, request: MicrobatchRequest) -> list[Any]:

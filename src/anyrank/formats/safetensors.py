@@ -59,8 +59,8 @@ def list_file(storage: Storage, path: str) -> Listing:
             )
         header = _parse(read_range(file, path, 8, length), path)
     metadata = header.pop("__metadata__", {})
-    texts = cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {"": None}
-    if not all(isinstance(text, str) for text in texts.values()):
+    texts = cast("dict[str, str]", metadata)
+    if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in texts.values()):
         raise UnsafeFile(f"{path}: __metadata__ is not a JSON object of strings")
     tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
     spans = [(*entry["data_offsets"], key) for key, entry in header.items()]

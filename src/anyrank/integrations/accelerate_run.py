@@ -110,7 +110,7 @@ class AccelerateRun:
         if self._checkpoints is not None and self.state is not None:
             self.count_step()
             if self.state.step:
-                self._checkpoints.save()
+                self._checkpoints.save(unless_saved=True)
             self._checkpoints.close()
         self._checkpoints = None
         self._is_resumed = False

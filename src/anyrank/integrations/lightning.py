@@ -202,12 +202,12 @@ class Elastic(_Callback):
             )
         if progress.ready < trainer.num_training_batches:
             self._complete()
-            self._checkpoints.save()
+            self._checkpoints.save(unless_saved=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""
         self._complete()
-        self._checkpoints.save()
+        self._checkpoints.save(unless_saved=True)
         self._checkpoints.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -156,7 +156,7 @@ class CheckpointManager:
         if not (last_step or is_first or curr_step % self._config.interval == 0):
             return False
         self._state.step = curr_step
-        self._checkpoints.save()
+        self._checkpoints.save(unless_saved=True)
         return True
 
     def maybe_wait_for_staging(self) -> None:

@@ -126,7 +126,7 @@ class ElasticTrainer(BestStep):
         self.store_flos()
         self._elastic_count()
         assert self.elastic.checkpoints is not None
-        self.elastic.checkpoints.save()
+        self.elastic.checkpoints.save(unless_saved=True)
         self._elastic_note_saved()
 
     def _elastic_count(self) -> None:

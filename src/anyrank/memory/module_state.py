@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from anyrank.errors import RecomputeError
 from anyrank.memory.captured import PLAIN, Captured
 from anyrank.memory.captured_watch import CapturedWatch, changed_error, text_of
 from anyrank.memory.uncompiled import uncompiled
@@ -98,11 +99,13 @@ class ModuleState:
             if own := self.buffers[first:]:
                 self.attributes.append(Attributes(vars(module), own))
         self.watch = CapturedWatch(captured)
+        self.own_changes: set[int] = set()  # ids of parameters that the first run has changed
 
     @uncompiled
     def settle(self) -> None:
         """After the first run: drop copies of large buffers that it did not change."""
         self.watch.settle()
+        self.own_changes = {id(p) for p in self.parameters if version_of(p.tensor) != p.version}
         self.attributes = [
             each
             for each in self.attributes
@@ -124,10 +127,14 @@ class ModuleState:
         if changed:
             each = changed[0]
             kind = "parameter" if each in self.parameters else "buffer"
-            raise changed_error(
-                label,
-                f"{kind} {each.name}, {text_of(each.tensor)}, was changed in place",
-            )
+            what = f"{kind} {each.name}, {text_of(each.tensor)}, was changed in place"
+            if id(each) in self.own_changes:
+                raise RecomputeError(
+                    f"{label}: {what} by the function itself, as nn.Embedding(max_norm=) does, and "
+                    "the recomputation would begin with what the first run left: leave the module "
+                    "that does it out of recompute"
+                )
+            raise changed_error(label, what)
         undo: list[tuple[RecordedTensor, Any]] = []
         after = [(each, each.now()) for each in self.attributes]
         try:

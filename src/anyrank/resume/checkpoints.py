@@ -238,7 +238,7 @@ class Checkpoints:
                     if is_finished():
                         break
         if self._counter.completed:
-            self.save()
+            self.save(unless_saved=True)
 
     @one_thread
     def step_done(self) -> None:
@@ -278,7 +278,7 @@ class Checkpoints:
             if due.snapshot:
                 self._writer.remember(ranks)
             if due.save or signals:
-                self.save()
+                self.save(unless_saved=True)
             else:
                 self._writer.renew_lock()
         except AnyrankError:
@@ -293,10 +293,12 @@ class Checkpoints:
     # -- save -------------------------------------------------------------------------------------
 
     @one_thread
-    def save(self) -> None:
+    def save(self, *, unless_saved: bool = False) -> None:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
-        A step that is saved already is left as it is.
+        Args:
+            unless_saved: leave a step that is saved already as it is, as the end of a loop does.
+                Otherwise it is replaced; in an object store it stays, and a warning says so.
 
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
@@ -312,7 +314,7 @@ class Checkpoints:
             ckpts.close()
         """
         ranks = self._open("save")
-        self._writer.save(ranks, self._writers)
+        self._writer.save(ranks, self._writers, unless_saved)
         self._writer.last_save = time.monotonic()
 
     @one_thread
@@ -390,7 +392,7 @@ class Checkpoints:
             self._counter.leave_body()  # of a loop whose iterator is still held
             ranks = self._ranks if self._is_training else None
             if ranks is not None and self._counter.has_whole_steps(ranks, self._writer):
-                self.save()
+                self.save(unless_saved=True)
             self.wait()
         finally:
             self._release()

@@ -144,7 +144,7 @@ class _ReplayWriter(RunWriter):
         """Whether the step that ends now is compared; nothing is kept in memory."""
         return Due(save=self._state.step + 1 in self._left, snapshot=False)
 
-    def save(self, ranks: Ranks, writers: Ranks | None) -> None:
+    def save(self, ranks: Ranks, writers: Ranks | None, unless_saved: bool) -> None:
         """Leave the receipt of the state's step, if the request names it. All ranks.
 
         Raises:

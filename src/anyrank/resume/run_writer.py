@@ -114,20 +114,21 @@ class RunWriter:
         if self._is_locked:
             self._lock.renew()
 
-    def save(self, ranks: Ranks, writers: Ranks | None) -> None:
-        """Save the state's step, unless it is saved. All ranks.
+    def save(self, ranks: Ranks, writers: Ranks | None, unless_saved: bool) -> None:
+        """Save the state's step. All ranks.
 
         Args:
             ranks: for this thread.
             writers: the same ranks, for the background's thread.
+            unless_saved: leave a step that is saved already as it is.
 
         Raises:
             CheckpointError: nothing is committed, and no earlier step is touched.
         """
         start, state, folder = time.perf_counter(), self._state, self._folder
-        ranks.together("preparing a save", lambda: self._prepare(ranks.index == 0))
+        ranks.together("preparing a save", lambda: self._prepare(ranks.index == 0, unless_saved))
         self.wait(ranks)
-        if self.is_saved:
+        if self.is_saved and (unless_saved or not self._can_replace(ranks)):
             return
         if self.branch is not None:
             branch, self.branch = self.branch, None
@@ -147,6 +148,17 @@ class RunWriter:
             if not self._background.is_started:
                 self._in_flight = None
         self._background.stall += time.perf_counter() - start
+
+    def _can_replace(self, ranks: Ranks) -> bool:
+        """Whether a step that is saved can be saved again; where it cannot, a warning says so."""
+        if not self._folder.store.renames and ranks.index == 0:
+            log.warning(
+                "%s: step %d is saved already, and cannot be replaced in an object store, as a "
+                "save that dies would lose it: what was changed since is not saved",
+                self._folder.path,
+                self._state.step,
+            )
+        return self._folder.store.renames
 
     def _collect(self, ranks: Ranks) -> Snapshot:
         if isinstance(self._state.data, Position):
@@ -188,10 +200,10 @@ class RunWriter:
                 "of steps(), or call step_done first"
             )
 
-    def _prepare(self, is_first: bool) -> None:
+    def _prepare(self, is_first: bool, unless_saved: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
         self._check_boundary()
-        if is_first and not self.is_saved:
+        if is_first and not (self.is_saved and unless_saved):
             self._lock.take()
             if not self._is_locked:
                 try:
@@ -202,7 +214,9 @@ class RunWriter:
                 self._is_locked = True
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        return write(snapshot, self._folder, ranks, self._options.keep, self._options.keeps)
+        again = self.on_disk == (snapshot.manifest.step, snapshot.manifest.run)
+        options = self._options
+        return write(snapshot, self._folder, ranks, options.keep, options.keeps, again)
 
     def wait(self, ranks: Ranks) -> None:
         """Return when no save is in flight. All ranks.
@@ -233,6 +247,8 @@ class RunWriter:
 
     def _note(self, record: SaveRecord, snapshot: Snapshot) -> None:
         self._state.run = snapshot.manifest.run
+        if self.is_saved and self.memory is not None:
+            self.memory.remove_but()  # has the step as it was before
         self.on_disk = (record.step, self._state.run)
         self.records.append(record)
         log.info("saved step %d: %s", record.step, record.path)

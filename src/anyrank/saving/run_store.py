@@ -142,17 +142,19 @@ class RunFolder:
             isinstance(cause, OSError | LoadError) for cause in causes
         )
 
-    def begin(self, step: int, run: str) -> str:
+    def begin(self, step: int, run: str, again: bool) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.
 
         Raises:
-            CheckpointError: the step is there already, or the folder cannot be made.
+            CheckpointError: the step is there, and is not to be saved `again`; or the folder cannot
+                be made.
         """
         with storing(self.path):
             self.store.make_folder(self.path)
             self._clean(run)
             final = self.join(step_name(step))
-            if is_step(self.store, self.join(step_name(step))):
+            is_there = is_step(self.store, final)
+            if is_there and not again:
                 raise CheckpointError(
                     f"{final}: is committed already: a step is saved once; save after the next "
                     "step_done, or use another folder for another run"
@@ -164,7 +166,7 @@ class RunFolder:
                     f"{final}: is the checkpoint of another tool, and no step of this run: give "
                     "the run a folder of its own"
                 )
-            if self.store.is_dir(final):
+            if self.store.is_dir(final) and not is_there:
                 aside = self.set_aside(step_name(step), "bad-damaged")
                 log.warning("%s: has lost its manifest, and is now %s", final, aside)
             path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
@@ -227,9 +229,21 @@ class RunFolder:
         if self.store.renames:
             with storing(self.path):
                 self.store.sync_folder(temporary)
-                self.store.rename(temporary, self.join(name))
-                self.store.sync_folder(self.path)
+                if is_step(self.store, self.join(name)):
+                    self._replace(name, temporary)
+                else:
+                    self.store.rename(temporary, self.join(name))
+                    self.store.sync_folder(self.path)
         return name
+
+    def _replace(self, name: str, temporary: str) -> None:
+        """Save a step again: until the new one has its name, the old one is there."""
+        old = temporary
+        if not self.store.exchange(temporary, self.join(name)):
+            old = self.join(self.set_aside(name, "replaced"))  # a kill here leaves both, unnamed
+            self.store.rename(temporary, self.join(name))
+        self.store.sync_folder(self.path)
+        self.store.remove_folder(old)
 
     def tidy(self, name: str, keep: int, keeps: Callable[[int], bool]) -> list[str]:
         """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.

@@ -244,8 +244,9 @@ def write(
     ranks: Ranks,
     keep: int,
     keeps: Callable[[int], bool],
+    again: bool,
 ) -> SaveRecord:
-    """Write the shares and commit them. All ranks.
+    """Write the shares and commit them, `again` if the step is saved already. All ranks.
 
     Raises:
         CheckpointError: replicas differ, or a rank could not write; nothing was committed.
@@ -254,7 +255,7 @@ def write(
     step = snapshot.manifest.step
     differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
     run = snapshot.manifest.run
-    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run))
+    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run, again))
     name = f"__{ranks.index}_0.distcp"
 
     def share() -> tuple[WrittenShare, dict[str, int]]:

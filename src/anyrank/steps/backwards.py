@@ -98,7 +98,7 @@ class Backwards:
             ValueError: no rank has had a backward.
         """
         own = [(weight, float(loss)) for weight, loss in self.losses]
-        rows = ranks.gather((own, list(self.weights.values())))
+        rows = ranks.gather((own, list(self.weights.values())), "step.loss()")
         total = math.fsum(weight for _, weights in rows for weight in weights)
         if not any(losses for losses, _ in rows):
             raise ValueError(f"step {self.number}: no loss yet, call step.backward first")

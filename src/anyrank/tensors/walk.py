@@ -22,10 +22,8 @@ def walk(
     if module not in seen:
         seen.add(module)
         yield name, module
-        for child_name, child in module.__dict__["_modules"].items():
-            if child is not None:
-                below = f"{name}.{child_name}" if name else child_name
-                yield from walk(child, below, seen)
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name, seen)
 
 
 def places(

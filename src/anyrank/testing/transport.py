@@ -30,6 +30,7 @@ GO = "go"  # to a rank: all are
 END = "end"  # to a rank: all ranks of the call have answered
 READY = "ready"  # from a rank: cleaned up
 loaded: dict[str, ModuleRef] = {}
+being_imported: list[str] = []  # files of the caller that this rank runs, to import them
 
 
 class ModuleRef(NamedTuple):
@@ -95,8 +96,14 @@ class _Recorder(pickle.Pickler):
 def pack(job: Any) -> tuple[bytes, list[ModuleRef]]:
     """Pickle a job with its arguments. Returns the pickle, and the modules that it names.
 
-    Raises ValueError when something in it can only exist in this process.
+    Raises ValueError when something in it can only exist in this process, and RuntimeError where
+    importing a script would start the ranks that import it, and so on.
     """
+    if being_imported:
+        raise RuntimeError(
+            f"{being_imported[-1]}: starts ranks while it is imported, which each rank does: put "
+            'the call under `if __name__ == "__main__":`'
+        )
     buffer = io.BytesIO()
     recorder = _Recorder(buffer)
     try:
@@ -132,10 +139,14 @@ def fetch(ref: ModuleRef) -> None:
         return
     if known is not None or getattr(module, "__file__", None) != ref.file:
         sys.modules.pop(ref.name, None)
-        if _leads_to_file(ref):
-            importlib.import_module(ref.name)
-        else:
-            _run_file(ref)
+        being_imported.append(ref.file)
+        try:
+            if _leads_to_file(ref):
+                importlib.import_module(ref.name)
+            else:
+                _run_file(ref)
+        finally:
+            being_imported.pop()
     loaded[ref.name] = ref
 
 

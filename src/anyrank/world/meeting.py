@@ -18,6 +18,7 @@ from typing import Any
 
 from anyrank import faults
 from anyrank.errors import RankError
+from anyrank.world.crossed import Board, is_main_thread
 from anyrank.world.device import boot_id
 from anyrank.world.group import SHOWN, key_of, named
 from anyrank.world.processes import has_ended, is_alive, own_process, sibling_has_ended
@@ -105,6 +106,7 @@ class Meeting:
         self.nonce = uuid.uuid4().hex
         key = key_of(ranks)
         self.posts = [f"post/{key}/{index}" for index in range(len(ranks))]
+        self.board: Board | None = None
 
     def hold(self) -> Met:
         """Find the others. All ranks.
@@ -122,6 +124,9 @@ class Meeting:
         except BaseException as error:
             self.leave(error)
             raise
+        finally:
+            if self.board is not None:
+                self.board.close()
         return met
 
     def post(self) -> None:
@@ -230,11 +235,21 @@ class Meeting:
                 self.beaten = now
                 self.post()
                 watch()
+                if now - self.start > WARN_SEC and is_main_thread():
+                    self.look_across()
             if now - self.start > 2 * self.warned_sec:
                 self.warned_sec *= 2
                 self.warn(round(now - self.start))
             time.sleep(pause)
             pause = min(POLL_SEC, pause * 2)
+
+    def look_across(self) -> None:
+        """Raise when one that this rank waits for is waiting for it, in another call."""
+        if self.board is None:
+            self.board = Board(self.store, self.rank, self.nonce, self.call, 1)
+        crossed = self.board.look(self.missing())
+        if crossed:
+            raise RankError(crossed)
 
     def watch_all(self) -> None:
         """Notice a rank that is gone. The first rank; it lets the others know."""

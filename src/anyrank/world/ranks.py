@@ -240,7 +240,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             abandon(self.group)
-            raise self.roll_call(what) from error
+            crossed = self.watch.why()
+            raise (RankError(crossed) if crossed else self.roll_call(what)) from error
         finally:
             self.watch.end()
 

@@ -47,7 +47,7 @@ class Store:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self.address = _address(store)
+        self.address, self.prefix = _address(store), prefix
         self.lost = False
         self.calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]

@@ -4,6 +4,7 @@ answers for the process when another rank asks who is alive.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from anyrank.world import background
-from anyrank.world.group import SHOWN
+from anyrank.world.crossed import Board, is_main_thread, reached
+from anyrank.world.group import SHOWN, default_store
 from anyrank.world.meeting import WARN_SEC
 from anyrank.world.processes import has_ended
 from anyrank.world.store import Store, StoreLost
@@ -46,6 +48,7 @@ class Watch:
         self.rank = rank
         self.ranks = ranks
         self.name = name
+        self.key = store.prefix  # which no other group has
         self.number = 0  # of the wait; ranks count alike, as all of them make the same ones
         self.what = ""
         self.since = 0.0  # 0 outside of a wait
@@ -55,12 +58,16 @@ class Watch:
         self.answered = False
         self.processes: dict[int, dict[str, Any]] = {}  # of the ranks on this machine
         self.in_vain = ""  # why no wait of this group may ever end
+        self.crossed = ""  # the same, where another rank waits for this one elsewhere
+        self.board: Board | None = None
+        self.is_main = False
         background.start("anyrank-watch", partial(self._run, [group]), self.close)
 
     def begin(self, what: str) -> None:
         """This rank begins to wait for the others."""
         self.number += 1
-        self.what = what
+        reached[self.key] = self.number
+        self.what, self.is_main = what, is_main_thread()
         self.since = time.monotonic()
 
     def end(self) -> None:
@@ -70,6 +77,7 @@ class Watch:
     def close(self) -> None:
         """End the thread. Does not wait."""
         self.closed.set()
+        reached.pop(self.key, None)
 
     def _run(self, group: list[Any]) -> None:
         while not self.closed.wait(TICK_SEC):
@@ -78,6 +86,8 @@ class Watch:
             except StoreLost as error:
                 if self._is_due():
                     self._warn(f": {error}")
+        with contextlib.suppress(StoreLost):
+            self._leave_board()
         self.store.close()
         group.clear()
 
@@ -93,16 +103,43 @@ class Watch:
         if self.posted and (self.posted != number or not waits):
             self.store.delete(f"waits/{self.posted}/{self.rank}")
             self.posted, self.due_sec = 0, WARN_SEC
+            self._leave_board()
         if waits and not self.posted:
             self.posted = number
             self.store.set(f"waits/{number}/{self.rank}")
-        if self._is_due():
+        if self._is_due(WARN_SEC):
             keys = [f"waits/{number}/{rank}" for rank in self.ranks]
             absent = [self.ranks[i] for i in self.store.absent(keys, SHOWN + 1, ANSWER_SEC)]
-            self._warn(f" for {self.name(absent)}" if absent else " although all ranks have come")
+            if self._is_due():
+                who = f" for {self.name(absent)}" if absent else " although all ranks have come"
+                self._warn(who)
+            if self.is_main and not self.in_vain:
+                self._look_across(number, absent)
 
-    def _is_due(self) -> bool:
-        return bool(self.since) and time.monotonic() - self.since > self.due_sec
+    def _look_across(self, number: int, absent: Sequence[int]) -> None:
+        """Whether one of those for whom this rank waits is waiting for it, in another call."""
+        if self.board is None:
+            shared = Store(default_store(), "anyrank")
+            self.board = Board(shared, self.rank, self.key, self.what, number)
+        self.crossed = self.in_vain = self.board.look(absent)
+
+    def why(self) -> str:
+        """Why a wait that broke off was in vain, where another rank has said so."""
+        if not self.crossed and (board := self.board) is not None:
+            with contextlib.suppress(StoreLost):
+                self.crossed = board.told()
+        return self.crossed
+
+    def _leave_board(self) -> None:
+        if self.board is not None:
+            self.board.close()
+            self.board.store.close()
+            self.board = None
+
+    def _is_due(self, seconds: float | None = None) -> bool:
+        """Whether it has waited for so long, at first until a warning is due."""
+        seconds = self.due_sec if seconds is None else seconds
+        return bool(self.since) and time.monotonic() - self.since > seconds
 
     def _warn(self, text: str) -> None:
         since = self.since or time.monotonic()
