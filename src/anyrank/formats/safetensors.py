@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from anyrank.errors import UnsafeFile
 from anyrank.files.listing import Listing
+from anyrank.files.schema import Table, check
 from anyrank.files.storage import Storage, read_range
 from anyrank.tensors.spec import StoredTensor
 
@@ -59,9 +60,11 @@ def list_file(storage: Storage, path: str) -> Listing:
             )
         header = _parse(read_range(file, path, 8, length), path)
     metadata = header.pop("__metadata__", {})
-    texts = cast("dict[str, str]", metadata)
-    if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in texts.values()):
-        raise UnsafeFile(f"{path}: __metadata__ is not a JSON object of strings")
+    try:
+        check(metadata, Table(str), "__metadata__")
+    except ValueError as error:
+        raise UnsafeFile(f"{path}: {error}: it is not a JSON object of strings") from error
+    texts: dict[str, str] = metadata
     tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
     spans = [(*entry["data_offsets"], key) for key, entry in header.items()]
     _check_cover(spans, 8 + length, info.size, path)
