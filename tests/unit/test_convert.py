@@ -273,6 +273,22 @@ def test_wrong_options_are_refused(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "other"),
+    [
+        ("z.pt", "safetensors", "torch"),
+        ("z.bin", "dcp", "torch"),
+        ("z.safetensors", "torch", "safetensors"),
+    ],
+)
+def test_the_name_of_another_formats_file_is_refused(
+    tmp_path: Path, name: str, to: Any, other: str
+) -> None:
+    with pytest.raises(ValueError, match=f"a file of {other}, and to='{to}': give to='{other}'"):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / name, to=to)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_tied_tensors_of_a_dict_are_written_once(tmp_path: Path, to: str) -> None:
     weight = torch.arange(8.0)

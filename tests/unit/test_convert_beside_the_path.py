@@ -77,7 +77,7 @@ def test_what_came_during_the_conversion_is_not_deleted(
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("dst", ["file/out", "file/deep/out.pt"])
+@pytest.mark.parametrize("dst", ["file/out", "file/deep/out.safetensors"])
 def test_a_place_in_a_file_is_refused_first(tmp_path: Path, dst: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="file is not a folder"):

@@ -111,6 +111,7 @@ def convert(
     def checked() -> ConvertOptions:
         options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
         path = check_path("dst", dst)
+        options.check_name(path)
         if model is not None:
             check_model(model)
         if shard_bytes is not None and options.is_file(path):

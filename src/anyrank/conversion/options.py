@@ -23,6 +23,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 SHARD_BYTES = 5_000_000_000
+FILES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,20 @@ class ConvertOptions:
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Whether the destination is one file, and not a folder."""
-        is_safetensors_file = self.to == "safetensors" and os.fspath(dst).endswith(".safetensors")
-        return self.to == "torch" or is_safetensors_file
+        return self.to == "torch" or FILES.get(os.path.splitext(dst)[1]) == self.to
+
+    def check_name(self, dst: str) -> None:
+        """Refuse a destination that has the name of a file of another format.
+
+        Raises:
+            ValueError: names both.
+        """
+        named = FILES.get(os.path.splitext(dst)[1], self.to)
+        if named != self.to:
+            raise ValueError(
+                f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give "
+                f"to={named!r}, or another name"
+            )
 
 
 def options_of(
