@@ -99,6 +99,20 @@ def load(path: str, device: torch.device, wrap: str, strategy: Any) -> Any:
     return grads, all(torch.equal(v.cpu(), tensors[n]) for n, v in whole.items())
 
 
+def misplaced(path: str, device: torch.device) -> Any:
+    torch.accelerator.set_device_index(0)  # as where the script forgets it
+    with anyrank.meta():
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    fully_shard(net)
+    torch.accelerator.set_device_index(device.index)
+    errors: list[str] = []
+    for call in (lambda: anyrank.load(net, sizes(net)), lambda: anyrank.materialize(net)):
+        with pytest.raises(anyrank.LoadError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors, all(p.is_meta for p in net.parameters())
+
+
 def sizes(net: Any) -> dict[str, torch.Tensor]:
     inner = getattr(net, "module", net)
     return {n: torch.empty(v.shape, dtype=v.dtype) for n, v in inner.state_dict().items()}
@@ -226,6 +240,7 @@ def exact(path: str, device: torch.device) -> dict[str, str]:
 
 JOBS: dict[str, Any] = {
     "load": load,
+    "misplaced": misplaced,
     "resume": resume,
     "sync": sync,
     "tiled": tiled,
@@ -246,6 +261,17 @@ def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
 def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str) -> None:
     wanted = ({"cpu" if wrap == "offloaded" else "sim"}, True)
     assert on_two_ranks(tmp_path, "load", wrap, strategy) == [wanted, wanted]
+
+
+def test_a_unit_that_computes_on_another_ranks_device_is_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job, str(tmp_path), "misplaced", init=False, env=ENV)
+    assert first[0] == second[0]
+    errors, on_meta = first[0]
+    assert on_meta
+    assert len(errors) == 2
+    for error in errors:
+        assert "0.weight: its FSDP2 unit computes on sim:0" in error
+        assert "this rank's is sim:1: call torch.accelerator.set_device_index(1)" in error
 
 
 @pytest.mark.parametrize("meta", [False, True])
