@@ -145,7 +145,7 @@ def test_what_an_optimizer_keeps_beside_its_state_comes_back(tmp_path: Path, mak
 
 
 class Sharing(torch.optim.Optimizer):
-    """As SAM: the inner optimizer's state is its own too, until torch's load_state_dict()."""
+    """The inner optimizer's state is its own too, until torch's load_state_dict() makes another."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"rho": 0.05})
@@ -167,9 +167,7 @@ class Stale(Lookahead):
     ("make", "name"),
     [(lambda net: Sharing(net.parameters()), "base.state.*.exp_avg"), (look(Stale), "slow.*")],
 )
-def test_what_load_state_dict_leaves_out_is_not_exact(
-    tmp_path: Path, make: Any, name: str
-) -> None:
+def test_what_load_state_dict_leaves_out_is_not_exact(tmp_path: Path, make: Any, name: str) -> None:
     net, optimizer = run_of(make)
     for _ in range(2):
         step(net, optimizer)
