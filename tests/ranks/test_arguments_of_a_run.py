@@ -157,3 +157,28 @@ def test_other_calls_on_other_ranks_are_named(tmp_path: Path) -> None:
     assert first[0] == "RankError"
     assert "rank 0 Checkpoints.save()" in first[1]
     assert "rank 1 Checkpoints.step_done()" in first[1]
+
+
+def job_alone(path: str) -> tuple[str, str, float] | None:
+    """`if rank == 0: ckpts.save()`, and the other rank goes on with something else."""
+    told = Path(path, "told")
+    with anyrank.Checkpoints(f"{path}/run", build()) as ckpts:
+        ckpts.resume()
+        if dist.get_rank() == 0:
+            found = message(ckpts.save)
+            told.touch()
+            return found
+        deadline = time.monotonic() + SECONDS
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return None
+
+
+def test_a_save_on_one_rank_alone_names_the_others(tmp_path: Path) -> None:
+    env = {"ANYRANK_TIMEOUT_SEC": "2"}
+    found, _ = run_ranks(2, job_alone, str(tmp_path), env=env)
+    assert found is not None
+    kind, text, seconds = found
+    assert kind == "RankError"
+    assert text.startswith("rank 1 did not come to 'preparing a save', though alive")
+    assert seconds < SECONDS / 2
