@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from anyrank.testing import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.sim]
 WIDTH = 128
 CPU = torch.device("cpu")
+STRATEGIES: tuple[Literal["own", "stripe", "scatter"], ...] = ("own", "stripe", "scatter")
 ENV = {"ANYRANK_READ_THREADS": "2"}
 
 
@@ -97,6 +99,27 @@ def load(path: str, device: torch.device, wrap: str, strategy: Any) -> Any:
     grads = {getattr(p.grad, "_local_tensor", p.grad).device.type for p in net.parameters()}
     whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in inner.state_dict().items()}
     return grads, all(torch.equal(v.cpu(), tensors[n]) for n, v in whole.items())
+
+
+def misplaced(path: str, device: torch.device) -> Any:
+    torch.accelerator.set_device_index(0)  # as where the script forgets it
+    with anyrank.meta():
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    fully_shard(net)
+    torch.accelerator.set_device_index(device.index)
+    if device.index == 0:
+        save_file({n: torch.ones_like(v, device="cpu") for n, v in sizes(net).items()}, f"{path}/w")
+    dist.barrier()
+    calls = [
+        partial(anyrank.load, net, f"{path}/w", strategy=one, buffer_bytes=1 << 14)
+        for one in STRATEGIES
+    ]
+    errors: list[str] = []
+    for call in (*calls, partial(anyrank.materialize, net)):
+        with pytest.raises(anyrank.LoadError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors, all(p.is_meta for p in net.parameters())
 
 
 def sizes(net: Any) -> dict[str, torch.Tensor]:
@@ -226,6 +249,7 @@ def exact(path: str, device: torch.device) -> dict[str, str]:
 
 JOBS: dict[str, Any] = {
     "load": load,
+    "misplaced": misplaced,
     "resume": resume,
     "sync": sync,
     "tiled": tiled,
@@ -241,11 +265,22 @@ def on_two_ranks(path: Path, kind: str, *args: Any) -> list[Any]:
     return [result for result, _, _ in results]
 
 
-@pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "offloaded"])
 def test_ranks_load_onto_their_devices(tmp_path: Path, wrap: str, strategy: str) -> None:
     wanted = ({"cpu" if wrap == "offloaded" else "sim"}, True)
     assert on_two_ranks(tmp_path, "load", wrap, strategy) == [wanted, wanted]
+
+
+def test_a_unit_that_computes_on_another_ranks_device_is_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job, str(tmp_path), "misplaced", init=False, env=ENV)
+    assert first[0] == second[0]
+    errors, on_meta = first[0]
+    assert on_meta
+    assert len(errors) == 4
+    for error in errors:
+        assert "0.weight: its FSDP2 unit computes on sim:0" in error
+        assert "this rank's is sim:1: call torch.accelerator.set_device_index(1)" in error
 
 
 @pytest.mark.parametrize("meta", [False, True])

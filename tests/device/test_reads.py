@@ -118,6 +118,28 @@ def test_a_load_in_a_stream_comes_behind_what_the_stream_does(
     assert wrong(model, tensors) == []
 
 
+@pytest.mark.parametrize("kind", ["file", "host", "device", "to the host"])
+def test_a_load_in_a_stream_comes_behind_what_other_streams_do(
+    device: torch.device, path: str, tensors: Tensors, kind: str
+) -> None:
+    """As with weights that the caller has just made, or moved there."""
+    model = zeros() if kind == "to the host" else zeros().to(device)
+    pinned = {name: value.pin_memory() for name, value in tensors.items()}
+    late = [torch.ones(512, 512, dtype=torch.bfloat16).pin_memory() for _ in range(6)]
+    synchronize(device)
+    with torch.accelerator.device_index(device.index):
+        source: Any = {"file": path, "host": pinned}.get(kind)
+        if source is None:
+            source = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
+        for layer, value in zip(model, late, strict=True):
+            if kind != "to the host":
+                layer.weight.data.copy_(value, non_blocking=True)
+        with torch.Stream(device):
+            anyrank.load(model, source, buffer_bytes=BUFFER_BYTES)
+    synchronize(device)
+    assert wrong(model, tensors) == []
+
+
 def test_a_load_in_a_stream_has_read_its_source_when_it_returns(
     device: torch.device, tensors: Tensors
 ) -> None:

@@ -58,6 +58,42 @@ def test_another_option_on_one_rank_is_named(tmp_path: Path, name: str, values: 
     assert list(tmp_path.iterdir()) == []
 
 
+def job_state(path: str, name: str) -> tuple[str, str, float]:
+    rank, model = dist.get_rank(), nn.Linear(1, 1)
+    log = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    names = ["log"][:rank]
+    options: dict[str, Any] = {
+        "seed": {"seed": rank},
+        "generators": {"generators": {name: torch.Generator() for name in names}},
+        "first_rank": {"first_rank": names},
+    }
+    state = anyrank.TrainState(model, log=log, **options[name])
+    with anyrank.Checkpoints(path, state) as ckpts:
+        return message(ckpts.save)
+
+
+@pytest.mark.parametrize("name", ["seed", "generators", "first_rank"])
+def test_another_argument_of_the_state_on_one_rank_is_named(tmp_path: Path, name: str) -> None:
+    first, second = run_ranks(2, job_state, str(tmp_path), name)
+    assert first[:2] == second[:2]
+    assert first[0] == "CheckpointError"
+    assert f"TrainState(): {name}= differs between ranks" in first[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def job_options(path: str) -> tuple[str, str, float]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    with anyrank.Checkpoints(path, anyrank.TrainState(model, optimizer)) as ckpts:
+        return message(ckpts.save)
+
+
+def test_another_option_of_the_optimizer_on_one_rank_is_named(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job_options, str(tmp_path))
+    assert first[:2] == second[:2]
+    assert "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks" in first[1]
+
+
 def job_path(path: str) -> tuple[str, str, float]:
     with anyrank.Checkpoints(f"{path}/{dist.get_rank()}", build()) as ckpts:
         return message(ckpts.save)
@@ -121,3 +157,28 @@ def test_other_calls_on_other_ranks_are_named(tmp_path: Path) -> None:
     assert first[0] == "RankError"
     assert "rank 0 Checkpoints.save()" in first[1]
     assert "rank 1 Checkpoints.step_done()" in first[1]
+
+
+def job_alone(path: str) -> tuple[str, str, float] | None:
+    """`if rank == 0: ckpts.save()`, and the other rank goes on with something else."""
+    told = Path(path, "told")
+    with anyrank.Checkpoints(f"{path}/run", build()) as ckpts:
+        ckpts.resume()
+        if dist.get_rank() == 0:
+            found = message(ckpts.save)
+            told.touch()
+            return found
+        deadline = time.monotonic() + SECONDS
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return None
+
+
+def test_a_save_on_one_rank_alone_names_the_others(tmp_path: Path) -> None:
+    env = {"ANYRANK_TIMEOUT_SEC": "2"}
+    found, _ = run_ranks(2, job_alone, str(tmp_path), env=env)
+    assert found is not None
+    kind, text, seconds = found
+    assert kind == "RankError"
+    assert text.startswith("rank 1 did not come to 'preparing a save', though alive")
+    assert seconds < SECONDS / 2

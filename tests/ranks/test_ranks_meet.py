@@ -413,6 +413,7 @@ OPEN_AT_EXIT = """
 import sys, torch, torch.distributed as dist, anyrank
 rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+torch.manual_seed(0)  # the ranks hold replicas
 model = torch.nn.Linear(1, 1)
 loader = anyrank.ElasticLoader(torch.ones(8, 1), global_batch=4, microbatch=1)
 steps = iter(loader)
@@ -450,3 +451,4 @@ def test_a_process_ends_with_groups_still_open(tmp_path: Path, how: str) -> None
             rank.kill()
         assert rank.returncode == 0, output
         assert b"last line" in output
+    assert (tmp_path / "run/step-00000000/anyrank.json").exists()  # saved in the background

@@ -699,6 +699,35 @@ def test_a_backward_of_ones_own_is_refused_unless_asked_for() -> None:
     assert net.bias.grad == 4  # the sum over 4 microbatches
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_backward_of_ones_own_beside_the_steps_is_refused(first: bool) -> None:
+    net = nn.Linear(1, 1)
+    _steps, step = first_step(make(TensorDataset(torch.arange(22.0))))
+
+    def penalty() -> None:
+        net.weight.square().sum().backward()
+
+    def run() -> None:
+        for (x,) in step.microbatches(net):
+            if first:
+                penalty()
+            step.backward(net(x[:, None]).mean())
+            if not first:
+                penalty()
+
+    with pytest.raises(ValueError, match=r"step 0: gradients were computed without"):
+        run()
+
+
+def test_a_loss_may_wait_for_its_backward_while_another_has_one() -> None:
+    net = nn.Linear(1, 1)
+    _steps, step = first_step(make(TensorDataset(torch.arange(22.0))))
+    for (x,) in step.microbatches(net):
+        late = step.scale(net(x[:, None]).mean())
+        step.backward(net.weight.square().sum())
+        late.backward()
+
+
 def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
     data, grads = TensorDataset(torch.arange(22.0)), list[Any]()
     for own in (False, True):

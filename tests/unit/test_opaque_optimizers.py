@@ -144,6 +144,43 @@ def test_what_an_optimizer_keeps_beside_its_state_comes_back(tmp_path: Path, mak
     assert torch.equal(net.weight, other.weight)  # type: ignore[arg-type]
 
 
+class Sharing(torch.optim.Optimizer):
+    """The inner optimizer's state is its own too, until torch's load_state_dict() makes another."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.AdamW(self.param_groups, lr=0.1)
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Stale(Lookahead):
+    """Its load_state_dict() keeps the slow weights of the constructor."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"slow": self.slow})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda net: Sharing(net.parameters()), "base.state.*.exp_avg"), (look(Stale), "slow.*")],
+)
+def test_what_load_state_dict_leaves_out_is_not_exact(tmp_path: Path, make: Any, name: str) -> None:
+    net, optimizer = run_of(make)
+    for _ in range(2):
+        step(net, optimizer)
+    save(tmp_path, anyrank.TrainState(net, optimizer))
+    report = resume(tmp_path, anyrank.TrainState(*run_of(make)))
+    assert report is not None
+    outcome = report.components["optimizer"]
+    assert outcome == "derived"
+    assert f"load_state_dict() of a {type(optimizer).__name__} did not bring back: {name}" in (
+        outcome.reason
+    )
+
+
 @pytest.mark.parametrize("kind", [Forgetful, Silent])
 def test_tensors_that_a_state_dict_leaves_out_are_refused(
     tmp_path: Path, kind: type[Lookahead]

@@ -137,6 +137,13 @@ def test_thousands_of_wrong_names_are_told_at_once_with_hints() -> None:
     assert "and 19990 more" in str(caught.value)
 
 
+def test_of_many_shapes_that_do_not_fit_a_few_are_shown() -> None:
+    model = nn.ModuleList(nn.PReLU() for _ in range(100))
+    with pytest.raises(anyrank.LoadError, match="and 90 more that do not fit") as caught:
+        anyrank.load(model, {f"{n}.weight": torch.zeros(2) for n in range(100)})
+    assert str(caught.value).count("\n") == 11
+
+
 @pytest.mark.parametrize(
     ("model_prefix", "source_prefix", "rename"),
     [

@@ -124,6 +124,13 @@ class Reader:
             LoadError: a file ends early, changed, or the device reports an error.
             CorruptCheckpoint: bytes do not match their checksums.
         """
+        streams = {
+            device: torch.accelerator.current_stream(device)
+            for device in {job.destination.device for job in jobs if not job.destination.is_cpu}
+        }
+        # The caller's other streams may still use what is overwritten, or write what is read.
+        for device in {*streams, *self._source_devices(jobs)}:
+            synchronize(device)
         by_file: dict[int, list[Job]] = {}
         for job in jobs:
             number = job.read.chunk.file
@@ -133,12 +140,6 @@ class Reader:
                 by_file.setdefault(number, []).append(job)
         count = max(len(self.listing.files), 1)
         order = sorted(by_file, key=lambda number: (number - first_file) % count)
-        streams = {
-            device: torch.accelerator.current_stream(device)
-            for device in {job.destination.device for job in jobs if not job.destination.is_cpu}
-        }
-        for device in streams:  # the caller's other streams may still use what is overwritten
-            synchronize(device)
         slots = 2 if streams else 1
         threads = max(1, min(self.threads, len(jobs)))
         share = self.buffer_bytes // (threads * slots)
@@ -187,6 +188,11 @@ class Reader:
         with self.lock:
             self.bytes_read += stop - start
         return data
+
+    def _source_devices(self, jobs: Sequence[Job]) -> set[torch.device]:
+        """Where tensors in memory are, unless in the host's."""
+        sources = [self.listing.files[job.read.chunk.file].tensor for job in jobs]
+        return {source.device for source in sources if source is not None and not source.is_cpu}
 
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read

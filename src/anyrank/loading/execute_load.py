@@ -145,15 +145,15 @@ class _Executor:
     def read(self, progress: bool | Callable[[int, int], None] | None) -> None:
         """Fill this rank's share. All ranks.
 
-        Files are opened, and found unchanged, on all ranks before real tensors are written to.
+        On all ranks files are opened, and found unchanged, and memory is there before any tensor is
+        written to, or passed on.
         """
         kept = [t for t in self._targets(self.match.keep) if is_magnitude(t)]
         self.magnitudes += untrained_magnitudes(kept)
         share = sum(self._stored_bytes(index) for index in self.match.stored)
         first = self.ranks.index == 0
         with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
-            if self.plan.in_place:
-                self.ranks.together("opening the files", lambda: self._open(reader))
+            self.ranks.together("opening the files", lambda: self._prepare(reader))
             forget_synced(self.model)
             try:
                 self.ranks.together("reading the weights", lambda: self._fill(reader))
@@ -167,14 +167,11 @@ class _Executor:
                 raise type(error)(text, causes=error.causes) from error
             self.bytes_read = reader.bytes_read
 
-    def _open(self, reader: Reader) -> None:
+    def _prepare(self, reader: Reader) -> None:
         readers = self.plan.decision.readers or self.ranks.ranks
         if self.ranks.rank in readers:
             stored = (*self.match.stored.values(), *self.match.compared.values())
             reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
-
-    def _fill(self, reader: Reader) -> None:
-        self._open(reader)
         sources: dict[int, SourceMemory] = {}
         for number, info in enumerate(self.match.listing.files):
             if info.tensor is not None:
@@ -186,6 +183,8 @@ class _Executor:
         self.share.allocate(apart)
         for index in self.match.compared:
             self.to_compare[index] = self.share.memory_for(index)
+
+    def _fill(self, reader: Reader) -> None:
         self.bytes_sent = move(
             self._wanted(),
             reader,

@@ -9,21 +9,35 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.world.device import rank_device
 
 
 def device_for(target: ModelTensor, default: torch.device) -> torch.device:
-    """The device of a real tensor, or the device where a meta tensor is to be."""
+    """The device of a real tensor, or the device where a meta tensor is to be.
+
+    Raises:
+        LoadError: the tensor's FSDP2 unit computes on another device than this rank's.
+    """
     if not target.is_meta:
         return (target.local() if target.is_dtensor else target.tensor).device
     if not target.is_dtensor:
         return default
     mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    if mesh.device_type == "cpu" or any(_offloads(place.path) for place in target.registrations):
+    groups = [group for place in target.registrations for group in _groups(place.path)]
+    policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
+    if mesh.device_type == "cpu" or "CPUOffloadPolicy" in policies:
         return torch.device("cpu")
-    return rank_device()
+    own = rank_device()
+    for device in {getattr(group, "device", own) for group in groups} - {own}:
+        raise LoadError(
+            f"{target.name}: its FSDP2 unit computes on {device}, which was the current device in "
+            f"fully_shard, and this rank's is {own}: call torch.accelerator.set_device_index"
+            f"({own.index}) before fully_shard"
+        )
+    return own
 
 
 def default_device(targets: list[ModelTensor]) -> torch.device:
@@ -45,19 +59,18 @@ def buffer_for(devices: Iterable[torch.device]) -> int:
     return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
 
 
-def _offloads(path: tuple[nn.Module, ...]) -> bool:
-    """Whether the FSDP2 unit that owns a module keeps its parameters on the CPU.
+def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
+    """What the FSDP2 unit that owns a module says of its parameters.
 
-    FSDP2 has no public name for its policy; where the private one is missing, the unit's real
-    parameters would show it, and a meta model without them goes to the device.
+    FSDP2 has no public name for its policy and its device; where the private ones are missing, the
+    unit's real parameters would show them, and a meta model without them goes to the device.
     """
     unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)
     ]
-    policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
-    return "CPUOffloadPolicy" in policies
+    return [group for group in groups if group is not None]
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:

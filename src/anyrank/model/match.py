@@ -320,10 +320,11 @@ def _problems(
             + _renaming(unexpected, unfilled)
             + "\n  to go on: rename=..., or unexpected='ignore'"
         )
-    for index, tensor in stored:
-        line = unwritable(targets[index]) or misfit(targets[index], tensor, options.cast)
-        if line:
-            lines.append(line)
+    fits = (unwritable(targets[i]) or misfit(targets[i], t, options.cast) for i, t in stored)
+    misfits = [line for line in fits if line]
+    lines += misfits[:SHOWN]
+    if len(misfits) > SHOWN:
+        lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
     return lines
 
 

@@ -17,6 +17,7 @@ BY_METHODS = {
     "tree": ANY,
     "by_rank": Optional([ANY]),
     "opaque": Optional(bool),
+    "kept": Optional([str]),
 }
 WHOLE = ("~whole", "~tensor", "~plain", "~like", "~laid")  # marks of a tensor in a record
 OWN = "~own"  # the mark of a tensor that a rank alone held, named `<name>@<rank>`

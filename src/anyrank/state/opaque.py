@@ -7,13 +7,14 @@ optimizers have slow weights, inner optimizers or partitions besides, which only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
+from anyrank.files.content_hash import content_hash
 from anyrank.state.optimizer_attributes import kept_elsewhere, within
 from anyrank.state.part_types import Matched, Saved, Stored, listed
 from anyrank.state.report import Outcome
@@ -63,7 +64,7 @@ def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
             f"tensors ({saved.tensors[0].name}), which it alone could lay out: it cannot be saved; "
             "use a torch optimizer with sharded parameters"
         )
-    lost = _lost(optimizer, [held.tensor for held in saved.own])
+    lost = _unlike(optimizer, [held.tensor for held in saved.own])
     if lost:
         raise CheckpointError(
             listed(f"{part}: a {name} has tensors that its state_dict() does not hold", lost)
@@ -71,25 +72,38 @@ def save_opaque(part: str, optimizer: Optimizer, rank: int) -> Saved:
         )
     saved.record["kind"] = "optimizer"
     saved.record["opaque"] = True
+    saved.record["kept"] = sorted({where for where, _ in _kept(optimizer)})
     return saved
 
 
-def _lost(optimizer: Optimizer, saved: list[torch.Tensor]) -> list[str]:
-    """Names of tensors that an optimizer keeps in addition to its parameters, and does not save."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    kept = [*_tensors_of("state", optimizer.state, parameters)]
-    for where, value in kept_elsewhere(optimizer):
-        if isinstance(value, Optimizer):
-            kept += _tensors_of(f"{where}.state", value.state, parameters)
-        else:
-            kept.append((where, value))
-    there = {(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in saved}
+def _unlike(optimizer: Optimizer, others: Sequence[torch.Tensor]) -> list[str]:
+    """Names of tensors that an optimizer keeps, and whose values none of the others has."""
+    places = {_place(tensor) for tensor in others}
+    left = [(where, tensor) for where, tensor in _kept(optimizer) if _place(tensor) not in places]
+    values: dict[Any, set[str]] = {}
+    for tensor in others if left else ():
+        values.setdefault((tensor.shape, tensor.dtype), set()).add(content_hash(tensor))
     return [
         where
-        for where, tensor in kept
-        if (tensor.data_ptr(), tensor.shape, tensor.dtype) not in there
-        and not any(_equal(tensor, other) for other in saved)
+        for where, tensor in left
+        if (tensor.shape, tensor.dtype) not in values
+        or content_hash(tensor) not in values[tensor.shape, tensor.dtype]
     ]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _kept(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors that an optimizer has in addition to its parameters; inner ones' too."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    yield from _tensors_of("state", optimizer.state, parameters)
+    for where, value in kept_elsewhere(optimizer):
+        if isinstance(value, Optimizer):
+            yield from _tensors_of(f"{where}.state", value.state, parameters)
+        else:
+            yield where, value
 
 
 def _tensors_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,18 +112,15 @@ def _tensors_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, t
             yield name, found
 
 
-def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor has a copy's values, wherever that is."""
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    return torch.equal(tensor.detach().cpu().view(-1), other.detach().cpu().view(-1))
-
-
 def match_opaque(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
 ) -> Matched:
-    """What fills such an optimizer: its load_state_dict(). Nothing is changed."""
-    name = type(optimizer).__name__
+    """What fills such an optimizer: its load_state_dict(). Nothing is changed.
+
+    It is "derived" where that call leaves tensors out, as one does that gives the state to a
+    wrapper and not to the optimizer within it, or casts them.
+    """
+    call = f"load_state_dict() of a {type(optimizer).__name__}"
     matched = match_stateful(part, optimizer, record, stored, rank)
     load = matched.commit
 
@@ -118,10 +129,12 @@ def match_opaque(
         now = tensors_now(part, optimizer)
         wanted = {fill.held.name: fill.local.dtype for fill in matched.fills}
         cast_ = [key for key, dtype in wanted.items() if key not in now or now[key].dtype != dtype]
+        gone = {*record.get("kept", ())} - {where for where, _ in _kept(optimizer)}
+        left = sorted({*gone, *_unlike(optimizer, [fill.local for fill in matched.fills])})
         if cast_:
-            matched.outcome = Outcome(
-                "derived", listed(f"load_state_dict() of a {name} changed the dtype of", cast_)
-            )
+            matched.outcome = Outcome("derived", listed(f"{call} changed the dtype of", cast_))
+        elif left:
+            matched.outcome = Outcome("derived", listed(f"{call} did not bring back", left))
 
     matched.commit = commit
     return matched

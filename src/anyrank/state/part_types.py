@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -192,4 +192,8 @@ def differences(record: Any, other: Any, where: str = "") -> str:
         for key in sorted({*record, *other}):  # pyright: ignore[reportUnknownVariableType]
             if record.get(key) != other.get(key):
                 return differences(record.get(key), other.get(key), f"{where}.{key}")
+    if isinstance(record, list) and isinstance(other, list) and len(record) == len(other):
+        pairs = enumerate(zip(cast("list[Any]", record), cast("list[Any]", other), strict=True))
+        number, (mine, theirs) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+        return differences(mine, theirs, f"{where}.{number}")
     return f"{where.lstrip('.') or 'value'}: {str(record)[:80]} and {str(other)[:80]}"

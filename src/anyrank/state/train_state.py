@@ -26,6 +26,7 @@ from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
+from anyrank.world.arguments import same_arguments
 from anyrank.world.connections import declining
 from anyrank.world.ranks import Ranks
 
@@ -234,9 +235,15 @@ class RunParts:
         base its digest. All ranks.
 
         Raises:
-            CheckpointError: parts that make no whole; the base is on meta, or differs between
-                ranks.
+            CheckpointError: the state's own arguments differ between ranks; parts that make no
+                whole; the base is on meta, or differs between ranks.
         """
+        own = {
+            "seed": self.seed,
+            "generators": sorted(self.generators),
+            "first_rank": sorted(self.first_rank),
+        }
+        same_arguments(ranks, "TrainState", own, CheckpointError)
         self.given.agree(self.tensors, self.parts.get("data"), ranks)
         if self.base is not None:
             self.base.measure(self.tensors()["model"], self._trained(), ranks)

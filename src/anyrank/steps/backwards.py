@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from numbers import Real
 from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from anyrank.checks import check_type
 from anyrank.data.schedule import MicrobatchSlot
@@ -26,6 +28,7 @@ class Backwards:
         weights: by microbatch, without copies.
         losses: of the same microbatches, with their weights.
         without: the microbatches that had no backward.
+        has_others: whether a watched parameter got a gradient by another backward.
     """
 
     def __init__(self, number: int) -> None:
@@ -34,6 +37,20 @@ class Backwards:
         self.weights: dict[int, float] = {}
         self.losses: list[tuple[float, torch.Tensor]] = []
         self.without: list[int] = []
+        self.has_others = False
+        self.is_expected = False  # a backward of a loss that was given
+
+    @contextmanager
+    def watching(self, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+        """Notice where parameters get gradients of other losses than those that are given."""
+
+        def note(_: torch.Tensor) -> None:
+            self.has_others = self.has_others or not self.is_expected
+
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+            yield
 
     def add(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: Any, size: int) -> float:
         """Note a backward of the current microbatch, of `size` samples. Returns its weight.
@@ -58,6 +75,7 @@ class Backwards:
             self.losses.append((own, loss.detach()))
         # Before the wrapper's backward, which would wait for ranks that are elsewhere.
         self._check(self.weights, self.without)
+        self.is_expected = True
         return own
 
     def end(self, slot: MicrobatchSlot) -> None:
@@ -66,9 +84,24 @@ class Backwards:
         Raises:
             ValueError: it had no backward, and others had one.
         """
+        self.is_expected = False
         if not slot.is_copy and slot.k not in self.weights:
             self.without.append(slot.k)
         self._check(self.weights, self.without)
+
+    def check_given(self, has_gradients: Callable[[], bool]) -> None:
+        """Refuse gradients of losses that were not given, at the end of the pass.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if self.has_others or (self.is_weighted is None and has_gradients()):
+            raise ValueError(
+                f"step {self.number}: gradients were computed without step.backward, so they are a "
+                "sum that depends on the number of ranks: call step.backward(loss), or run "
+                "backward of step.scale(loss), as in accelerator.backward(step.scale(loss)); or "
+                "pass microbatches(model, own_backward=True) and weight the losses yourself"
+            )
 
     def total(self, ranks: Ranks) -> float | None:
         """The weights of all ranks' microbatches; None if none had a backward. All ranks.

@@ -130,8 +130,10 @@ class Step:
         progress.is_started, progress.is_complete = True, False
         self._backwards = Backwards(self.number)
         self._exponent, self._model = None, model
+        unknown = not own_backward and id(model) not in self._pass.checked
+        watching = self._backwards.watching(sync.parameters if unknown else ())
         try:
-            with kept(devices), sync.active():
+            with kept(devices), sync.active(), watching:
                 for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
                     seed = self._schedule.order.seed
                     reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
@@ -177,7 +179,9 @@ class Step:
                     loss = model(batch)[counts].square().mean()
                     step.backward(loss, weight=counts.sum())  # the mean over all tokens
         """
+        before = self._backwards.is_expected  # as of a loss that is scaled, and waits
         self.scale(loss, weight).backward()
+        self._backwards.is_expected = before
 
     def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """The weighted loss, for frameworks that run backward themselves.
@@ -351,14 +355,8 @@ class Step:
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
         """Scale and exchange the gradients of the step. All data-parallel ranks."""
         is_weighted = self._backwards.is_weighted
-        if is_weighted is None and not own_backward and sync.has_gradients():
-            raise ValueError(
-                f"step {self.number}: gradients were computed without step.backward, so they "
-                "are a sum that depends on the number of ranks: call step.backward(loss), or "
-                "run backward of step.scale(loss), as in "
-                "accelerator.backward(step.scale(loss)); or pass microbatches(model, "
-                "own_backward=True) and weight the losses yourself"
-            )
+        if not own_backward:
+            self._backwards.check_given(sync.has_gradients)
         # Ranks whose wrappers exchange in the backward cannot come here by different ways.
         meets = is_weighted or self._is_exact or bool(sync.unwrapped)
         total = self._backwards.total(self._ranks if meets else one_process())
