@@ -176,6 +176,7 @@ def exact(folder: str, strategy: str, stop: int) -> tuple[bytes, list[str]]:
         gradient_clip_val=0.1,
         callbacks=[elastic],
         logger=False,
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -213,7 +214,8 @@ def tensor_parallel(folder: str) -> tuple[list[float], int]:
 
     torch.manual_seed(0)
     elastic = anyrank.integrations.lightning.Elastic(folder, global_batch=12)
-    options: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False}
+    off = ["enable_progress_bar", "enable_checkpointing", "logger"]
+    options: dict[str, Any] = dict.fromkeys(off, False)
     strategy = ModelParallelStrategy()  # its default: all ranks of a node
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=4, callbacks=[elastic], **options
