@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -199,12 +200,11 @@ def match_optimizer(
         matched.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
     if matched.problems:
         return matched
-    made: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     held_now: list[ShardedTensor] = []
     for name, tree in record["state"].items():
-        parameter = by_name[name]
-        taker = _Taker(stored, matched, names[id(parameter)], optimizer, rank)
-        made[name] = from_json(tree, taker.take)
+        taker = _Taker(stored, matched, names[id(by_name[name])], optimizer, rank)
+        states[name] = from_json(tree, taker.take)
         held_now += taker.tensors
     other = _Taker(stored, matched, None, optimizer, rank)
     options = [_table(group["options"], other) for group in record["groups"]]
@@ -223,17 +223,38 @@ def match_optimizer(
     elif unsaved:
         text = "not in torch's state_dict(), so it begins anew"
         matched.outcome = Outcome("derived", listed(text, unsaved))
+    matched.commit = _NewState(optimizer, by_name, states, extra, pairs).commit
+    return matched
 
-    def place() -> None:
-        for parameter in by_name.values():
-            optimizer.state.pop(parameter, None)
-        for name, state in made.items():
-            optimizer.state[by_name[name]] = state
-        optimizer.state.update(extra)
 
-    def commit() -> None:
-        place()
-        for group, saved in pairs:
+@dataclass(frozen=True)
+class _NewState:
+    """What an optimizer gets.
+
+    Attributes:
+        optimizer: that gets it.
+        parameters: all of its own, by name.
+        states: name of a parameter -> its state.
+        extra: entries of its state that belong to no parameter.
+        options: its groups, each with the options that it gets.
+    """
+
+    optimizer: Optimizer
+    parameters: dict[str, torch.Tensor]
+    states: dict[str, Any]
+    extra: dict[Any, Any]
+    options: list[tuple[dict[str, Any], dict[Any, Any]]]
+
+    def place(self) -> None:
+        for parameter in self.parameters.values():
+            self.optimizer.state.pop(parameter, None)
+        for name, state in self.states.items():
+            self.optimizer.state[self.parameters[name]] = state
+        self.optimizer.state.update(self.extra)
+
+    def commit(self) -> None:
+        self.place()
+        for group, saved in self.options:
             for key, value in saved.items():
                 if key in IMPLEMENTATION and key in group:
                     continue
@@ -241,13 +262,10 @@ def match_optimizer(
                     group[key].copy_(value)
                 else:
                     group[key] = value
-        if overrides(optimizer, "load_state_dict"):
+        if overrides(self.optimizer, "load_state_dict"):
             # It may rebuild what hangs on the state, and cast the state itself.
-            optimizer.load_state_dict(optimizer.state_dict())
-            place()
-
-    matched.commit = commit
-    return matched
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.place()
 
 
 def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
