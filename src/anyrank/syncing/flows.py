@@ -160,27 +160,7 @@ class Planner:
             for group in from_ranks
         ]
         sources = sources_of(groups)
-        listing = listing_of(sources)
-
-        options = self.options
-        if len(to_ranks) > 1:  # what one dst does not take, another may
-            options = replace(options, unexpected="ignore")
-
-        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
-            match, matched = match_ends(dst, sources, listing, options)
-            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
-            return (match, matched, renamed), matched.digest if dst.digest else ""
-
-        (match, matched, renamed), digests = self.ranks.own_and_all(
-            "matching dst with src", match_here
-        )
-        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
-        for group in to_ranks:
-            if len({by_rank[rank] for rank in group}) > 1:
-                raise LoadError(
-                    "the ranks' renaming functions give different names for one dst: give all "
-                    "ranks the same rename="
-                )
+        match, matched, renamed = self._matched(dst, sources, to_ranks)
         ends = [
             self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
@@ -206,6 +186,33 @@ class Planner:
             receivers=sum(map(len, to_ranks)),
             renamed=renamed,
         )
+
+    def _matched(
+        self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
+    ) -> tuple[ModelMatch, MatchedEnd, dict[str, str]]:
+        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
+
+        Raises:
+            LoadError: as `plan`; or ranks give one `dst` different names.
+        """
+        listing, options = listing_of(sources), self.options
+        if len(to_ranks) > 1:  # what one dst does not take, another may
+            options = replace(options, unexpected="ignore")
+
+        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
+            match, matched = match_ends(dst, sources, listing, options)
+            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
+            return (match, matched, renamed), matched.digest if dst.digest else ""
+
+        mine, digests = self.ranks.own_and_all("matching dst with src", match_here)
+        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
+        for group in to_ranks:
+            if len({by_rank[rank] for rank in group}) > 1:
+                raise LoadError(
+                    "the ranks' renaming functions give different names for one dst: give all "
+                    "ranks the same rename="
+                )
+        return mine
 
     def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:
         """The ranks by what they hold; those that hold nothing are left out."""
