@@ -260,11 +260,14 @@ class Step:
         same_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
         reshard(self._model)
+        exact = self._pass.exact
+        if exact is not None:  # what was done to the gradients before cannot be seen afterwards
+            exact.delivered.compare(self._model.parameters(), self._pass.notes)
         norm = clip_gradients(
             self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
         )
-        if self._pass.exact is not None:
-            self._pass.exact.delivered.record(self._model)
+        if exact is not None:
+            exact.delivered.record(self._model)
         return norm
 
     def loss(self) -> float:
