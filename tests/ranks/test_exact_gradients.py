@@ -34,6 +34,15 @@ CHANGES: dict[str, Change] = {
         step.clip_grad_norm_(1e-3),
         nn.utils.clip_grad_norm_(net.parameters(), 1e-4),
     ),
+    "torch's, then own": lambda step, net: (
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+        step.clip_grad_norm_(1e-4),
+    ),
+    "own twice, unscaled": lambda step, net: (
+        step.clip_grad_norm_(1e-3),
+        scaled(net, 2.0**-16),
+        step.clip_grad_norm_(1e-9),
+    ),
     "unscaled": lambda step, net: scaled(net, 2.0**-16),
     "a constant": lambda step, net: scaled(net, 0.1),
     "replaced": lambda step, net: setattr(net[1].bias, "grad", net[1].bias.grad * 3),
@@ -66,7 +75,7 @@ def job_changed() -> dict[str, int]:
 
 
 def test_changed_gradients_are_noted_once() -> None:
-    warned = {"torch's clipping", "both", "a constant", "replaced"}
+    warned = {"torch's clipping", "both", "torch's, then own", "a constant", "replaced"}
     for found in run_ranks(2, job_changed, timeout=100):
         assert found == {name: int(name in warned) for name in CHANGES}
 

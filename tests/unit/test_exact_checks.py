@@ -277,6 +277,7 @@ def test_a_compiled_model_is_noted_once(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(2):
         train(model, loader)
     (note,) = loader.notes
+    assert "the same bits on any number of ranks while its wrapper stays" in note
     assert "torch.compile(mode='max-autotune') chooses kernels by timing" in note
     assert caplog.text.count(note) == 1
 

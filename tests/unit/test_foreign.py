@@ -322,6 +322,75 @@ def test_a_training_scripts_file_with_an_ema(tmp_path: Path, number: Any) -> Non
     assert any("rng_state" in note for note in report.notes)
 
 
+def of_script(path: Path, **table: Any) -> Path:
+    """A training script's file with a model and these tables."""
+    torch.save({"model": net_of().state_dict(), **table}, path / "x.pt")
+    return path / "x.pt"
+
+
+def test_a_table_that_was_passed_over_is_named(tmp_path: Path) -> None:
+    path = of_script(tmp_path, state_dict=net_of(7).state_dict())
+    mine, net = net_of(1), net_of(1)
+    report = begin(tmp_path / "run", path, state_of(mine))
+    assert "not read: model: the part model was read from state_dict" in report.notes
+    loaded = anyrank.load(net, path)
+    assert loaded.skipped == ["model: weights too, and those of state_dict were read"]
+    assert loaded.skipped[0] in str(loaded)
+    for model in (mine, net):
+        assert torch.equal(model[0].weight, net_of(7)[0].weight)
+
+
+def test_a_module_is_read_from_the_table_of_its_name(tmp_path: Path) -> None:
+    teacher = net_of(2)
+    path = of_script(tmp_path, teacher=net_of(7).state_dict())
+    report = begin(tmp_path / "run", path, state_of(teacher=teacher))
+    assert report.components["teacher"] == "exact"
+    assert torch.equal(teacher[0].weight, net_of(7)[0].weight)
+
+
+def test_an_averaged_model_fills_a_plain_one(tmp_path: Path) -> None:
+    ema = net_of(2)
+    averaged = torch.optim.swa_utils.AveragedModel(net_of(7))
+    report = begin(
+        tmp_path / "run", of_script(tmp_path, ema=averaged.state_dict()), state_of(ema=ema)
+    )
+    assert "not read: n_averaged of ema, of which the model has no use" in report.notes
+    assert torch.equal(ema[0].weight, net_of(7)[0].weight)
+
+
+def test_the_ways_out_of_an_error_work_for_resume(tmp_path: Path) -> None:
+    held = net_of().state_dict()
+    held["more"] = held.pop("1.bias")
+    path = of_script(tmp_path, model=held)
+    with pytest.raises(anyrank.CheckpointError) as error:
+        begin(tmp_path / "run", path, state_of())
+    assert "rename=..., or fresh=[...] for those that keep" in str(error.value)
+    assert "'' as the new name leaves a tensor out, or skip=['model']" in str(error.value)
+    net = net_of(1)
+    bias = net[1].bias.clone()
+    report = begin(tmp_path / "run", path, state_of(net), rename={"more": ""}, fresh=["1.bias"])
+    assert report.components["model"].reason == "kept, as the checkpoint has none: 1.bias"
+    assert "not read: more of model, of which the model has no use" in report.notes
+    assert torch.equal(net[1].bias, bias)
+    assert torch.equal(net[0].weight, net_of()[0].weight)
+
+
+@pytest.mark.parametrize("value", ["3", -3, 2.5, float("inf"), True, [3]])
+def test_what_is_no_step_is_said(tmp_path: Path, value: Any) -> None:
+    state = state_of()
+    report = begin(tmp_path / "run", of_script(tmp_path, step=value), state)
+    said = f"the checkpoint's step is {value!r}, which is no step: the run counts from 0"
+    assert said in report.notes
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("name", ["opt", "optim_state_dict"])
+def test_usual_names_of_an_optimizer(tmp_path: Path, name: str) -> None:
+    table = {name: stepped(net_of()).state_dict()}
+    report = begin(tmp_path / "run", of_script(tmp_path, **table), state_of())
+    assert report.components["optimizer"] == "exact"
+
+
 # -- another run, a step's place, and parameters that came later ----------------------------------
 
 

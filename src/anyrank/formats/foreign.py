@@ -57,6 +57,7 @@ class ForeignCheckpoint:
         states: name -> what `state_dict()` of a scheduler, scaler or other part returned.
         extras: extra state of modules and versions of classes, as in `Listing`, of the weights.
         step: completed optimizer steps, or None where the tool did not save them.
+        not_a_step: what it says in the place of a step, in words, or "".
         epoch: epochs, with the part of the current one; None as for `step`.
         batches: of the current epoch, where its part is unknown.
         samples: of completed steps; None as for `step`.
@@ -72,6 +73,7 @@ class ForeignCheckpoint:
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     extras: dict[str, Listing] = field(default_factory=dict[str, Listing])
     step: int | None = None
+    not_a_step: str = ""
     epoch: float | None = None
     batches: int = 0
     samples: int | None = None

@@ -334,7 +334,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
             table = cast("dict[Any, Any]", inner)
             others = {key: value for key, value in entries.items() if key != name}
             others |= {key: v for key, v in table.items() if isinstance(v, _Bytesless)}
-            return table, [_why_not(*entry) for entry in others.items()]
+            return table, [_why_not(*entry, taken=name) for entry in others.items()]
     if direct:
         known = {*direct, *extras_of(entries)}
         return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
@@ -348,7 +348,9 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     )
 
 
-def _why_not(key: Any, value: Any) -> str:
+def _why_not(key: Any, value: Any, taken: str = "") -> str:
+    if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
+        return f"{key}: weights too, and those of {taken or 'the root'} were read"
     return f"{key}: " + (f"a {value.kind}" if isinstance(value, _Bytesless) else NOT_WEIGHTS)
 
 

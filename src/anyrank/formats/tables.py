@@ -27,7 +27,10 @@ from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import StoredTensor
 
 EMAS = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
-OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
+OPTIMIZERS = (
+    "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
+    "optimizers",
+)  # fmt: skip
 SCHEDULERS = (
     "scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
 )  # fmt: skip
@@ -96,17 +99,21 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
     """
     rest = {str(key): value for key, value in table.items()}
     weights: dict[str, dict[str, StoredTensor]] = {}
+    not_read: dict[str, str] = {}
     for name, names in (("model", NESTED), ("ema", EMAS)):
         key = next((key for key in names if flat(rest.get(key))), None)
         if key is not None:
             inner = rest.pop(key)
             weights[name] = flat(inner)
             files.extras[name] = _extra(inner)
+            if isinstance(rest.get(name), dict):
+                del rest[name]
+                not_read[name] = f"the part {name} was read from {key}"
     optimizers = {
         name: _optimizer(tree, f"{path}: {name}") for name, tree in _taken(rest, OPTIMIZERS)
     }
     states: dict[str, Any] = dict([*_taken(rest, SCHEDULERS), *_taken(rest, SCALERS)])
-    step = _step(files, rest)
+    step, not_a_step = _step(files, rest)
     if "model" not in weights:
         own = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         own = {key: value for key, value in own.items() if key not in STEPS}
@@ -121,6 +128,9 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
     for key, value in rest.items():
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
             states.setdefault(key, value)
+            if flat(value):  # of a module, if the part is one
+                weights[key] = flat(value)
+                files.extras[key] = _extra(cast("dict[Any, Any]", value))
     is_lightning = "pytorch-lightning_version" in rest
     given = rest.get("epoch")
     if isinstance(given, StoredTensor) and given.numel == 1:
@@ -134,9 +144,10 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
         states,
         files.extras,
         step=step,
+        not_a_step=not_a_step,
         epoch=epoch,
         batches=batches,
-        not_read={key: WHY for key in rest if key.startswith(NOT_READ)},
+        not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
     )
 
 
@@ -169,18 +180,21 @@ def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
     return dcp_state.of_tree(tree, path)
 
 
-def _step(files: Collector, rest: dict[str, Any]) -> int | None:
-    """Completed steps, by the names that scripts give their count."""
+def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
+    """Completed steps, by the names that scripts give their count; and what else stands there."""
+    wrong = ""
     tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
     for table in tables:
         for name in STEPS:
             value = table.get(name)
             if isinstance(value, StoredTensor) and value.numel == 1:
                 value = files.value(value)
-            if is_plain_number(value) and value >= 0:
+            if is_plain_number(value) and value >= 0 and value % 1 == 0:
                 table.pop(name)
-                return int(value)
-    return None
+                return int(value), ""
+            if value is not None and not isinstance(value, dict | StoredTensor):
+                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is no step"
+    return None, wrong
 
 
 def _epoch(epoch: Any, loops: Any) -> tuple[float | None, int]:

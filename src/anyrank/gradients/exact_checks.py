@@ -37,8 +37,11 @@ KEEPS_STATISTICS = (
 KINDS = dict.fromkeys(("device", "cpu", "torch", "anyrank", "wrapper"), str) | {"threads": int}
 FSDP2, OTHER = "FSDP2", "DDP or none"
 COMPILED = (
-    "exact=True: the model is compiled, and torch.compile(mode='max-autotune') chooses kernels by "
-    "timing them, which may round in another way in each process: compile it without autotuning"
+    "exact=True: the model is compiled, and has the same bits on any number of ranks while its "
+    "wrapper stays: another one may change what torch compiles (of an nn.Sequential in a wrapper, "
+    "nothing), unless what is compiled is wrapped, as in DDP(torch.compile(model)); and "
+    "torch.compile(mode='max-autotune') chooses kernels by timing them, which may round in another "
+    "way in each process: compile it without autotuning"
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -51,15 +51,18 @@ class DeliveredGradients:
         some = ((name, sample) for name, sample in samples if sample.numel())
         self.samples = dict(itertools.islice(some, MAX_SAMPLES))
 
-    def are_changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether gradients that an optimizer steps were changed, not only by powers of two."""
-        return any(
-            parameter.grad is not None
-            and id(parameter) in self.samples
-            and not is_scaled_by_two(self.samples[id(parameter)], _sample_of(parameter))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+    def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
+        """Note, once, that gradients of some parameters were changed, not only by powers of two."""
+        if not self.is_noted and any(map(self._is_changed, parameters)):
+            self.is_noted = True
+            notes.append(WARNING)
+            log.warning("%s", WARNING)
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        before = self.samples.get(id(parameter))
+        if before is None or parameter.grad is None:
+            return False
+        return not is_scaled_by_two(before, _sample_of(parameter))
 
 
 def _sample_of(parameter: Any) -> torch.Tensor:
@@ -127,10 +130,8 @@ def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[
                 "that of this rank's microbatches alone: give microbatches() one module that holds "
                 "both, as nn.ModuleList([model, loss])"
             )
-        if not delivered.is_noted and delivered.are_changed(optimizer):
-            delivered.is_noted = True
-            notes.append(WARNING)
-            log.warning("%s", WARNING)
+        groups = optimizer.param_groups
+        delivered.compare((p for group in groups for p in group["params"]), notes)
 
     handle = register_optimizer_step_pre_hook(before_step)
     try:

@@ -80,6 +80,7 @@ class LoadReport(FillReport):
             "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
+            "skipped": self.skipped,
         }
         lines += self._lines(others)
         return "\n".join(lines)

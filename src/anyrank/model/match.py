@@ -35,6 +35,7 @@ from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
 STALE = "PEFT may have computed these adapters from the base weights, which would be replaced"
+AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
 
@@ -52,7 +53,7 @@ class ModelMatch:
         missing: names of the tensors that the source does not hold, adapters aside.
         unexpected: keys of the source that the model has no use for.
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
-        ignored: unexpected keys that the model declares ignorable, or non-persistent buffers.
+        ignored: unexpected keys that need no tensor; `_ignorable` says which.
         frozen: frozen parts -> the source of their own that fills them.
         retie: tensor whose declared tie was broken -> the tensor that takes its place.
         own_code: code of modules that load_state_dict would have run.
@@ -281,14 +282,19 @@ def _declared_ties(
 def _ignorable(
     keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
 ) -> list[str]:
-    """Keys of non-persistent buffers, and keys that the model declares ignorable."""
+    """Keys of non-persistent buffers and of a count of averaged steps, keys that the model declares
+    ignorable, and those that `rename=` gives no name.
+    """
     derived = {n for target in targets if target.kind == "derived" for n in target.flat_names()}
     prefix = getattr(model, "base_model_prefix", "")
     declared = declared_ignorable(model)
     return [
         key
         for key in keys
-        if not derived.isdisjoint((name := rename(key), f"{prefix}.{name}")) or declared(key)
+        for name in (rename(key),)
+        if not derived.isdisjoint((name, f"{prefix}.{name}"))
+        or declared(key)
+        or name in ("", AVERAGED)
     ]
 
 
@@ -300,14 +306,14 @@ def _problems(
     options: LoadOptions,
 ) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, in one list."""
-    unfilled = [targets[i].name for i in absent]
-    lines: list[str] = []
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
+    unfilled = [targets[i].name for i in absent]
+    unfilled = [name for name in unfilled if not options.is_fresh(name) or name in on_meta]
+    lines: list[str] = []
     if options.missing == "error" and unfilled:
         lines.append(
             listed("missing in the source", unfilled, Near(unexpected))
-            + "\n  to go on: rename=..., or missing='init' for the model's own initial values, or "
-            "'keep'"
+            + f"\n  to go on: {options.ways['missing']}"
         )
     elif options.missing == "keep" and on_meta:
         lines.append(
@@ -318,7 +324,7 @@ def _problems(
         lines.append(
             listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)))
             + _renaming(unexpected, unfilled)
-            + "\n  to go on: rename=..., or unexpected='ignore'"
+            + f"\n  to go on: {options.ways['unexpected']}"
         )
     fits = (unwritable(targets[i]) or misfit(targets[i], t, options.cast) for i, t in stored)
     misfits = [line for line in fits if line]

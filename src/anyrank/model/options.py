@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -24,11 +24,20 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "cast": ("float", "any"),
     "strategy": STRATEGIES,
 }
+WAYS = {  # on, where tensors do not fit
+    "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
+    "unexpected": "rename=..., or unexpected='ignore'",
+}
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the caller of `load`, `plan` or `sync` asked for; see there for each."""
+    """What the caller of `load`, `plan` or `sync` asked for; see there for each.
+
+    Attributes:
+        is_fresh: names of tensors that the source need not have, on top of `missing`.
+        ways: what an error says to go on, for missing and unexpected tensors.
+    """
 
     missing: str = "error"
     unexpected: str = "error"
@@ -40,6 +49,8 @@ class LoadOptions:
     verify: bool = False
     layout: Any = None
     merge: bool = False
+    is_fresh: Callable[[str], bool] = lambda name: False
+    ways: Mapping[str, str] = field(default_factory=lambda: WAYS)
 
     def check(self) -> None:
         """Refuse options that are wrong in themselves.

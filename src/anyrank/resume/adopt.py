@@ -33,13 +33,18 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
 from anyrank.state.optimizer import match_optimizer
 from anyrank.state.optimizer_groups import Names
-from anyrank.state.part_types import Matched, Stored
+from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
+
+WAYS = {  # on, where a module's tensors do not fit
+    "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
+    "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
+}
 
 
 def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> Resuming:
@@ -121,7 +126,10 @@ class _Adopting(Resuming):
                 )
             return
         self.used.add(part)
-        options = LoadOptions(rename=self.arguments.rename)
+        ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
+        options = LoadOptions(
+            rename=self.arguments.rename, is_fresh=self._stored({}).is_fresh, ways=ways
+        )
         listing, tensors = self.source.model(part), None
         if self.inner.given.is_used:
             tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
@@ -215,7 +223,13 @@ class _Adopting(Resuming):
         source = self.source
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
         if source.step is None:
-            notes.append("the checkpoint does not say its step: the run counts from 0")
+            said = source.not_a_step or "the checkpoint does not say its step"
+            notes.append(f"{said}: the run counts from 0")
+        notes += [
+            f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
+            for part, plan in self.plans.items()
+            if (keys := plan.match.ignored)
+        ]
         notes += [
             f"not read: {name}, which no part of the state is named after"
             for name in sorted(self._held() - self.used - {*self.skip})
@@ -258,6 +272,8 @@ def _selected(source: ForeignCheckpoint, path: str) -> Selected:
 
 def _outcome_of(plan: AgreedPlan) -> Outcome:
     match = plan.match
+    if match.keep and match.missing:
+        return Outcome("derived", listed("kept, as the checkpoint has none", match.missing))
     pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
     return _outcome([(held.layout, held.dtype, stored) for held, stored in pairs])
 

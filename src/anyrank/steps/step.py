@@ -264,11 +264,12 @@ class Step:
         same_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         assert self._model is not None
         reshard(self._model)
-        norm = clip_gradients(
-            self._model.parameters(), float(max_norm), float(norm_type), error_if_nonfinite
-        )
-        if self._pass.exact is not None:
-            self._pass.exact.delivered.record(self._model)
+        exact, parameters = self._pass.exact, [*self._model.parameters()]
+        if exact is not None:  # changes before cannot be seen after the scaling
+            exact.delivered.compare(parameters, self._pass.notes)
+        norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        if exact is not None:
+            exact.delivered.record(self._model)
         return norm
 
     def loss(self) -> float:
