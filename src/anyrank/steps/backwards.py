@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyrank.checks import check_type
+from anyrank.checks import as_float, check_type
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
@@ -48,7 +48,7 @@ class Backwards:
             raise ValueError(f"step {self.number}: give weight= in each backward or in none")
         self.is_weighted = weight is not None
         check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
-        own = float(size if weight is None else weight)
+        own = as_float("weight", size if weight is None else weight)
         if not 0 <= own < math.inf or self.weights.get(slot.k, own) != own:
             raise ValueError(
                 f"weight is {own}: give at least 0, and the same value throughout a microbatch"
