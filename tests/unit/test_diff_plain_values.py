@@ -44,7 +44,7 @@ def run(
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=foreach)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, period)
     data = anyrank.ElasticLoader(torch.zeros(8, 2), global_batch=batch, microbatch=2, seed=seed)
-    trackers = {name: Tracker(value) for name, value in parts.items()}
+    trackers: dict[str, Any] = {name: Tracker(value) for name, value in parts.items()}
     state = anyrank.TrainState(model, optimizer, scheduler=scheduler, data=data, **trackers)
     with anyrank.Checkpoints(folder, state) as ckpts:
         ckpts.save()
