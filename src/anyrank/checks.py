@@ -68,6 +68,18 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value}: give at least 0")
 
 
+def as_float(name: str, value: Any) -> float:
+    """A number as a float; refuses an int that is too large for one.
+
+    Raises:
+        ValueError: says so.
+    """
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}= is too large for a float: give at most 1.8e308") from error
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuse what is not one of the choices.
 

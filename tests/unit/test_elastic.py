@@ -551,9 +551,16 @@ def test_a_step_outside_of_its_loop_is_an_error() -> None:
             call()
 
 
+class Raising(list[int]):
+    """A dataset of which no sample can be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(index)
+
+
 def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
     loader = make([1, 2], global_batch=2)
-    loader._fetcher.dataset.dataset = []
+    loader._fetcher.dataset.dataset = Raising([1, 2])
     with pytest.raises(IndexError):
         run(loader)
     assert loader.state_dict() == make([1, 2], global_batch=2).state_dict()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from anyrank.checks import check_function
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
+from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import fingerprint, reseed
 from anyrank.tensors.hashing import derive
 
@@ -142,6 +143,20 @@ def make_fetcher(
         worker_init_fn=leave_to_rank,
         **options,
     )
+
+
+def check_length(dataset: Any, planned: int) -> None:
+    """Refuse a dataset that has another length than when its order was planned.
+
+    Raises:
+        CheckpointError: says both.
+    """
+    if (now := len(dataset)) != planned:
+        raise CheckpointError(
+            f"the dataset has {now} samples now, and had {planned} when the loader was made, which "
+            "planned its epochs for these: keep its length while a run goes on, or start a new run "
+            "from its weights with the new length"
+        )
 
 
 def length_of(dataset: Any) -> int:

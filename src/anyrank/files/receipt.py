@@ -114,14 +114,8 @@ def _digest(
 ) -> str:
     position = {name: data[name] for name in POSITION}
     chained = [f"{name} {value}" for name, value in tensors.items() if not IN_PART.search(name)]
-    chained += [f"{name} {_canonical(value)}" for name, value in (numbers or {}).items()]
+    chained += [f"{name} {canonical(value)}" for name, value in (numbers or {}).items()]
     return f"{derive(repr(position), *chained, size=16):032x}"
-
-
-def without_numbers(receipt: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """A receipt as earlier versions made it, to compare it with one of these."""
-    tensors = receipt["tensors"]
-    return {"digest": _digest(tensors, data, None), "tensors": tensors}
 
 
 def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -153,10 +147,10 @@ def number_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, 
         return {}
     mine, other = a["numbers"], b["numbers"]
     pairs = {n: (mine.get(n, "absent"), other.get(n, "absent")) for n in {**mine, **other}}
-    return {n: pair for n, pair in pairs.items() if _canonical(pair[0]) != _canonical(pair[1])}
+    return {n: pair for n, pair in pairs.items() if canonical(pair[0]) != canonical(pair[1])}
 
 
-def _canonical(value: Any) -> str:
-    """A number as text: 1, 1.0 and True are one, as they are in an optimizer's step."""
+def canonical(value: Any) -> str:
+    """A value as text: 1, 1.0 and True are one, as they are in an optimizer's step."""
     is_exact = isinstance(value, int) and abs(value) < 1 << 53
     return repr(float(value) if is_exact else value)

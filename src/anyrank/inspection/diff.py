@@ -12,26 +12,21 @@ from typing import Any
 import torch
 
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
-from anyrank.files.receipt import (
-    IN_PART,
-    are_equal,
-    data_differences,
-    number_differences,
-    tensor_differences,
-    without_numbers,
-)
+from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import committed, list_step, recognises
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import printable
 from anyrank.inspection.inspect import count, name_of
+from anyrank.inspection.plain_values import plain_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
+LONGEST = 60  # characters of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +54,17 @@ class DiffReport:
     Attributes:
         a, b: the sources, as they were given; of runs, the folders of the step.
         equal: how many tensors are the same bits under the same name.
-        only_a, only_b: names that only one of them has.
+        only_a, only_b: names that only one of them has; of steps, also parts.
         renamed: name in a -> name in b, of tensors with the same bits and different names.
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared as well.
         values: name -> how they differ, the largest difference first.
         digests: of steps that both have a receipt: the tensors whose digests in it differ. No
             values were read then, and none are compared.
-        numbers: of such steps: the numbers of optimizers (options of their groups, and what their
-            state has of them) that differ -> both values.
-        data: of such steps: what differs between the states of their loaders -> both values;
-            empty where both have seen the same samples.
+        numbers: of two steps: what else differs but for tensors and data: options of an
+            optimizer's groups, values in the state of a scheduler or of a part of your own, the
+            epoch -> both values; "absent" for none.
+        data: of two steps: what differs between the states of their ElasticLoaders -> both values.
         step: of two runs: the first step that both have and in which they differ, which the other
             fields are of; None if there is none.
         steps_equal: of two runs: the steps that are equal.
@@ -97,10 +92,10 @@ class DiffReport:
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
-        by_receipt = self.digests or self.numbers or self.data or self.unreadable
+        others = self.digests or self.numbers or self.data or self.unreadable
         if self.steps_only and not self.steps_equal:
             return False
-        return not (names or self.shapes or self.dtypes or self.values or by_receipt)
+        return not (names or self.shapes or self.dtypes or self.values or others)
 
     def to_json(self) -> str:
         """All fields, as a JSON object; a NaN is null."""
@@ -111,17 +106,16 @@ class DiffReport:
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._verdict()}"]
-        by_receipt = self.data or self.digests or self.numbers
         if self.step is not None:
             lines.append(f"  step {self.step} is the first that differs")
         for title, items in (
-            ("only in a", self.only_a),
-            ("only in b", self.only_b),
+            ("only in", [f"{self.a}: {name}" for name in self.only_a]),
+            ("only in", [f"{self.b}: {name}" for name in self.only_b]),
             ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [_in_words(name, each) for name, each in self.values.items()]),
-            ("data", data_in_words(self.data) if by_receipt else []),
+            ("data", data_in_words(self.data) if self.data or self.digests else []),
             ("number", numbers_in_words(self.numbers)),
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
@@ -151,8 +145,13 @@ def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Numbers that differ, a line each."""
-    return [f"{name}: {x} and {y}" for name, (x, y) in numbers.items()]
+    """Numbers, and other plain values, that differ, a line each."""
+    return [f"{name}: {_shown(x)} and {_shown(y)}" for name, (x, y) in numbers.items()]
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _in_words(name: str, each: Difference) -> str:
@@ -162,10 +161,11 @@ def _in_words(name: str, each: Difference) -> str:
 def diff(a: Source, b: Source) -> DiffReport:
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
-    Two runs are compared step by step, weights, optimizer and all other tensors; the report is of
-    the first step that differs. Steps of runs with exact=True are compared by their receipts, and
-    no tensor is read; give the folders of two steps to compare their values. Of other pairs the
-    weights are compared.
+    Two runs are compared step by step, with all tensors and plain values of all their parts; the
+    report is of the first step that differs. Not compared are what differs between equal runs (id,
+    time, rank counts, layouts, versions) and the random streams. The tensors of runs with
+    exact=True are compared by their receipts, and none is read; give the folders of two steps to
+    compare their values. Of other pairs the weights are compared.
 
     Called by one process.
 
@@ -218,8 +218,7 @@ def _diff_runs(
     a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str]
 ) -> DiffReport:
     if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
-        ((_, folder_a),), ((_, folder_b),) = steps_a.items(), steps_b.items()
-        return _diff(a, b, _list_step(folder_a), _list_step(folder_b))  # of whatever step
+        return _diff_steps(a, b, read=True)  # of whatever step
     equal: list[int] = []
     only = sorted(steps_a.keys() ^ steps_b.keys())
     tensors = 0
@@ -233,33 +232,35 @@ def _diff_runs(
     return replace(found, steps_equal=equal, steps_only=only)
 
 
-def _diff_steps(a: str, b: str) -> DiffReport:
-    """One step of two runs: by the receipts where both have one, else by all values."""
+def _diff_steps(a: str, b: str, read: bool = False) -> DiffReport:
+    """Two steps: tensors by the receipts where both have one, else or to be `read` by values."""
     of_a, of_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
-    if not (of_a.receipt and of_b.receipt):
-        return _diff(a, b, _list_step(a), _list_step(b))
-    receipts = of_a.receipt, of_b.receipt
-    if len({"numbers" in receipt for receipt in receipts}) > 1:
-        receipts = [without_numbers(each.receipt, each.data_state) for each in (of_a, of_b)]
-    mine, other = (receipt["tensors"] for receipt in receipts)
+    if read or not (of_a.receipt and of_b.receipt):
+        listings = [list_step(storage_for(m), m, of) for m, of in ((a, of_a), (b, of_b))]
+        found = _diff(a, b, *listings)
+    else:
+        found = _diff_receipts(a, b, of_a, of_b)
+    plain = plain_differences(of_a, of_b)
+    told = {IN_PART.sub("", name) for name in (*found.only_a, *found.only_b)}
+    return replace(
+        found,
+        only_a=[*plain.only_a, *found.only_a],
+        only_b=[*plain.only_b, *found.only_b],
+        numbers={name: pair for name, pair in plain.numbers.items() if name not in told},
+        data=plain.data,
+    )
+
+
+def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest) -> DiffReport:
+    """The tensors of two steps, by their digests."""
+    mine, other = of_a.receipt["tensors"], of_b.receipt["tensors"]
     same = [name for name in mine if mine[name] == other.get(name)]
-    found = DiffReport(a, b, len(same), [], [], {}, {}, {}, {})
-    if are_equal(*receipts):
-        return found
-    data = data_differences(of_a.data_state, of_b.data_state)
-    digests, numbers = tensor_differences(*receipts), number_differences(*receipts)
+    digests = tensor_differences(of_a.receipt, of_b.receipt)
     only_a, only_b = (
         [name for name in one if name not in two and not IN_PART.search(name)]
         for one, two in ((mine, other), (other, mine))
     )
-    if not (data or digests or numbers or only_a or only_b):
-        data = {"digest": (receipts[0]["digest"], receipts[1]["digest"])}
-    return replace(found, only_a=only_a, only_b=only_b, digests=digests, numbers=numbers, data=data)
-
-
-def _list_step(folder: str) -> Listing:
-    storage = storage_for(folder)
-    return list_step(storage, folder, read_manifest(storage, folder))
+    return DiffReport(a, b, len(same), only_a, only_b, {}, {}, {}, {}, digests)
 
 
 def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:

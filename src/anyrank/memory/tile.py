@@ -188,7 +188,7 @@ class Tiled:
                 first = functools.partial(call.fn, *args, **kwargs)
             else:
                 first = functools.partial(weights.call, k == 0, args, kwargs)
-            result = region.run(first)
+            result = self._run_first(region, first)
             side.check(self._label)
             self._check_unchanged(call, leaves, versions)
             if weights is None and k == len(tiling.starts) - 1:
@@ -197,15 +197,32 @@ class Tiled:
             inputs.check(tensors)
             del args, kwargs, first, leaves, result
 
+    def _run_first(self, region: Region, first: Callable[[], Any]) -> Any:
+        """Run a tile.
+
+        Raises:
+            RecomputeError: it changes a tile that autograd knows, which torch refuses in its words.
+        """
+        try:
+            return region.run(first)
+        except RuntimeError as error:
+            if TakeTile.__name__ not in str(error):
+                raise
+            raise _changes(self._label, "an argument") from error
+
     @uncompiled
     def _check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
         """Raises RecomputeError: the function changed a tile in place, which is lost in a copy."""
         for n, (now, before) in enumerate(zip(versions_of(leaves), versions, strict=True)):
             if now != before:
-                raise RecomputeError(
-                    f"{self._label} changes {call.name(n)} in place: clone the argument inside, or "
-                    "use the operation that returns a new tensor"
-                )
+                raise _changes(self._label, call.name(n))
+
+
+def _changes(label: str, what: str) -> RecomputeError:
+    return RecomputeError(
+        f"{label} changes {what} in place: clone the argument inside, or use the operation that "
+        "returns a new tensor"
+    )
 
 
 @uncompiled

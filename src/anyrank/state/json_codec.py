@@ -21,6 +21,8 @@ from anyrank.tensors.spec import StoredTensor, dtype_name
 Put = Callable[[str, Any], Any]  # of a tensor, or of where the bytes of one are stored
 Take = Callable[[Any], Any]
 MARK = "~"
+DEEPEST = 100  # tables and sequences within each other; far below Python's limit for calls
+SHOWN = 60  # characters of a key that is too long
 TABLES: dict[type, str] = {
     dict: "~table",
     OrderedDict: "~ordered",
@@ -43,17 +45,24 @@ FACTORIES: dict[str | None, Any] = {
 WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration)
 
 
-def to_json(value: Any, where: str, put: Put) -> Any:
+def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
     """A value as JSON.
 
     Args:
         value: tables, sequences and plain values, nested.
         where: its key, for errors and tensors' names.
         put: called with each tensor's key; returns the JSON that stands for it.
+        depth: how many tables and sequences it is in.
 
     Raises:
-        CheckpointError: a value of another type; names its key.
+        CheckpointError: a value of another type, or nested too deep, as one that holds itself;
+            names its key.
     """
+    if depth > DEEPEST:
+        raise CheckpointError(
+            f"{where[:SHOWN]}...: is nested more than {DEEPEST} deep, or holds itself, and cannot "
+            "be saved: give a flatter value in the object's state_dict()"
+        )
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, (torch.Tensor, StoredTensor)):
@@ -62,9 +71,9 @@ def to_json(value: Any, where: str, put: Put) -> Any:
         plain = float(value)
         return plain if math.isfinite(plain) else {"~float": repr(plain)}
     if type(value) in TABLES:  # exactly these: a subclass would come back as its base
-        return _table(cast("Mapping[Any, Any]", value), where, put)
+        return _table(cast("Mapping[Any, Any]", value), where, put, depth + 1)
     if type(value) in SEQUENCES:
-        return _sequence(cast("list[Any]", value), where, put)
+        return _sequence(cast("list[Any]", value), where, put, depth + 1)
     if isinstance(value, torch.dtype):
         return {"~dtype": dtype_name(value)}
     if isinstance(value, torch.device):
@@ -82,13 +91,16 @@ def to_json(value: Any, where: str, put: Put) -> Any:
     )
 
 
-def _table(value: Mapping[Any, Any], where: str, put: Put) -> Any:
+def _table(value: Mapping[Any, Any], where: str, put: Put, depth: int) -> Any:
     kind = TABLES[type(value)]
     plain = all(type(key) is str and not key.startswith(MARK) for key in value)
     if plain and kind == "~table":
-        return {key: to_json(item, f"{where}.{key}", put) for key, item in value.items()}
+        return {key: to_json(item, f"{where}.{key}", put, depth) for key, item in value.items()}
     pairs = [
-        [to_json(key, f"{where} key {key!r}", put), to_json(item, f"{where}.{key}", put)]
+        [
+            to_json(key, f"{where} key {key!r}", put, depth),
+            to_json(item, f"{where}.{key}", put, depth),
+        ]
         for key, item in value.items()
     ]
     if isinstance(value, defaultdict):
@@ -99,10 +111,10 @@ def _table(value: Mapping[Any, Any], where: str, put: Put) -> Any:
     return {kind: pairs}
 
 
-def _sequence(value: Any, where: str, put: Put) -> Any:
+def _sequence(value: Any, where: str, put: Put, depth: int) -> Any:
     kind = SEQUENCES[type(value)]
     ordered = sorted(value, key=repr) if kind in ("~set", "~frozenset") else value
-    items = [to_json(item, f"{where}.{number}", put) for number, item in enumerate(ordered)]
+    items = [to_json(item, f"{where}.{number}", put, depth) for number, item in enumerate(ordered)]
     return {kind: items} if kind else items
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.checks import check_type
+from anyrank.checks import as_float, check_type
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.world.ranks import Ranks
 
@@ -61,11 +61,11 @@ class Backwards:
         check_type("loss", loss, torch.Tensor, "the mean loss of a microbatch, a tensor")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
+        check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
+        own = as_float("weight", size if weight is None else weight)
         if self.is_weighted is (weight is None):
             raise ValueError(f"step {self.number}: give weight= in each backward or in none")
         self.is_weighted = weight is not None
-        check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
-        own = float(size if weight is None else weight)
         if not 0 <= own < math.inf or self.weights.get(slot.k, own) != own:
             raise ValueError(
                 f"weight is {own}: give at least 0, and the same value throughout a microbatch"

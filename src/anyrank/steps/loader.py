@@ -17,6 +17,7 @@ from anyrank.data.fetch import (
     MicrobatchDataset,
     MicrobatchRequest,
     RequestSampler,
+    check_length,
     length_of,
     make_fetcher,
     request_for,
@@ -241,9 +242,9 @@ class ElasticLoader(Position):
         """The steps of the rest of this epoch. All data-parallel ranks.
 
         Raises:
-            CheckpointError: the loader's arguments or position differ between ranks, before a batch
-                is fetched; a step was not completed; at the epoch's end, a sample was repeated or
-                lost on some rank.
+            CheckpointError: the loader's arguments or position differ between ranks, or the dataset
+                has got another length, before a batch is fetched; a step was not completed; at the
+                epoch's end, a sample was repeated or lost on some rank.
         """
         index, size = self._data_rank()
         epoch = self.epoch
@@ -253,6 +254,7 @@ class ElasticLoader(Position):
         with ExitStack() as stack:
             ranks = stack.enter_context(open_ranks(self._process_group))
             check_same_on_ranks(self, ranks)
+            check_length(self._dataset.dataset, self._schedule.order.n)
             if self._exact is not None:
                 self._exact.is_interleaved = None
                 stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
@@ -287,7 +289,10 @@ class ElasticLoader(Position):
                     self._current = None
 
     def _arguments(self) -> dict[str, object]:
-        return super()._arguments() | {"exact": self._exact is not None}
+        return super()._arguments() | {
+            "exact": self._exact is not None,
+            "len(dataset)": len(self._dataset.dataset),
+        }
 
     @property
     def in_step(self) -> bool:
