@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import runpy
 import sys
 from typing import Any
@@ -49,6 +50,7 @@ def job_alone(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
 def job_script(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
     """Run a script in this rank as Python would; its exit code, and what it prints."""
     out, before = io.StringIO(), sys.argv
+    limits = resource.getrlimit(resource.RLIMIT_DATA)  # which a script may lower
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
@@ -59,4 +61,5 @@ def job_script(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
         return code if isinstance(code, int) else 1, out.getvalue()
     finally:
         sys.argv = before
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
     return 0, out.getvalue()

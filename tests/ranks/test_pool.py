@@ -458,17 +458,6 @@ def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
     assert not set(pool.run(2, get_pid)) & set(pids)
 
 
-def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
-    pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
-    folder = pool._folder
-    pool.close()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not folder.exists()
-
-
 def is_running(pid: int) -> bool:
     """Whether there is such a process that has not ended; nobody may collect an orphan's end."""
     try:
@@ -641,3 +630,18 @@ def test_memory_is_measured(pool: RankPool) -> None:
     size = 64 << 20
     for measured in pool.run(1, measure_memory, init=False)[0]:
         assert 0.9 * size < measured < 1.2 * size
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+# Last, as the module's pool would take seconds to start again.
+def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
+    pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
+    folder = pool._folder
+    pool.close()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not folder.exists()

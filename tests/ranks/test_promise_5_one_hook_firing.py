@@ -166,7 +166,10 @@ WHOLE = ("plain", "ddp", "ddp, find unused", "fsdp", "fsdp, unit is the mlp")
 
 def cells(wrapper: str) -> list[str]:
     names = FEATURES if wrapper in WHOLE else SOME
-    compiled = {"plain": ["compiled", "compiled, nested, offload"], "ddp": ["compiled"]}
+    compiled = {
+        "plain": ["compiled, a graph per tile", "compiled, nested, offload"],
+        "ddp": ["compiled"],
+    }
     chosen = [n for n in names if not FEATURES[n].compiled or n in compiled.get(wrapper, [])]
     return [name for name in chosen if name not in LEFT_OUT.get(wrapper, [])]
 

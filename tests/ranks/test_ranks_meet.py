@@ -410,8 +410,23 @@ def job_killed() -> tuple[str, str]:
 # -- ends of processes ----------------------------------------------------------------------------
 
 OPEN_AT_EXIT = """
-import sys, torch, torch.distributed as dist, anyrank
-rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import os, signal, sys, torch, torch.distributed as dist, anyrank, anyrank.world.ranks
+store, folder = sys.argv[1:3]
+ranks = {}
+for how in ("left", "destroyed"):  # each in processes of its own, which end as any other
+    for rank in range(2):
+        if not (child := os.fork()):
+            break
+        ranks[child] = how, rank
+    else:
+        continue
+    break
+else:
+    for child, (how, rank) in ranks.items():
+        print(how, rank, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.exit()
+signal.alarm(100)
+store, folder = f"{store}-{how}", f"{folder}/{how}"
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 torch.manual_seed(0)  # the ranks hold replicas
 model = torch.nn.Linear(1, 1)
@@ -424,31 +439,19 @@ held = anyrank.world.ranks.open_ranks()
 kept = held.__enter__()
 ckpts = anyrank.Checkpoints(folder + "/run", anyrank.TrainState(model), background=True)
 ckpts.save()
-if sys.argv[4] == "destroyed":
+if how == "destroyed":
     dist.destroy_process_group()
-print("last line")
+print("last line", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["left", "destroyed"])
-def test_a_process_ends_with_groups_still_open(tmp_path: Path, how: str) -> None:
-    code = "import anyrank.world.ranks\n" + OPEN_AT_EXIT
-    arguments = [str(tmp_path / "store"), str(tmp_path), how]
+def test_a_process_ends_with_groups_still_open(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "store"), str(tmp_path)]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        try:
-            output, _ = rank.communicate(timeout=240)
-        finally:
-            rank.kill()
-        assert rank.returncode == 0, output
-        assert b"last line" in output
-    assert (tmp_path / "run/step-00000000/anyrank.json").exists()  # saved in the background
+    command = [sys.executable, "-c", OPEN_AT_EXIT, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    ended = [f"{how} {rank} 0" for how in ("left", "destroyed") for rank in range(2)]
+    assert sorted(run.stdout.splitlines()) == sorted([*ended, *["last line"] * 4]), run.stderr
+    saved = [tmp_path / how / "run/step-00000000/anyrank.json" for how in ("left", "destroyed")]
+    assert all(path.exists() for path in saved)  # in the background

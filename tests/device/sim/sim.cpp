@@ -27,7 +27,6 @@
 #include <sys/mman.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 #include <torch/library.h>
 #include <unistd.h>
 
