@@ -18,15 +18,21 @@ def sync_table(result: dict[str, Any]) -> str:
         ratio = row.get("anyrank_of_it")
         body.append(
             [
-                f"{row['case']}: {row['way']}",
+                f"{row['mib']} MiB, {row['case']}: {row['way']}",
                 f"{row['median_sec']:.2f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 f"{max(row['memory_mib']):.0f}",
                 f"{sum(row['sent_mib']):.0f}",
             ]
         )
-    what = f"{result['mib']} MiB, 4 ranks, medians of {result['repeats']}. {provenance(result)}"
-    head = ["ranks: way", "seconds", "anyrank / it", "most MiB beside the shares", "MiB sent"]
+    what = f"4 ranks, medians of {result['repeats']}. {provenance(result)}"
+    head = [
+        "weights, ranks: way",
+        "seconds",
+        "anyrank / it",
+        "most MiB beside the shares",
+        "MiB sent",
+    ]
     return f"{what}\n\n{table(head, body)}"
 
 

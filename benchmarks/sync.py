@@ -1,6 +1,6 @@
 """Live weights from one layout into another: `anyrank.sync`, and what trainers do today.
 
-    python benchmarks/sync.py                # 256 MiB, 4 ranks, 5 repeats, in turn
+    python benchmarks/sync.py                # 256 and 1,024 MiB, 4 ranks, 5 repeats, in turn
     python benchmarks/sync.py --mib 64 --repeats 3
 
 Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -260,17 +261,18 @@ def summary(case: str, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]
 def main() -> None:
     """Measure, print, and keep the results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for case in CASES:
+    for mib, case in itertools.product(options.mib, CASES):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            made = run_ranks(4, job, options.mib, case, options.repeats, folder, timeout=600)
-        rows += summary(case, made)
-        print(*(json.dumps(row) for row in rows if row["case"] == case), sep="\n", flush=True)
+            made = run_ranks(4, job, mib, case, options.repeats, folder, timeout=600)
+        found = [{"mib": mib} | row for row in summary(case, made)]
+        print(*map(json.dumps, found), sep="\n", flush=True)
+        rows += found
     rows += small_rows(4 * options.repeats)
-    result = describe_machine() | {"load_average": load_average(), "mib": options.mib}
+    result = describe_machine() | {"load_average": load_average()}
     result |= {"repeats": options.repeats, "rows": rows}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {RESULTS}")
