@@ -41,7 +41,7 @@ class Board:
             "what": self.what,
             "number": self.number,
             "ranks": list(absent),
-            "reached": reached,
+            "reached": {**reached},  # other threads add to it
         }
         self.store.set(f"stuck/{self.rank}", json.dumps(mine))
         if told := self.told():

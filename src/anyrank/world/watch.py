@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from anyrank.world import background
 from anyrank.world.crossed import Board, is_main_thread, reached
 from anyrank.world.group import SHOWN, default_store
@@ -118,6 +120,8 @@ class Watch:
 
     def _look_across(self, number: int, absent: Sequence[int]) -> None:
         """Whether one of those for whom this rank waits is waiting for it, in another call."""
+        if not dist.is_initialized():  # destroyed meanwhile, and its store with it
+            return
         if self.board is None:
             shared = Store(default_store(), "anyrank")
             self.board = Board(shared, self.rank, self.key, self.what, number)
