@@ -156,13 +156,13 @@ def test_recorded_orders_repeat_and_lose_no_sample_and_share_no_stream() -> None
 
 
 def test_recorded_syncs_send_each_byte_once_and_take_less_time() -> None:
-    found = result("sync")
-    rows = {(row["case"], row["way"]): row for row in found["rows"] if "way" in row}
-    for case, least in (("2 to 2 others", found["mib"]), ("the same 4", found["mib"] * 3 / 8)):
-        ours = rows[case, "anyrank.sync"]
-        assert sum(ours["sent_mib"]) <= 1.01 * least
-        assert ours["of_baseline"] <= 0.6
-        assert max(ours["memory_mib"]) <= 16
+    ours = [row for row in result("sync")["rows"] if row.get("way") == "anyrank.sync"]
+    assert len(ours) >= 2
+    for row in ours:
+        least = row["mib"] * {"2 to 2 others": 1, "the same 4": 3 / 8}[row["case"]]
+        assert sum(row["sent_mib"]) <= 1.01 * least
+        assert row["of_baseline"] <= 0.6
+        assert max(row["memory_mib"]) <= 16
 
 
 def test_recorded_plans_of_many_ranks_are_soon_made_and_fair(module: Import) -> None:
