@@ -26,8 +26,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import anyrank
 from anyrank import faults
+from anyrank.files.json_codec import from_json, to_json
 from anyrank.resume.cadence import cadence
-from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.train_state import run_parts
 from anyrank.testing import RanksFailed, run_ranks
 

@@ -1,6 +1,6 @@
 """The numbers in the record of an optimizer: its groups' options, and what its state has of them.
 
-A record is JSON as `state.json_codec` makes it, and is equal on all ranks. Tensors in it are names.
+A record is JSON as `files.json_codec` makes it, and is equal on all ranks. Tensors in it are names.
 """
 
 from __future__ import annotations

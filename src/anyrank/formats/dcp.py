@@ -86,7 +86,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
     """
     path = join_path(folder, METADATA)
     metadata = pickles.loads(read_whole(storage, path), path, RECORDS)
-    with torch_file.parsing(path):
+    with torch_file.parsing(path), closing(_Reader(storage, folder)) as reader:
         described = dict(metadata["state_dict_metadata"])
         places = {
             (index["fqn"], tuple(index.fields.get("offset") or ())): place.fields
@@ -98,7 +98,6 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
             for key, path in (planned.items() if isinstance(planned, dict) else ())
             if isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
         }
-    with torch_file.parsing(path), closing(_Reader(storage, folder)) as reader:
         tensors = {
             fqn: reader.tensor(fqn, entry, places)
             for fqn, entry in described.items()

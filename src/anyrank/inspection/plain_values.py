@@ -1,6 +1,6 @@
 """What differs between two steps of runs apart from their tensors: position, options, plain values.
 
-Compared is the JSON of the manifests, as `state.json_codec` makes it. What differs between equal
+Compared is the JSON of the manifests, as `files.json_codec` makes it. What differs between equal
 runs is left out: how tensors lie on ranks, how an optimizer computes, and where a frozen part was
 read from. So is a part that each rank saved for itself, where the rank counts differ.
 """
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from anyrank.errors import CorruptCheckpoint
+from anyrank.files.json_codec import SEQUENCES, TABLES
 from anyrank.files.manifest import POSITION, Manifest
 from anyrank.files.optimizer_numbers import IMPLEMENTATION, RECORD, is_optimizer
 from anyrank.files.receipt import canonical, data_differences
 from anyrank.files.schema import check
 
 PROGRESS = ("step", "epoch", "samples")
-TABLES = ("~table", "~ordered", "~counter")
-SEQUENCES = ("~tuple", "~set", "~frozenset", "~size")
 TENSORS = ("~own", "~whole", "~plain", "~like", "~laid", "~tensor", "~array")
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
@@ -142,9 +141,9 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
         return None
     table = cast("dict[str, Any]", value)
     mark = next(iter(table), "")
-    if mark in SEQUENCES:
+    if mark and mark in SEQUENCES.values():
         return _items(list(table[mark]))
-    if mark in TABLES or mark == "~defaultdict":
+    if mark in TABLES.values():
         pairs = table[mark][1] if mark == "~defaultdict" else table[mark]
         return {json.dumps(k) if isinstance(k, (dict, list)) else k: v for k, v in pairs}
     return None if mark.startswith("~") else table

@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.json_codec import to_json
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
 from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
-from anyrank.state.json_codec import to_json
 from anyrank.state.opaque import is_opaque
 from anyrank.state.optimizer import UNKNOWN
 from anyrank.state.optimizer_groups import Names

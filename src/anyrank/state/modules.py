@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
@@ -19,7 +20,6 @@ from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.own_code import added_to_state_dict
 from anyrank.model.replace import put_in_place
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
-from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.part_types import (
     Matched,
     Saved,

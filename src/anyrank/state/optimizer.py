@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
-from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.opaque import (
     is_opaque,
     match_opaque,

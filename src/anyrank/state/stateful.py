@@ -10,8 +10,8 @@ import torch
 
 from anyrank.data.position import Position, check_state_dict
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
-from anyrank.state.json_codec import from_json, to_json
 from anyrank.state.part_types import (
     Matched,
     Saved,
