@@ -2,11 +2,12 @@
 
     python benchmarks/integrations.py [lightning accelerate transformers]
 
-DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW: some 40 ms of CPU time a
-step, and few parameters, so that memory, which varies, is little of it. What an integration adds to
-a step depends on the numbers of microbatches, samples and parameters, and not on their size. Both
-train in turn, in the same processes, a minute for each framework. No step is saved within a round.
-The samples are read in the ranks' own processes, so that seeding each of them counts.
+DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW. What an integration adds
+to a step depends on the numbers of microbatches, samples and parameters, and not on their size: so
+a step is measured that is about as long as one on a GPU (an encoder of MiniLM's sizes, 16 vectors a
+sequence), and one that is as short as steps get (four layers), where the addition is seen best.
+Both train in turn, in the same processes, one to two minutes for each. No step is saved within a
+round. The samples are read in the ranks' own processes, so that seeding each of them counts.
 
 Of all steps the fastest tenth is compared, in wall time and in CPU time of rank 0: on a machine
 that others use too, the slower ones show what those did. The medians are there as well.
@@ -14,6 +15,7 @@ that others use too, the slower ones show what those did. The medians are there 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -23,6 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from anyrank.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "integrations.json"
-RANKS, MICROBATCH, GLOBAL_BATCH, WIDTH, LENGTH = 2, 8, 32, 256, 48
-STEPS, WARM = 32, 2  # of a round
-ROUNDS, BUDGET_SEC = 4, 60  # at least so many rounds, and more until then
+RANKS, MICROBATCH, GLOBAL_BATCH = 2, 8, 32
+WARM = 2  # steps of a round that do not count
+ROUNDS = 4  # at least
 
 Clock = tuple[float, float]  # wall and CPU, in seconds
 
@@ -45,18 +48,56 @@ def now() -> Clock:
     return time.perf_counter(), time.process_time()
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-    return nn.Sequential(*layers)
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and for how long."""
+
+    width: int
+    length: int  # vectors in a sequence
+    steps: int  # of a round
+    budget_sec: float  # rounds begin until then
+    encoder: bool
+
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.encoder:
+            return Encoder(self.width)
+        layers = [
+            layer for _ in range(4) for layer in (nn.Linear(self.width, self.width), nn.GELU())
+        ]
+        return nn.Sequential(*layers)
+
+    def data(self) -> torch.Tensor:
+        return torch.randn(GLOBAL_BATCH * self.steps, self.length, self.width)
+
+    def rows(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.data()), batch_size=MICROBATCH, shuffle=True)
 
 
-def rows() -> DataLoader[Any]:
-    data = TensorDataset(torch.randn(GLOBAL_BATCH * STEPS, LENGTH, WIDTH))
-    return DataLoader(data, batch_size=MICROBATCH, shuffle=True)
+WORKLOADS = {
+    "encoder": Workload(width=384, length=16, steps=8, budget_sec=120, encoder=True),
+    "four layers": Workload(width=256, length=48, steps=32, budget_sec=60, encoder=False),
+}
 
 
-def with_lightning(folder: str | None) -> list[Clock]:
+class Encoder(nn.Module):
+    """Six layers of MiniLM's sizes, over vectors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {"num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 4 * width}
+        config = transformers.BertConfig(vocab_size=1, hidden_size=width, **sizes)
+        self.bert = transformers.BertModel(config, add_pooling_layer=False)
+        self.bert.embeddings.word_embeddings.requires_grad_(False)  # vectors come in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.bert(inputs_embeds=x).last_hidden_state
+        return hidden
+
+
+def with_lightning(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with the callback where there is a folder."""
     import lightning
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -68,7 +109,7 @@ def with_lightning(folder: str | None) -> list[Clock]:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = work.network()
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             return self.net(batch[0]).square().mean()
@@ -93,11 +134,11 @@ def with_lightning(folder: str | None) -> list[Clock]:
         callbacks=[elastic(folder, global_batch=GLOBAL_BATCH)] if folder else [],
         **dict.fromkeys(quiet, False),
     )
-    trainer.fit(Module(), rows())
+    trainer.fit(Module(), work.rows())
     return ends
 
 
-def with_accelerate(folder: str | None) -> list[Clock]:
+def with_accelerate(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with anyrank's Accelerator where there is a folder."""
     import accelerate
     from accelerate.state import AcceleratorState, GradientState
@@ -112,9 +153,9 @@ def with_accelerate(folder: str | None) -> list[Clock]:
     else:
         count = GLOBAL_BATCH // MICROBATCH // RANKS
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=count)
-    model = network()
+    model = work.network()
     model, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters()), rows()
+        model, torch.optim.AdamW(model.parameters()), work.rows()
     )
     ends: list[Clock] = []
     for (batch,) in data:
@@ -128,7 +169,7 @@ def with_accelerate(folder: str | None) -> list[Clock]:
     return ends
 
 
-def with_transformers(folder: str | None) -> list[Clock]:
+def with_transformers(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with an elastic Trainer where there is a folder."""
     import transformers
     from accelerate.state import AcceleratorState
@@ -142,7 +183,7 @@ def with_transformers(folder: str | None) -> list[Clock]:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = work.network()
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.net(x).square().mean()}
@@ -151,7 +192,7 @@ def with_transformers(folder: str | None) -> list[Clock]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(now())
 
-    data = [{"x": row} for row in torch.randn(GLOBAL_BATCH * STEPS, LENGTH, WIDTH)]
+    data = [{"x": row} for row in work.data()]
     with tempfile.TemporaryDirectory() as out:
         arguments = transformers.TrainingArguments(
             out,
@@ -180,7 +221,7 @@ def with_transformers(folder: str | None) -> list[Clock]:
     return ends
 
 
-CONTENDERS: dict[str, Callable[[str | None], list[Clock]]] = {
+CONTENDERS: dict[str, Callable[[Workload, str | None], list[Clock]]] = {
     "lightning": with_lightning,
     "accelerate": with_accelerate,
     "transformers": with_transformers,
@@ -193,35 +234,37 @@ def durations(ends: list[Clock]) -> list[Clock]:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in steps]
 
 
-def job(name: str, folder: str, number: int) -> tuple[list[Clock], list[Clock]]:
+def job(name: str, work: Workload, folder: str, number: int) -> tuple[list[Clock], list[Clock]]:
     """The steps of a round on this rank: those of the framework alone, those with anyrank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found: dict[bool, list[Clock]] = {}
     for with_anyrank in (False, True) if number % 2 else (True, False):
         path = f"{folder}/{number}"
-        found[with_anyrank] = durations(CONTENDERS[name](path if with_anyrank else None))
+        found[with_anyrank] = durations(CONTENDERS[name](work, path if with_anyrank else None))
         shutil.rmtree(path, ignore_errors=True)
     return found[False], found[True]
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, what: str) -> dict[str, Any]:
     """A row of the results."""
     both: tuple[list[Clock], list[Clock]] = ([], [])
-    number, end = 0, time.monotonic() + BUDGET_SEC
+    work = WORKLOADS[what]
+    number, end = 0, time.monotonic() + work.budget_sec
     with tempfile.TemporaryDirectory() as folder:
         while number < ROUNDS or time.monotonic() < end:
             environ = {"TORCHELASTIC_RUN_ID": "benchmark"}
-            pair = run_ranks(RANKS, job, name, folder, number, env=environ, timeout=300)[0]
+            pair = run_ranks(RANKS, job, name, work, folder, number, env=environ, timeout=300)[0]
             for steps, new in zip(both, pair, strict=True):
                 steps += new if number else []  # the first round imports
             number += 1
-    row: dict[str, Any] = {"framework": name, "rounds": number - 1, "steps": len(both[0])}
-    for kind, what in enumerate(("wall", "cpu")):
+    row: dict[str, Any] = {"framework": name, "model": what}
+    row |= {"rounds": number - 1, "steps": len(both[0])}
+    for kind, clock in enumerate(("wall", "cpu")):
         deciles = [statistics.quantiles((step[kind] for step in one), n=10) for one in both]
         for number, part in ((0, "fastest_tenth"), (4, "median")):
             alone, with_anyrank = (1e3 * cuts[number] for cuts in deciles)
-            row[f"{what}_{part}"] = {
+            row[f"{clock}_{part}"] = {
                 "alone_ms": round(alone, 2),
                 "anyrank_ms": round(with_anyrank, 2),
                 "added_ms": round(with_anyrank - alone, 2),
@@ -234,11 +277,12 @@ def main() -> None:
     """Measure, print, and keep the rows of other frameworks that the file has."""
     names = sys.argv[1:] or list(CONTENDERS)
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
-    for name in names:
-        row = measure(name)
-        print(row)
-        rows = [one for one in rows if one["framework"] != name] + [row]
-    result = {**describe_machine(), "rows": sorted(rows, key=lambda row: row["framework"])}
+    rows = [row for row in rows if row["framework"] not in names]
+    for name, what in itertools.product(names, WORKLOADS):
+        rows.append(measure(name, what))
+        print(rows[-1])
+    rows.sort(key=lambda row: (row["model"], row["framework"]))
+    result = {**describe_machine(), "rows": rows}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -227,7 +227,7 @@ def test_the_summary_fits_a_screen_and_the_files_are_written(
     ]
     assert "4 steps on FSDP2, loss 8.50 at first, 6.50 at last" in result.stdout
     assert "2 ranks  from step 0, SIGKILL while step 3 was saved" in result.stdout
-    assert "1 ranks  from step 2, to the end" in result.stdout
+    assert "1 rank  from step 2, to the end" in result.stdout
     assert "5 MiB in 0.50 s alongside the training, which pauses for 0.25 s" in result.stdout
     assert "epoch 1: 24 exactly once" in result.stdout
     assert "the same SHA-256 of weights and optimizer as on 2 -> 1 ranks" in result.stdout

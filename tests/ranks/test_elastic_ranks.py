@@ -330,8 +330,8 @@ REFUSED = {
         "microbatch of at most 1, or a global_batch of at least 6, or run on at most 2 ranks"
     ),
     "outside": "is not in process_group",
-    "smaller wrapper": "averages gradients over 1 ranks, and the data is divided among 3",
-    "smaller mesh": "averages gradients over 1 ranks, and the data is divided among 3",
+    "smaller wrapper": "averages gradients over 1 rank, and the data is divided among 3",
+    "smaller mesh": "averages gradients over 1 rank, and the data is divided among 3",
     "fsdp_tp": "averages gradients over 2 ranks, and the data is divided among 4",
     "tp": "whose ranks need the same data",
     "wrapped already": "give microbatches\\(\\) the wrapped model",

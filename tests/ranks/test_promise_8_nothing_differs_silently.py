@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_noticed_where_the_publisher_gave_a_digest(tmp_path: Pa
     blob.write_bytes(data)
     (snapshot / "model.safetensors").symlink_to(blob)
     _, report, _ = run("llama", str(snapshot), verify=True)
-    assert "SHA-256 of 1 files" in report.verified
+    assert "SHA-256 of 1 file" in report.verified
     flip(blob, len(data) - 5)
     error, _, _ = run("llama", str(snapshot), verify=True)
     assert "SHA-256 is" in str(error)

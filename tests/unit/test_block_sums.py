@@ -222,7 +222,7 @@ def test_a_state_whose_only_step_is_damaged_may_not_be_used(tmp_path: Path) -> N
 def test_a_load_of_a_run_verifies_every_byte_when_asked(tmp_path: Path) -> None:
     saved(tmp_path)
     assert anyrank.load(nn.Linear(512, 512), tmp_path, verify=True).verified == (
-        "replicas, xxh3-64 of 1 files"
+        "replicas, xxh3-64 of 1 file"
     )
     file = tmp_path / "step-00000001" / "__0_0.distcp"
     content = bytearray(file.read_bytes())

@@ -177,7 +177,7 @@ def test_an_unknown_prefix_is_named_with_the_way_out(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_a_torch_file_is_noticed(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(100000)}, tmp_path / "w.pt")
     report = anyrank.convert(tmp_path / "w.pt", tmp_path / "whole")
-    assert report.verified.endswith("CRC-32 of 1 records of the source")
+    assert report.verified.endswith("CRC-32 of 1 record of the source")
     data = bytearray((tmp_path / "w.pt").read_bytes())
     data[200000] ^= 4
     (tmp_path / "w.pt").write_bytes(data)

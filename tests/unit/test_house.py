@@ -25,7 +25,7 @@ SRC = ROOT / "src"
 
 # -- imports point one way ------------------------------------------------------------------------
 
-BASE = {"errors", "checks", "settings", "faults"}
+BASE = {"errors", "checks", "settings", "faults", "wording"}
 CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "errors": set[str](),
     "checks": set[str](),
     "faults": set[str](),
+    "wording": set[str](),
     "settings": {"errors"},
     "tensors": BASE,
     "files": BASE | {"tensors"},

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import anyrank
-from anyrank.inspection.groups import as_products, group, in_units, printable
+from anyrank.inspection.groups import as_products, group
+from anyrank.wording import in_units, printable
 
 SCREEN_LINES = 50
 

@@ -99,7 +99,7 @@ def command(
             overwrite=overwrite,
         )
     except ValueError as error:
-        raise click.UsageError(str(error).replace("overwrite=True", "--overwrite")) from error
+        raise click.UsageError(str(error)) from error
     if as_json:
         click.echo(report.to_json())
     else:

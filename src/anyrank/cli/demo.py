@@ -199,7 +199,7 @@ def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) 
 def show(results: dict[str, Any], out: str, console: Console) -> None:
     """The summary, on one screen."""
     from anyrank.cli.console import write
-    from anyrank.inspection.groups import in_units
+    from anyrank.wording import in_units
 
     losses = results["training"]["losses"]
     bars = "" if console.options.ascii_only else f"  {sparkline(losses)}"
@@ -222,7 +222,7 @@ def _table(results: dict[str, Any]) -> Padding:
     from rich.padding import Padding
 
     from anyrank.cli.console import table
-    from anyrank.inspection.groups import in_units
+    from anyrank.wording import in_units
 
     peaks = ("host peak\nof a rank", "host peak\nof all ranks", "of\nnaive")
     made = table("\nbuild and load", *peaks, "\nsec", "embeddings\ndiffer by")

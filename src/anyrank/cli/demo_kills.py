@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from anyrank.cli import torchrun
 from anyrank.errors import AnyrankError
+from anyrank.wording import count
 
 SCRIPT = "finetune.py"
 SAVES = 12  # in a whole run
@@ -189,7 +190,7 @@ def leg_lines(results: dict[str, Any]) -> list[str]:
         end = "to the end"
         if leg["killed_in_save_of"] is not None:
             end = f"SIGKILL while step {leg['killed_in_save_of']} was saved"
-        lines.append(f"    {leg['ranks']} ranks  from step {leg['from_step']}, {end}")
+        lines.append(f"    {count(leg['ranks'], 'rank')}  from step {leg['from_step']}, {end}")
     saves = results["saves"]
     mib = saves[-1]["nbytes"] / (1 << 20)
     seconds = sum(save["seconds"] for save in saves) / len(saves)

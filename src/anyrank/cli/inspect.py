@@ -21,8 +21,8 @@ def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
     or a URL. It is never loaded, and no code in it runs.
     """
-    from anyrank.inspection.groups import printable
     from anyrank.inspection.inspect import inspect
+    from anyrank.wording import printable
 
     inspection = inspect(path)
     if as_json:
@@ -37,8 +37,9 @@ def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
 def _show(inspection: Inspection, every: bool) -> None:
     from anyrank.cli.console import out, write
     from anyrank.cli.tree import tree
-    from anyrank.inspection.groups import TensorGroup, group, printable
+    from anyrank.inspection.groups import TensorGroup, group
     from anyrank.inspection.inspect import notes, summary
+    from anyrank.wording import printable
 
     tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
     groups = group(tensors)

@@ -108,9 +108,8 @@ def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | No
 
 def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPlan]) -> None:
     from anyrank.cli.console import out, write
-    from anyrank.inspection.groups import in_units
-    from anyrank.inspection.inspect import count
     from anyrank.loading.plan import READ_BYTES_PER_SEC, SEND_BYTES_PER_SEC
+    from anyrank.wording import count, in_units
 
     copies, shards = count(math.prod(mesh[:-1]), "copy", "copies"), count(mesh[-1], "shard")
     places = f"{count(chosen.world_size, 'rank')} on {count(chosen.nodes, 'node')}"
@@ -130,7 +129,7 @@ def _table(plans: list[LoadPlan]) -> Padding:
     from rich.padding import Padding
 
     from anyrank.cli.console import table
-    from anyrank.inspection.groups import in_units
+    from anyrank.wording import in_units
 
     ranks = ("rank\nholds", "rank\npeak", "rank\nreads", "rank\nsends")
     made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "about\nsec")

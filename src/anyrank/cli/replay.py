@@ -18,10 +18,9 @@ from anyrank.files.receipt import (
 )
 from anyrank.files.storage import storage_for
 from anyrank.inspection.diff import committed_steps, data_in_words, numbers_in_words
-from anyrank.inspection.groups import printable
-from anyrank.inspection.inspect import count
 from anyrank.resume.replay import ReplayRequest, TrainedStep, read_trained, real_path, write_request
 from anyrank.settings import REPLAY
+from anyrank.wording import count, joined, rows
 
 SHOWN = 10  # steps or tensors of a list
 AGAIN = {
@@ -68,18 +67,16 @@ class ReplayReport:
 
     def __str__(self) -> str:
         where = f"{self.run}: from step {self.start} on {count(self.ranks, 'rank')}"
-        same = f"  same bits {_some(self.equal)}"
+        same = f"  same bits {joined(self.equal, SHOWN)}"
         if self.step is None:
             return f"{where}: the same bits as the run\n{same}"
         lines = [f"{where}: step {self.step} differs", *([same] if self.equal else [])]
-        lines += [f"  data      {printable(line)}" for line in data_in_words(self.data)]
-        numbers = numbers_in_words(self.numbers)
-        lines += [f"  number    {printable(line)}" for line in numbers[:SHOWN]]
-        if len(numbers) > SHOWN:
-            lines.append(f"  number    and {len(numbers) - SHOWN} more")
-        lines += [f"  digest    {printable(name)}" for name in self.digests[:SHOWN]]
-        if len(self.digests) > SHOWN:
-            lines.append(f"  digest    and {len(self.digests) - SHOWN} more")
+        groups = [
+            ("data", data_in_words(self.data)),
+            ("number", numbers_in_words(self.numbers)),
+            ("digest", self.digests),
+        ]
+        lines += rows(groups, 10, SHOWN)
         return "\n".join([*lines, f"  again     {AGAIN[self.again]}"])
 
 
@@ -133,13 +130,14 @@ def _receipts_of(run: str, start: int, stop: int | None) -> dict[int, Manifest]:
     if not folders:
         raise AnyrankError(f"{run}: is not a run, or has no step yet: check the path")
     there = sorted(folders)
+    has = joined(there, SHOWN)
     if start not in folders:
-        raise AnyrankError(f"{run}: has no step {start} to begin with; it has {_some(there)}")
+        raise AnyrankError(f"{run}: has no step {start} to begin with; it has {has}")
     chosen = [step for step in there if start <= step and (stop is None or step <= stop)]
     if len(chosen) < 2:
         end = "" if stop is None else f" up to {stop}"
         raise AnyrankError(
-            f"{run}: has no step after {start}{end} to compare with; it has {_some(there)} (which "
+            f"{run}: has no step after {start}{end} to compare with; it has {has} (which "
             "ones stay is for keep= and keep_every= of Checkpoints)"
         )
     return {step: _with_receipt(folders[step]) for step in chosen}
@@ -187,8 +185,3 @@ def _threads_of(manifest: Manifest) -> dict[str, str]:
     record = manifest.data_state.get("exact")
     threads = record.get("threads") if isinstance(record, dict) else None
     return {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) else {}
-
-
-def _some(steps: list[int]) -> str:
-    more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
-    return ", ".join(map(str, steps[:SHOWN])) + more

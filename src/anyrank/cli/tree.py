@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 from rich.tree import Tree
 
-from anyrank.inspection.groups import TensorGroup, in_units, short_dtype
+from anyrank.inspection.groups import TensorGroup
+from anyrank.wording import in_units, short_dtype
 
 GUIDE_COLUMNS = 4  # rich indents each level by this
 MAX_LEVELS = 16  # the remaining parts of longer names stay together

@@ -15,6 +15,7 @@ from anyrank.files.output import FileSpan
 from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
+from anyrank.wording import count
 
 BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
 
@@ -69,9 +70,9 @@ class StoredContent:
             records = replace(listing, files=plain, sums={})
             for path, what in mismatches(records, 0, 1, self.reader.check):
                 raise LoadError(f"{path}: {what}")
-            return f"CRC-32 of {len(listing.checksums)} records of the source"
+            return f"CRC-32 of {count(len(listing.checksums), 'record')} of the source"
         if listing.sums:
-            return f"xxh3-64 of {len(listing.sums)} files of the source"
+            return f"xxh3-64 of {count(len(listing.sums), 'file')} of the source"
         return "not the bytes of the source"
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:

@@ -33,6 +33,7 @@ from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.tensors.names import Rename, of_adapter
 from anyrank.tensors.spec import dtype_name
+from anyrank.wording import count
 from anyrank.world.connections import call_alone
 from anyrank.world.group import Group, members
 
@@ -194,7 +195,7 @@ def _convert(
         merged=list(added),
         copied=list(small),
         skipped=list(selection.skipped),
-        verified=f"xxh3-64 of {len(output.files)} files, and their headers; {compared}",
+        verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers; {compared}",
         seconds=time.perf_counter() - start,
     )
 

@@ -14,6 +14,7 @@ from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.files.store import WritableStorage, store_for, storing
 from anyrank.formats.sources import list_source
+from anyrank.wording import joined
 
 UNFINISHED = ".unfinished-"
 # All that is in a folder of weights by its name. Anything else may be somebody's only copy.
@@ -169,7 +170,9 @@ def _check_replaceable(
     if is_folder and not is_file and not store.names(path):
         return
     if not overwrite:
-        raise ValueError(f"{path}: is there already: give another place, or overwrite=True")
+        raise ValueError(
+            f"{path}: is there already: give another place, or overwrite=True (--overwrite)"
+        )
     if is_folder == is_file:
         raise ValueError(
             f"{path}: is a {'folder' if is_folder else 'file'}, and would become a "
@@ -183,10 +186,9 @@ def _check_folder(store: WritableStorage, path: str, sources: Sequence[str]) -> 
     """Raises ValueError: a folder with anything in it that replacing it would lose."""
     others = [name for name in sorted(store.names(path)) if not _is_own(store, path, name, sources)]
     if others:
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise ValueError(
-            f"{path}: is not a folder of weights and nothing else: overwrite=True would delete "
-            f"{', '.join(others[:SHOWN])}{more}: move that, or give another place"
+            f"{path}: is not a folder of weights and nothing else: overwriting would delete "
+            f"{joined(others, SHOWN)}: move that, or give another place"
         )
     try:
         list_source(path)

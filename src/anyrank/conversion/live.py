@@ -28,6 +28,7 @@ from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of, lazy_view
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import plan_writes
+from anyrank.wording import count
 from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -106,7 +107,7 @@ def convert_live(
             ),
             *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
         ],
-        verified=f"xxh3-64 of {len(output.files)} files, and their headers",
+        verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers",
         seconds=time.perf_counter() - start,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from anyrank.wording import by_part, count, rows
+
 SHOWN = 5
 
 
@@ -51,20 +53,14 @@ class ConvertReport:
 
     def __str__(self) -> str:
         size = f"{self.nbytes / (1 << 20):,.1f} MiB in {self.seconds:.1f} s"
-        lines = [f"{self.path}: {self.format}, {self.tensors} tensors, {size}, from {self.source}"]
-        for title, items in (
+        tensors = count(self.tensors, "tensor")
+        lines = [f"{self.path}: {self.format}, {tensors}, {size}, from {self.source}"]
+        groups: list[tuple[str, list[str]]] = [
             ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
             ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),
             ("merged", self.merged),
             ("copied", self.copied),
-            ("skipped", self.skipped),
-        ):
-            lines += [f"  {title:<9}{_printable(item)}" for item in items[:SHOWN]]
-            if len(items) > SHOWN:
-                lines.append(f"  {title:<9}and {len(items) - SHOWN} more")
-        return "\n".join([*lines, f"  verified {self.verified}"])
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+            ("skipped", by_part(self.skipped)),
+        ]
+        return "\n".join([*lines, *rows(groups, 9, SHOWN), f"  verified {self.verified}"])

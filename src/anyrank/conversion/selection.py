@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Listing, ties_of
 from anyrank.files.output import OutputTensor
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
 from anyrank.tensors.quantised import is_small, scaled
@@ -62,7 +62,8 @@ def select(listing: Listing, given: Rename) -> Selection:
         raise LoadError(
             "the source holds no weights to convert: `anyrank inspect` shows what it holds"
         )
-    kept, tied = _ties(tensors)
+    tied = ties_of(tensors)
+    kept = {name: stored for name, stored in tensors.items() if name not in tied}
     extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
     idle = [f"{old}: rename= has it, and no key matches" for old in unused(given, keys.values())]
@@ -93,20 +94,6 @@ def _above_all(listing: Listing) -> str:
 def _plain(name: str) -> str:
     """A name without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors without those that are the bytes of an earlier one, and these."""
-    kept: dict[str, StoredTensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[object, str] = {}
-    for name, stored in tensors.items():
-        place = (stored.shape, stored.dtype, stored.chunks)
-        if stored.nbytes and (owner := first.setdefault(place, name)) != name:
-            tied[name] = owner
-        else:
-            kept[name] = stored
-    return kept, tied
 
 
 def _cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -11,6 +11,7 @@ from anyrank.errors import AnyrankError
 from anyrank.files.block_sums import check_file, read_sums
 from anyrank.files.listing import Listing
 from anyrank.files.storage import read_exactly, storage_for
+from anyrank.wording import count
 
 BLOCK_BYTES = 1 << 20
 
@@ -63,9 +64,9 @@ def mismatches(
 def compared(listing: Listing) -> list[str]:
     """What `mismatches` compares, in words."""
     digests = sum(info.sha256 is not None for info in listing.files)
-    words = [f"SHA-256 of {digests} files"] if digests else []
-    words += [f"CRC-32 of {len(listing.checksums)} records"] if listing.checksums else []
-    words += [f"xxh3-64 of {len(listing.sums)} files"] if listing.sums else []
+    words = [f"SHA-256 of {count(digests, 'file')}"] if digests else []
+    words += [f"CRC-32 of {count(len(listing.checksums), 'record')}"] if listing.checksums else []
+    words += [f"xxh3-64 of {count(len(listing.sums), 'file')}"] if listing.sums else []
     return words
 
 

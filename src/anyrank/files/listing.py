@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -111,8 +111,9 @@ class Listing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of all tensors; of tensors that are one, once."""
+        tied = ties_of(self.tensors)
+        return sum(stored.nbytes for name, stored in self.tensors.items() if name not in tied)
 
     def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
         """About how many bytes of the files hold `numel` elements of one of its tensors."""
@@ -152,6 +153,17 @@ class Fill:
     local: torch.Tensor
     listing: Listing
     index: int = 0
+
+
+def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Tensors that are the bytes of an earlier one, by its name."""
+    tied: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, stored in tensors.items():
+        place = (stored.shape, stored.dtype, stored.chunks)
+        if stored.nbytes and (owner := first.setdefault(place, name)) != name:
+            tied[name] = owner
+    return tied
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
+from anyrank.wording import count
 from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
 
@@ -71,8 +72,9 @@ class GradientSync:
         for number in self.sizes():
             if number % ranks.size:
                 raise ValueError(
-                    f"the model averages gradients over {number} ranks, and the data is divided "
-                    f"among {ranks.size}: give the loader the model's data-parallel process_group"
+                    f"the model averages gradients over {count(number, 'rank')}, and the data is "
+                    f"divided among {ranks.size}: give the loader the model's data-parallel "
+                    "process_group"
                 )
         trainable = [param for param in self.unwrapped.values() if param.requires_grad]
         for mesh in {param.device_mesh for param in trainable if isinstance(param, DTensor)}:

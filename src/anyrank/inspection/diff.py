@@ -19,11 +19,11 @@ from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import committed, list_step, recognises
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.inspection.groups import printable
-from anyrank.inspection.inspect import count, name_of
+from anyrank.inspection.inspect import name_of
 from anyrank.inspection.plain_values import plain_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count, rows
 
 SHOWN = 10
 LONGEST = 60  # characters of a value
@@ -108,7 +108,7 @@ class DiffReport:
         lines = [f"{self.a} and {self.b}: {self._verdict()}"]
         if self.step is not None:
             lines.append(f"  step {self.step} is the first that differs")
-        for title, items in (
+        groups: list[tuple[str, list[str]]] = [
             ("only in", [f"{self.a}: {name}" for name in self.only_a]),
             ("only in", [f"{self.b}: {name}" for name in self.only_b]),
             ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
@@ -120,11 +120,8 @@ class DiffReport:
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
-        ):
-            lines += [f"  {title:<10}{printable(item)}" for item in items[:SHOWN]]
-            if len(items) > SHOWN:
-                lines.append(f"  {title:<10}and {len(items) - SHOWN} more")
-        return "\n".join(lines)
+        ]
+        return "\n".join([*lines, *rows(groups, 10, SHOWN)])
 
     def _verdict(self) -> str:
         steps = f" in {count(len(self.steps_equal), 'step')}" if self.steps_equal else ""
@@ -133,7 +130,8 @@ class DiffReport:
         if self.step is None and self.steps_only:
             return "no step in common"
         before = f" after {count(len(self.steps_equal), 'equal step')}" if steps else ""
-        return f"different{before}, but for {count(self.equal, 'equal tensor')}"
+        same = count(self.equal, "tensor") if self.equal else "no tensor"
+        return f"different{before}; {same} equal"
 
 
 def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:

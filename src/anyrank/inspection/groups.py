@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from anyrank.wording import printable, short_dtype
+
 SHOWN_RUNS = 6
 MAX_NUMBERS = 8  # numbers that a name is grouped by; further ones count as text
 MAX_DIGITS = 9
@@ -78,30 +80,6 @@ def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
         for rest, numbers in firsts.items()
         for product in as_products(sorted(rest))
     ]
-
-
-def in_units(nbytes: int) -> str:
-    """Bytes as a person reads them: "512 B", "86.7 MiB", "1.4 TiB"."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:,.1f} TiB"
-
-
-def short_dtype(dtype: str) -> str:
-    """A dtype's name as people write it: "bf16", "fp32", "fp8_e4m3fn"; others as they are."""
-    return dtype.replace("bfloat", "bf").replace("float", "fp")
-
-
-def printable(text: str) -> str:
-    """Text from a file, its line breaks and terminal codes escaped."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _blank(name: str) -> tuple[Blanked, Indices]:

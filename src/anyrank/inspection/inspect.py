@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Listing, ties_of
 from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.inspection.groups import group, in_units, printable, short_dtype
+from anyrank.inspection.groups import group
 from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
+from anyrank.wording import by_part, count, in_units, printable, rows, short_dtype
 
 SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
 SHOWN_NOTES = 3
@@ -55,7 +56,7 @@ class InspectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Tensors of one dtype: how many, their elements, their bytes."""
+    """Tensors of one dtype: how many, their elements, their bytes. Tied ones' count once."""
 
     tensors: int
     elements: int
@@ -72,8 +73,10 @@ class Inspection:
         files: what the tensors are in; empty for tensors in memory.
         tensors: all of them, in the order of the headers.
         dtypes: dtype -> total, the largest first.
-        parameters: elements of all tensors: a file does not tell parameters from buffers.
-        nbytes: of all tensors.
+        parameters: elements of all tensors, tied ones' once: a file does not tell parameters from
+            buffers.
+        nbytes: of all tensors, tied ones' once.
+        tied: name -> the name of the tensor before it whose bytes it is.
         metadata: free text that the format carries.
         skipped: files and keys that `load` ignores, each with the reason.
         quantised: tensors that `load` dequantises -> how they are quantised.
@@ -89,6 +92,7 @@ class Inspection:
     nbytes: int
     metadata: dict[str, str]
     skipped: list[str]
+    tied: dict[str, str] = field(default_factory=dict[str, str])
     quantised: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
 
@@ -111,7 +115,8 @@ def summary(found: Inspection) -> list[str]:
         f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
         for dtype, total in found.dtypes.items()
     )
-    parts = [found.format, count(len(found.tensors), "tensor")]
+    tied = f" ({len(found.tied):,} tied)" if found.tied else ""
+    parts = [found.format, count(len(found.tensors), "tensor") + tied]
     parts += [f"{found.parameters:,} parameters", in_units(found.nbytes)]
     methods = Counter(found.quantised.values())
     ways = (
@@ -126,15 +131,13 @@ def notes(found: Inspection) -> list[str]:
     """Steps, metadata and what was skipped, shortened: the lines below the tensors."""
     lines = [
         f"  step {saved.step:<8} epoch {saved.epoch}, {saved.samples:,} samples, "
-        f"{saved.ranks} ranks, {in_units(saved.nbytes)}, {printable(saved.written)}"
+        f"{count(saved.ranks, 'rank')}, {in_units(saved.nbytes)}, {printable(saved.written)}"
         for saved in found.steps
     ]
     texts = [f"{key}: {value}" for key, value in found.metadata.items()]
-    for title, items in (("metadata", texts), ("skipped", found.skipped)):
-        lines += [f"  {title:<8} {_shorten(item)}" for item in items[:SHOWN_NOTES]]
-        if len(items) > SHOWN_NOTES:
-            lines.append(f"  {title:<8} and {len(items) - SHOWN_NOTES} more")
-    return lines
+    groups = (("metadata", texts), ("skipped", by_part(found.skipped)))
+    shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
+    return [*lines, *rows(shortened, 9, SHOWN_NOTES)]
 
 
 def inspect(source: Source) -> Inspection:
@@ -163,16 +166,18 @@ def inspect(source: Source) -> Inspection:
     """
     check_source(source)
     listing = list_source(source)
+    dtypes = _totals(listing)
     return Inspection(
         path=name_of(source),
         format=listing.format,
         files=[InspectedFile(file.path, file.size) for file in listing.files if not file.in_memory],
         tensors=_tensors(listing),
-        dtypes=_totals(listing),
-        parameters=sum(_elements(stored) for stored in listing.tensors.values()),
+        dtypes=dtypes,
+        parameters=sum(total.elements for total in dtypes.values()),
         nbytes=listing.nbytes,
         metadata=listing.metadata,
         skipped=[*listing.skipped, *filter(None, [unknown_method(listing)])],
+        tied=ties_of(listing.tensors),
         quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=steps_in(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else [],
     )
@@ -211,19 +216,15 @@ def _elements(stored: StoredTensor) -> int:
 
 def _totals(listing: Listing) -> dict[str, Total]:
     members: dict[str, list[tuple[int, int]]] = {}
-    for stored in listing.tensors.values():
-        dtype = dtype_name(stored.dtype)
-        members.setdefault(dtype, []).append((_elements(stored), stored.nbytes))
+    tied = ties_of(listing.tensors)
+    for name, stored in listing.tensors.items():
+        size = (0, 0) if name in tied else (_elements(stored), stored.nbytes)
+        members.setdefault(dtype_name(stored.dtype), []).append(size)
     totals = {
         dtype: Total(len(sizes), sum(n for n, _ in sizes), sum(b for _, b in sizes))
         for dtype, sizes in members.items()
     }
     return dict(sorted(totals.items(), key=lambda item: (-item[1].nbytes, item[0])))
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and its noun: "1 tensor", "1,024 tensors"."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def _shorten(text: str) -> str:

@@ -21,10 +21,10 @@ from anyrank.files.receipt import (
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_folder import check_sizes, is_step, list_step, recognises, steps_of
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.inspection.groups import in_units, printable
-from anyrank.inspection.inspect import count, name_of
+from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count, in_units, printable, rows
 
 SHOWN = 20
 FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -81,9 +81,7 @@ class VerifyReport:
         if self.steps:
             parts.insert(1, count(len(self.steps), "step"))
         lines = [f"{self.path}: {verdict}", f"  {', '.join(part for part in parts if part)}"]
-        lines += [f"  {finding}" for finding in self.findings[:SHOWN]]
-        if len(self.findings) > SHOWN:
-            lines.append(f"  and {len(self.findings) - SHOWN} more")
+        lines += rows([("", self.findings)], 0, SHOWN)
         return "\n".join([*lines, f"  checked: {', '.join(self.checked)}"])
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import anyrank
+from anyrank.integrations.accelerate_batches import ElasticBatches
 from anyrank.integrations.accelerate_run import (
     AccelerateRun,
     add_modules,
@@ -27,7 +28,6 @@ from anyrank.integrations.accelerate_run import (
     step_as_trained,
     warn_of_other_schedule,
 )
-from anyrank.integrations.batches import ElasticBatches
 from anyrank.integrations.versions import warn_if_untested
 
 log = logging.getLogger("anyrank.integrations")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 from anyrank.model.report import MIB, FillReport, mib_by_rank
+from anyrank.wording import count
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class LoadReport(FillReport):
 
     def __str__(self) -> str:
         lines = [
-            f"loaded {self.tensors} tensors ({self.format}) in {self.seconds:.2f} s",
+            f"loaded {count(self.tensors, 'tensor')} ({self.format}) in {self.seconds:.2f} s",
             f"  strategy     {self.strategy}: {self.reason}",
             f"  read         {mib_by_rank(self.bytes_read)}",
         ]
@@ -79,7 +80,9 @@ class LoadReport(FillReport):
             "own code": self.own_code,
             "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
-            "not finite": [f"{name}: {count} values" for name, count in self.nonfinite.items()],
+            "not finite": [
+                f"{name}: {count(number, 'value')}" for name, number in self.nonfinite.items()
+            ],
             "skipped": self.skipped,
         }
         lines += self._lines(others)

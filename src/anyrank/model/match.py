@@ -32,6 +32,7 @@ from anyrank.tensors.names import (
 )
 from anyrank.tensors.quantised import is_small, is_wide, scaled
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import first_few
 
 SHOWN = 10
 STALE = "PEFT may have computed these adapters from the base weights, which would be replaced"
@@ -364,9 +365,9 @@ def _quantised(
 
 def listed(title: str, items: list[str], hints: Near | None = None) -> str:
     """The first few of many names, with hints at what they may be meant for."""
-    more = f"\n  ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
-    return f"{title} ({len(items)}):\n  " + "\n  ".join(shown) + more
+    lines = [*shown, *first_few(items, SHOWN)[SHOWN:]]
+    return f"{title} ({len(items)}):\n  " + "\n  ".join(lines)
 
 
 def _renaming(unexpected: list[str], unfilled: list[str]) -> str:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from anyrank.wording import joined
+
 MIB = 1 << 20
 SHOWN = 5
 
@@ -19,8 +21,7 @@ def mib_by_rank(values: list[int]) -> str:
 
 def _group_line(title: str, items: list[str]) -> str:
     """One line of a report: how many, and the first few."""
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return f"  {title:<12} {len(items)}: {'; '.join(items[:SHOWN])}{more}"
+    return f"  {title:<12} {len(items)}: {joined(items, SHOWN, '; ')}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, lazy_view
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import joined
 
 SHOWN = 10
 
@@ -182,8 +183,7 @@ def other_class(part: str, name: str, saved: str) -> str:
 
 def listed(title: str, names: Sequence[str]) -> str:
     """A problem that several names share."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{title}: {', '.join(names[:SHOWN])}{more}"
+    return f"{title}: {joined(names, SHOWN)}"
 
 
 def differences(record: Any, other: Any, where: str = "") -> str:

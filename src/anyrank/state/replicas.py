@@ -18,6 +18,7 @@ from anyrank.errors import CheckpointError
 from anyrank.state.digests import start_digests
 from anyrank.state.part_types import SHOWN, Saved
 from anyrank.tensors.sharded_tensor import Coordinates, replicas
+from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -192,15 +193,13 @@ def _by_members(digests: Mapping[Key, int]) -> dict[tuple[int, ...], str]:
 
 
 def _in_words(wrong: Mapping[str, list[list[int]]]) -> str:
-    shown = [
-        f"  {name}: " + " unlike ".join(f"ranks {held}" for held in groups)
-        for name, groups in [*wrong.items()][:SHOWN]
+    found = [
+        f"{name}: " + " unlike ".join(f"ranks {held}" for held in groups)
+        for name, groups in wrong.items()
     ]
-    more = [f"  and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
     lines = [
         "nothing was saved, as ranks hold different values of what they should hold alike:",
-        *shown,
-        *more,
+        *(f"  {line}" for line in first_few(found, SHOWN)),
         "the replicas have diverged (a forward around the wrapper, an update on one rank alone): "
         "make them alike, or resume the last step",
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from anyrank.wording import count
+
 
 class Outcome(str):
     """What became of one part: "exact", "resharded", "derived", "skipped" or "fresh".
@@ -91,15 +93,17 @@ class ResumeReport:
         return json.dumps(fields, indent=2)
 
     def __str__(self) -> str:
+        saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
         lines = [
             f"resumed {self.path} in {self.seconds:.2f} s",
-            f"  at           step {self.step}, epoch {self.epoch}, {self.samples} samples",
-            f"  saved on     {self.saved_on.ranks or 'unknown'} ranks ({self.saved_on.layout})",
-            f"  resumed on   {self.ranks} ranks",
+            f"  at           step {self.step}, epoch {self.epoch}, {count(self.samples, 'sample')}",
+            f"  saved on     {saved_on} ({self.saved_on.layout})",
+            f"  resumed on   {count(self.ranks, 'rank')}",
         ]
         if self.set_aside:
             lines.append(
-                f"  LOST         {self.lost_steps} steps, {self.lost_samples} samples: damaged, "
+                f"  LOST         {count(self.lost_steps, 'step')}, "
+                f"{count(self.lost_samples, 'sample')}: damaged, "
                 f"set aside as {', '.join(self.set_aside)}"
             )
         lines += [

@@ -9,6 +9,7 @@ from torch import nn
 from anyrank.checks import check_model
 from anyrank.model.report import FillReport, mib_by_rank
 from anyrank.model.synced import report_of
+from anyrank.wording import count
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class SyncReport(FillReport):
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
         lines = [
-            f"synced {self.tensors} tensors of version {self.version} in {self.seconds:.2f} s, by "
-            f"{plan}"
+            f"synced {count(self.tensors, 'tensor')} of version {self.version} in "
+            f"{self.seconds:.2f} s, by {plan}"
         ]
         for title, values in (
             ("sent", self.bytes_sent),

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch.distributed as dist
 
 from anyrank.errors import RankError
+from anyrank.wording import joined
 
 SHOWN = 8  # ranks that a message names
 
@@ -91,6 +92,4 @@ def key_of(ranks: Sequence[int]) -> str:
 
 def named(ranks: Collection[int]) -> str:
     """Ranks in words: "rank 1", "ranks 1, 2"."""
-    shown = ", ".join(str(rank) for rank in list(ranks)[:SHOWN])
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined([*ranks], SHOWN)}"

@@ -1,0 +1,70 @@
+"""Numbers, sizes and lists of names, as reports and errors show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """A number and its noun: "1 tensor", "1,024 tensors"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def in_units(nbytes: int) -> str:
+    """Bytes as a person reads them: "512 B", "86.7 MiB", "1.4 TiB"."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:,.1f} TiB"
+
+
+def short_dtype(dtype: str) -> str:
+    """A dtype's name as people write it: "bf16", "fp32", "fp8_e4m3fn"; others as they are."""
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
+
+
+def printable(text: str) -> str:
+    """Text from a file, its line breaks and terminal codes escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def first_few(items: Sequence[object], shown: int) -> list[str]:
+    """The first items, and how many more there are: ["a", "b", "and 7 more"]."""
+    texts = [str(item) for item in items[:shown]]
+    return texts if len(items) <= shown else [*texts, f"and {len(items) - shown:,} more"]
+
+
+def joined(items: Sequence[object], shown: int, between: str = ", ") -> str:
+    """The first items in a line: "a, b and 7 more"."""
+    texts = first_few(items, shown)
+    if len(items) <= shown:
+        return between.join(texts)
+    return f"{between.join(texts[:-1])} {texts[-1]}"
+
+
+def rows(groups: Iterable[tuple[str, Sequence[object]]], width: int, shown: int) -> Iterator[str]:
+    """Lines of a report: each has a group's title, in a column of `width`, and one of its items."""
+    for title, items in groups:
+        for text in first_few(items, shown):
+            yield f"  {title:<{width}}{printable(text)}"
+
+
+def by_part(reasons: Iterable[str]) -> list[str]:
+    """Lines of "name: reason", those of one reason and part in one: "optimizer.* (9): not weights".
+
+    A part is what a name has before its first dot.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for line in reasons:
+        name, _, reason = line.partition(": ")
+        groups.setdefault((name.partition(".")[0], reason), []).append(line)
+    return [
+        lines[0] if len(lines) == 1 else f"{part}.* ({len(lines):,}): {reason}"
+        for (part, reason), lines in groups.items()
+    ]
