@@ -20,7 +20,7 @@ from anyrank.gradients.exact_fsdp import OrderedReduceScatter
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import open_ranks
 
-KINDS = ("fsdp", "rich fsdp", "hsdp", "bf16")
+KINDS = ("fsdp", "rich fsdp", "hsdp", "bf16", "ddp", "rich ddp")
 
 
 @contextmanager
@@ -51,6 +51,7 @@ def job_all() -> dict[str, str]:
         for kind in KINDS
     }
     found |= {job.__name__: job("fsdp") for job in (usual.job_adversaries, usual.job_left_unsynced)}
+    found |= usual.job_early()
     return found | {f"mixed {workers}": job_mixed(workers) for workers in (0, 2)}
 
 
@@ -123,17 +124,20 @@ def test_a_unit_that_whole_rounds_skip() -> None:
 
 
 def job_choices() -> list[bool | None]:
-    model: Any = fully_shard(nn.Linear(64, 64, bias=False))
     chosen: list[bool | None] = []
     os.environ["ANYRANK_EXACT_BYTES"] = str(3 * 64 * 64 * 4)
     with open_ranks() as ranks:
-        for count in (3, 18, 19):  # a rank keeps 1, 3 and 4 nodes
-            run = ExactRun()
-            run.deal(model, count, ranks)
-            chosen.append(run.is_interleaved)
+        for wrap in (fully_shard, DistributedDataParallel):
+            model: Any = wrap(nn.Linear(64, 64, bias=False))
+            for count in (3, 18, 19, 26):  # a rank keeps 1, 3, 4 and 5 nodes
+                run = ExactRun()
+                run.deal(model, count, ranks)
+                chosen.append(run.is_interleaved)
     del os.environ["ANYRANK_EXACT_BYTES"]
     return chosen
 
 
 def test_the_nodes_that_a_rank_keeps_are_counted() -> None:
-    assert run_ranks(3, job_choices) == [[False, False, True]] * 3
+    """Under DDP one of them is where the gradient ends."""
+    choices = [False, False, True, True, False, False, False, True]
+    assert run_ranks(3, job_choices) == [choices] * 3

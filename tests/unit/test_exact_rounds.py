@@ -37,7 +37,7 @@ def test_every_microbatch_is_exchanged_once(count: int, size: int, is_interleave
         assert all(rounds.spans(number) == spans for rounds in every)
         for rounds, own in zip(every, spans, strict=True):
             leaves = [leaf for span in own for leaf in range(*span)]
-            assert leaves == (rounds.own() if rounds.exchanges else [])
+            assert leaves == (list(rounds.own()) if rounds.exchanges else [])
             exchanged += leaves
     assert sorted(exchanged) == list(range(count))
 

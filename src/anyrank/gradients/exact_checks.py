@@ -53,7 +53,6 @@ class ExactRun:
             "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
             or none, of the model that was trained first); empty until the first step.
         tried: optimizers that `exact_optimizer` has tried.
-        repeating: models whose parameters get gradients several times in a microbatch.
         looks: at the attributes of models, in the passes over their first microbatches.
         delivered: samples of the gradients that the optimizer should find.
         is_interleaved: whether the ranks take turns in this pass over the data; None before its
@@ -63,7 +62,6 @@ class ExactRun:
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
         self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self.repeating: WeakSet[nn.Module] = WeakSet()
         self.looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.delivered = DeliveredGradients()
         self.is_interleaved: bool | None = None
@@ -159,14 +157,17 @@ def _device_types(model: nn.Module) -> list[str]:
 
 
 def _most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
-    """Gradients of sharded parameters that a rank would keep until the last of its microbatches."""
+    """What a rank would keep beside its gradients until the last of its microbatches."""
     if count <= ranks.size:
         return 0
     slots = slots_of_rank(count, ranks.index, ranks.size)
     nodes = most_nodes(count, [slot.k for slot in slots if not slot.is_copy])
-    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad)
-    whole = sum(p.numel() * sum_dtype(p.dtype).itemsize for p in sharded)
-    return whole * nodes
+    # Gradients that are not sharded end in one of their sums.
+    return sum(
+        param.numel() * sum_dtype(param.dtype).itemsize * (nodes - (not isinstance(param, DTensor)))
+        for param in model.parameters()
+        if param.requires_grad
+    )
 
 
 def _read_record(saved: object) -> dict[str, int | str]:

@@ -36,9 +36,7 @@ class OrderedReduceScatter:
     def __init__(self, rounds: Rounds, shards: OrderedGroup, replicas: OrderedGroup | None) -> None:
         self.rounds, self.shards, self.replicas = rounds, shards, replicas
         self.own = TreeSum(rounds.count)  # until the next exchange
-        self.num_added = 0
         self.kept = TreeSum(rounds.count)  # this rank's shard
-        self.num_kept = 0  # rounds
         self.number = -1  # of the last round with a gradient
         self.is_repeated = False  # there were several gradients in a round
         self.is_complete = True  # nothing is kept that was not exchanged
@@ -78,29 +76,23 @@ class OrderedReduceScatter:
 
     def add(self, term: torch.Tensor) -> None:
         """Add a microbatch's term; those before it in which the unit did not run have none."""
-        leaf = self.rounds.leaf
-        leaves = self.rounds.own()
-        stop = leaves.index(leaf) + 1 if leaf is not None else len(leaves)
-        for earlier in leaves[self.num_added : stop]:
-            self.own.add(Span(earlier, earlier + 1), term if earlier == leaf else None)
-        self.num_added = stop
-        if leaf is not None and term.device.type != "cpu":
+        self.rounds.add(self.own, term)
+        if self.rounds.leaf is not None and term.device.type != "cpu":
             # It was allocated on the compute stream, and outlives FSDP2's own reference.
             term.record_stream(torch.accelerator.current_stream(term.device))
 
     def exchange(self, like: torch.Tensor, shards: OrderedGroup) -> None:
         """Add up what the ranks have added since the last exchange, each its shard. All ranks."""
         every = self.rounds.spans(self.number)
+        self.rounds.complete(self.own)
         found = start_reduce_scatter(self.own, like, shards, every)()
         if self.replicas is not None:
             found = self.across_replicas(found, like[: like.numel() // shards.size], every)
-        for number in range(self.num_kept, self.number):  # the unit did not run, on any rank
-            spans = sorted(span for there in self.rounds.spans(number) for span in there)
-            self.kept.extend((span, None) for span in spans)
+        self.own = TreeSum(found.count)
+        self.kept.skip_to(found.nodes[0][0].start)  # rounds in which the unit did not run
         self.kept.extend(found.nodes)
         if not self.rounds.is_last:
             self.kept.release()
-        self.own, self.num_added, self.num_kept = TreeSum(found.count), 0, self.number + 1
 
     def across_replicas(
         self, found: TreeSum, like: torch.Tensor, every: Sequence[Sequence[Span]]
@@ -127,7 +119,8 @@ class OrderedReduceScatter:
         assert total is not None
         self.kept = TreeSum(self.rounds.count)
         if self.replicas is not None:
-            total = all_gather(total, self.replicas.group, self.replicas.size)[: output.numel()]
+            whole = total.new_empty(total.numel() * self.replicas.size)
+            total = all_gather(total, whole, self.replicas.group)[: output.numel()]
             # FSDP2 adds up the replicas' outputs afterwards: total + 0 + ... is the total.
             if dist.get_rank(self.replicas.group):
                 total = total.zero_()

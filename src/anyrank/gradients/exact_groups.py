@@ -1,12 +1,15 @@
 """The ordered sums of parameters that FSDP2 does not reduce, from their `.grad`.
 
-Terms are kept by parameter. They are exchanged by groups of parameters, in an order that is the
-same on all ranks: after a backward, or within it as soon as a group's gradients are there.
+A gradient is taken from the parameter as it comes, and added to what this rank has. Sums are
+exchanged by groups of parameters, in an order that is the same on all ranks: after a backward, or
+within it as soon as a group's gradients are there. What was sent is not kept: the totals are
+written over it. A parameter may get further gradients in a microbatch, after its first was sent:
+these are the terms of a second sum, which is exchanged after the backward and added to the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,54 +19,57 @@ from anyrank.gradients.exact_checks import sparse_gradient
 from anyrank.gradients.exact_rounds import Rounds
 from anyrank.gradients.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
 from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.gradients.tree_sum import Span, TreeSum, sum_dtype
+from anyrank.gradients.tree_sum import TreeSum, added, sum_dtype
 
 GROUP_BYTES = 4 << 20  # of gradients exchanged together
-MAX_STARTED = 4  # groups in flight within a backward, each in several copies
+MAX_STARTED = 2  # groups in flight, each in two copies or more
 
 
 class GradientGroup:
-    """Parameters whose gradients are exchanged together, as one tensor.
+    """Sums of parameters whose gradients are exchanged together, as one tensor.
 
     Args:
         parameters: of one dtype and device, by name.
+        rounds: of the step.
         ranks: the data-parallel ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: OrderedGroup) -> None:
-        self.names, self.ranks = list(parameters), ranks
-        self.parts = [local(parameter.detach()) for parameter in parameters.values()]
-        sizes = [part.numel() for part in self.parts]
-        self.sizes = [*sizes, -sum(sizes) % ranks.size]  # a shard for each rank
-        self.dtype = sum_dtype(self.parts[0].dtype)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was exchanged."""
-        self.kept = TreeSum(self.ranks.count)  # this rank's shard
-        self.started: Callable[[], TreeSum] | None = None
-        self.whole: torch.Tensor | None = None
-
-    def start(
-        self,
-        nodes: Sequence[tuple[Span, Sequence[torch.Tensor | None]]],
-        every: Sequence[Sequence[Span]],
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], rounds: Rounds, ranks: OrderedGroup
     ) -> None:
-        """Start to exchange the nodes of all ranks. All ranks.
+        self.rounds, self.ranks = rounds, ranks
+        self.parts = {name: local(param.detach()) for name, param in parameters.items()}
+        sizes = [part.numel() for part in self.parts.values()]
+        self.sizes = [*sizes, -sum(sizes) % ranks.size]  # a shard for each rank
+        self.own = self.no_terms()
+        self.kept = TreeSum(rounds.count)  # this rank's shard
+        self.sent: torch.Tensor | None = None
+        self.finish: Callable[[], TreeSum] | None = None  # waits for the exchange
 
-        Args:
-            nodes: of this rank, each with a value for each parameter; they are copied.
-            every: the nodes of each rank.
-        """
-        own = TreeSum(self.ranks.count)
-        own.extend((span, self.flat(values)) for span, values in nodes)
-        like = own.nodes[0][1] if own.nodes else self.flat([None] * len(self.parts))
-        assert like is not None
-        self.started = start_reduce_scatter(own, like, self.ranks, every)
+    def no_terms(self) -> dict[str, TreeSum]:
+        """A sum for each parameter, of what this rank adds until the next exchange."""
+        return {name: TreeSum(self.rounds.count) for name in self.parts}
+
+    def start(self) -> None:
+        """Start to exchange what was added since the last time. All ranks."""
+        for own in self.own.values():
+            self.rounds.complete(own)
+        rows = zip(*(own.nodes for own in self.own.values()), strict=True)
+        nodes = TreeSum(self.rounds.count)
+        nodes.extend((row[0][0], self.flat([value for _, value in row])) for row in rows)
+        self.own = self.no_terms()
+        self.sent = nodes.nodes[0][1] if nodes.nodes else self.flat([None] * len(self.parts))
+        assert self.sent is not None
+        every = self.rounds.spans(self.rounds.number)
+        self.finish = start_reduce_scatter(nodes, self.sent, self.ranks, every)
 
     def flat(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The parameters' values in one tensor; zeros for None."""
-        flat = self.parts[0].new_empty(sum(self.sizes), dtype=self.dtype)
+        """The parameters' values in one tensor, which may be the only one's; zeros for None."""
+        first = values[0]
+        if first is not None and self.sizes == [first.numel(), 0] and first.is_contiguous():
+            return first.view(-1)
+        like = next(iter(self.parts.values()))
+        flat = like.new_empty(sum(self.sizes), dtype=sum_dtype(like.dtype))
         for place, value in zip(flat.split(self.sizes), [*values, None], strict=True):
             if value is None:
                 place.zero_()
@@ -71,27 +77,34 @@ class GradientGroup:
                 place.view(value.shape).copy_(value)
         return flat
 
-    def keep(self) -> None:
+    def end(self) -> None:
         """Wait for the exchange, and add up what this rank got."""
-        assert self.started is not None
-        self.kept.extend(self.started().nodes)
-        self.started = None
+        assert self.finish is not None
+        found = self.finish()
+        self.kept.skip_to(found.nodes[0][0].start)  # rounds in which the group was not exchanged
+        self.kept.extend(found.nodes)
+        self.finish = None
+        if not self.rounds.is_last:
+            self.kept.release()
+            self.sent = None
 
-    def gather(self) -> None:
-        """Wait for the last exchange, and gather all shards of the whole sum. All ranks."""
-        self.keep()
-        total = self.kept.total()
-        assert total is not None
-        self.whole = all_gather(total, self.ranks.group, self.ranks.size)
-        self.kept = TreeSum(self.ranks.count)
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's sum, once the last exchange has ended. All ranks."""
+        shard, whole = self.kept.total(), self.sent
+        assert shard is not None
+        assert whole is not None
+        self.kept, self.sent = TreeSum(self.rounds.count), None
+        *places, _ = all_gather(shard, whole, self.ranks.group).split(self.sizes)
+        for (name, part), place in zip(self.parts.items(), places, strict=True):
+            yield name, place.view(part.shape)
 
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's sum, once it is gathered."""
-        assert self.whole is not None
-        *places, _ = self.whole.split(self.sizes)
-        self.whole = None
-        for name, part, place in zip(self.names, self.parts, places, strict=True):
-            yield name, place.view(part.shape)
+        """Each parameter's sum where there is one rank; without those that have no term."""
+        for name, own in self.own.items():
+            self.rounds.complete(own)
+            total = own.total()
+            if total is not None:
+                yield name, total
 
 
 class ExactGroups:
@@ -102,6 +115,7 @@ class ExactGroups:
         rounds: of the step.
         ranks: the data-parallel ranks.
         dtypes: to which a parameter's sum is rounded, where it is.
+        counts_squares: add up the squares of all terms.
     """
 
     def __init__(
@@ -110,18 +124,22 @@ class ExactGroups:
         rounds: Rounds,
         ranks: OrderedGroup,
         dtypes: Mapping[str, torch.dtype],
+        counts_squares: bool,
     ) -> None:
         self.parameters, self.rounds, self.ranks, self.dtypes = parameters, rounds, ranks, dtypes
-        self.sums = {name: TreeSum(rounds.count) for name in parameters}  # until an exchange
-        self.groups = [
-            GradientGroup({name: parameters[name] for name in names}, ranks)
-            for names in grouped(parameters)
-        ]
-        self.grouped = {name for group in self.groups for name in group.names}
+        self.groups = [self.group_of(names) for names in grouped(parameters)]
+        self.place = {name: n for n, group in enumerate(self.groups) for name in group.parts}
+        self.further: dict[int, GradientGroup] = {}  # sums of gradients after a microbatch's first
+        self.totals: dict[str, torch.Tensor] = {}
         self.used: set[str] = set()  # parameters that a microbatch here has used
-        self.squares = 0.0  # the sum of the squares of all terms, where they are counted
-        self.is_repeated = False  # a gradient came after its group was started
+        self.squares, self.counts_squares = 0.0, counts_squares
         self.earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
+        self.begin(False)
+
+    def group_of(self, names: Iterable[str]) -> GradientGroup:
+        return GradientGroup(
+            {name: self.parameters[name] for name in names}, self.rounds, self.ranks
+        )
 
     def set_earlier_aside(self) -> None:
         """Take the gradients from before the pass."""
@@ -136,89 +154,109 @@ class ExactGroups:
             if name in self.earlier:
                 put(parameter, self.earlier.pop(name))
 
-    def add_terms(self, counts_squares: bool) -> None:
-        """Make the gradients of the microbatch terms of the sums."""
-        leaf = self.rounds.leaf
-        for name, parameter in self.parameters.items():
-            gradient, parameter.grad = parameter.grad, None
-            if leaf is None:
-                continue
-            term = _term_of(name, gradient)
-            if term is not None:
-                self.used.add(name)
-                if counts_squares:
-                    self.squares += float(term.abs().double().square().sum())
-            self.sums[name].add(Span(leaf, leaf + 1), term)
-
-    def exchange(self) -> None:
-        """Exchange what was added since the last time, and keep this rank's shards. All ranks."""
-        for group in self.groups:
-            self.start(group)
-            group.keep()
-            group.kept.release()
-
-    def start(self, group: GradientGroup) -> None:
-        """Start to exchange a group's sums. All ranks."""
-        nodes = self.nodes_of(group)
-        for name in group.names:
-            self.sums[name] = TreeSum(self.rounds.count)
-        group.start(nodes, self.rounds.spans(self.rounds.number))
-
-    def nodes_of(self, group: GradientGroup) -> list[tuple[Span, list[torch.Tensor | None]]]:
-        """The nodes of this rank's sums, each with a value for each parameter of the group."""
-        sums = [self.sums[name].nodes for name in group.names]
-        return [(row[0][0], [value for _, value in row]) for row in zip(*sums, strict=True)]
-
-    def start_early(self, group: GradientGroup) -> None:
-        """Start to exchange a group's sums and last gradients, which are all kept. All ranks."""
-        nodes = self.nodes_of(group)
-        leaf = self.rounds.leaf
-        if leaf is not None:
-            terms = [_term_of(name, self.parameters[name].grad) for name in group.names]
-            nodes.append((Span(leaf, leaf + 1), terms))
-        group.start(nodes, self.rounds.spans(self.rounds.number))
-
     @contextmanager
-    def starting_early(self) -> Generator[None, None, None]:
-        """Start the exchange of each group once the backward has all of its gradients, in order."""
-        waiting = [set(group.names) for group in self.groups]
-        place = {name: number for number, names in enumerate(waiting) for name in names}
-        num_started = 0
-
-        def start_next() -> None:
-            nonlocal num_started
-            self.start_early(self.groups[num_started])
-            num_started += 1
-            if num_started > MAX_STARTED:
-                self.groups[num_started - 1 - MAX_STARTED].gather()
-
-        def ready(name: str) -> None:
-            if place[name] < num_started:
-                self.is_repeated = True
-                return
-            waiting[place[name]].discard(name)
-            while num_started < len(waiting) and not waiting[num_started]:
-                start_next()
-
+    def taking(self) -> Generator[None, None, None]:
+        """Take gradients as a backward brings them."""
         hooks = [
             self.parameters[name].register_post_accumulate_grad_hook(
-                lambda _, name=name: ready(name)
+                lambda _, name=name: self.come(name)
             )
-            for name in place
-            if self.parameters[name].requires_grad
+            for name in self.place
         ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        while num_started < len(self.groups):
-            start_next()
-        for group in self.groups[-MAX_STARTED:]:
-            group.gather()
-        if self.rounds.leaf is not None:
-            grads = ((name, parameter.grad) for name, parameter in self.parameters.items())
-            self.used |= {name for name, grad in grads if grad is not None}
+
+    def begin(self, is_early: bool) -> None:
+        """A microbatch begins. With `is_early`, groups are exchanged within its backward."""
+        self.is_early = is_early
+        self.waiting = [set(group.parts) for group in self.groups]
+        self.num_started = self.num_ended = 0
+
+    def come(self, name: str) -> None:
+        """A backward has brought a gradient. Further ones of the microbatch stay where they are."""
+        number = self.place[name]
+        if name not in self.waiting[number]:
+            return
+        self.waiting[number].discard(name)
+        self.take(self.groups[number], name)
+        while self.is_early and self.num_started < len(self.groups):
+            if self.waiting[self.num_started]:
+                break
+            self.start_next()
+
+    def end(self) -> None:
+        """Take the microbatch's gradients that did not come by a hook, and the further ones."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            if name not in self.place:  # it was frozen when the pass began
+                self.used.add(name)
+                parameter.grad = None
+            elif name in self.waiting[self.place[name]]:
+                self.take(self.groups[self.place[name]], name)
+            else:
+                self.take(self.further_of(self.place[name]), name)
+
+    def further_of(self, number: int) -> GradientGroup:
+        if number not in self.further:
+            self.further[number] = self.group_of(self.groups[number].parts)
+        return self.further[number]
+
+    def take(self, group: GradientGroup, name: str) -> None:
+        """Make a parameter's gradient a term of a group's sum."""
+        parameter = self.parameters[name]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or self.rounds.leaf is None:
+            return
+        term = _term_of(name, gradient)
+        self.used.add(name)
+        if self.counts_squares:
+            self.squares += float(term.abs().double().square().sum())
+        self.rounds.add(group.own[name], term)
+
+    def exchange(self) -> None:
+        """Exchange the groups that this round has not exchanged yet. All ranks."""
+        if self.ranks.size == 1:
+            for group in self.groups:
+                self.totals.update(group.totals())
+            return
+        while self.num_started < len(self.groups):
+            self.start_next()
+        while self.num_ended < len(self.groups):
+            self.end_next()
+
+    def start_next(self) -> None:
+        """Start to exchange the next group. All ranks."""
+        if self.num_started - self.num_ended == MAX_STARTED:
+            self.end_next()
+        self.groups[self.num_started].start()
+        self.num_started += 1
+
+    def end_next(self) -> None:
+        """End the exchange of the next group; the last round gathers its sums. All ranks."""
+        group = self.groups[self.num_ended]
+        group.end()
+        if self.rounds.is_last:
+            self.totals.update(group.gather())
+        self.num_ended += 1
+
+    def exchange_further(self, numbers: set[int]) -> None:
+        """Exchange further gradients, and add the last round's sums of them. All ranks.
+
+        Args:
+            numbers: of the groups that have some on any rank, in this round or before.
+        """
+        for number in sorted(numbers):
+            group = self.further_of(number)
+            if self.ranks.size > 1:
+                group.start()
+                group.end()
+            if self.rounds.is_last:
+                for name, total in group.totals() if self.ranks.size == 1 else group.gather():
+                    self.totals[name] = added(self.totals.get(name), total)
 
     def states(self) -> bytes:
         """Of each parameter: frozen, without a gradient in this rank's microbatches, or with."""
@@ -231,35 +269,13 @@ class ExactGroups:
             for name, parameter in self.parameters.items()
         )
 
-    def deliver(self, used: set[str], is_repeated: bool) -> None:
-        """Make the sums the gradients of the parameters that any rank has used. All ranks.
+    def deliver(self, used: set[str]) -> None:
+        """Make the sums the gradients of the parameters that any rank has used."""
+        for name in used:
+            self.give(name, self.totals.pop(name))
 
-        Args:
-            used: their names.
-            is_repeated: a rank got gradients of a group after its exchange had begun.
-        """
-        if self.ranks.size == 1:
-            for name in used:
-                self.give(name, self.sums.pop(name).total())
-            return
-        if is_repeated:
-            for group in self.groups:
-                group.reset()
-            self.add_terms(False)
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        for group in self.groups:
-            if group.whole is None:
-                self.start(group)
-                group.gather()
-            for name, total in group.totals():
-                self.sums[name] = TreeSum(self.rounds.count)
-                if name in used:
-                    self.give(name, total)
-
-    def give(self, name: str, total: torch.Tensor | None) -> None:
+    def give(self, name: str, total: torch.Tensor) -> None:
         """Make a sum the parameter's gradient, or add it to the one from before the pass."""
-        assert total is not None
         parameter = self.parameters[name]
         # Several ranks would get the total from FSDP2 in the dtype of its reduction.
         total = total.to(self.dtypes.get(name, total.dtype))
@@ -286,8 +302,12 @@ def grouped(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
         names: list[str] = []
         size = 0
         for name in members:
+            num_bytes = local(parameters[name]).numel() * dtype.itemsize
+            if num_bytes >= GROUP_BYTES:  # alone, it is exchanged without a copy
+                yield [name]
+                continue
             names.append(name)
-            size += local(parameters[name]).numel() * dtype.itemsize
+            size += num_bytes
             if size >= GROUP_BYTES:
                 yield names
                 names, size = [], 0
@@ -295,11 +315,9 @@ def grouped(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
             yield names
 
 
-def _term_of(name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+def _term_of(name: str, whole: torch.Tensor) -> torch.Tensor:
     """A gradient as a term of the sum; ValueError for a sparse one, which is not added up."""
-    if whole is None:
-        return None
-    gradient = local(whole)
+    gradient = local(whole.detach())
     if gradient.layout != torch.strided:
         raise ValueError(sparse_gradient(name, gradient.layout))
     return as_term(gradient)

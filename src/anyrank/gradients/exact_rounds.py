@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from anyrank.data.schedule import StepPlan
 from anyrank.gradients.tree_sum import Span, TreeSum, merged
 from anyrank.world.ranks import Ranks
@@ -39,6 +41,8 @@ class Rounds:
             ]
             for rank in range(ranks.size)
         ]
+        own = [leaf for leaf in self._leaves[self.index] if leaf is not None]
+        self._own = range(own[0], own[-1] + 1) if own else range(0)
         # Once a step: each unit and group of parameters asks for them.
         self._spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
 
@@ -56,11 +60,21 @@ class Rounds:
         """Whether gradients are exchanged after the current round."""
         return self.is_interleaved or self.is_last
 
-    def own(self) -> list[int]:
+    def own(self) -> range:
         """This rank's microbatches whose gradients are exchanged next."""
-        leaves = self._leaves[self.index]
-        some = [self.leaf] if self.is_interleaved else leaves
-        return [leaf for leaf in some if leaf is not None]
+        if not self.is_interleaved:
+            return self._own
+        return range(0) if self.leaf is None else range(self.leaf, self.leaf + 1)
+
+    def add(self, own: TreeSum, term: torch.Tensor) -> None:
+        """Add a term of the current microbatch; those before without a gradient have none."""
+        if self.leaf is not None:
+            own.skip_to(self.leaf, self.own().start)
+            own.add(Span(self.leaf, self.leaf + 1), term)
+
+    def complete(self, own: TreeSum) -> None:
+        """Bring a sum to the nodes that `spans` tells of this rank, for the exchange."""
+        own.skip_to(self.own().stop, self.own().start)
 
     def spans(self, number: int) -> list[list[Span]]:
         """The nodes that each rank holds when a round ends; none if it does not exchange then."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class PassRecord(NamedTuple):
         changed: names of parameters and buffers that the loop has changed.
         attributes: names of attributes that it has changed, as far as they are compared.
         has_repeated_units: a unit got several gradients in a microbatch.
-        has_repeated_groups: a gradient came after its group was started.
+        further: groups of parameters that got further gradients in a microbatch.
         is_unsynced: FSDP2 was told to keep gradients back, and has added some up by itself.
     """
 
@@ -69,7 +69,7 @@ class PassRecord(NamedTuple):
     changed: list[str]
     attributes: list[str]
     has_repeated_units: bool
-    has_repeated_groups: bool
+    further: set[int]
     is_unsynced: bool
 
 
@@ -81,8 +81,8 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         rounds: of the step.
-        is_first: check that the gradients are not exchanged already; exchange after the last
-            backward then.
+        is_first: check that the gradients are not exchanged already, and exchange after the
+            backward then: what fails in a first step is told before.
         exact: what is known of the run's models, to which this object adds.
         notes: gets a sentence about attributes that forward passes change.
 
@@ -122,11 +122,9 @@ class ExactSync(GradientSync):
             if id(parameter) not in reduced
         }
         everybody = OrderedGroup(group, rounds.count, [[index] for index in range(ranks.size)])
-        self.sums = ExactGroups(summed, rounds, everybody, self.rounded(summed))
-        # FSDP2's own collectives in the backward may not come between those of the groups, and a
-        # group that is sent twice may not be added to shards of earlier rounds twice.
-        alone = ranks.size > 1 and not self.fsdp and not rounds.is_interleaved
-        self.is_early = alone and not is_first and model not in exact.repeating
+        self.sums = ExactGroups(summed, rounds, everybody, self.rounded(summed), is_first)
+        # FSDP2's own collectives in the backward may not come between those of the groups.
+        self.is_early = ranks.size > 1 and not self.fsdp and not is_first
         self.is_unsynced = False
 
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
@@ -166,21 +164,24 @@ class ExactSync(GradientSync):
                 stack.enter_context(installed(unit, group, reduction))
                 stack.enter_context(watched(unit, group, reduction))
             self.sums.set_earlier_aside()
+            stack.enter_context(self.sums.taking())
             yield
 
     @contextmanager
     def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
         self.rounds.number += 1
-        is_early = is_last and self.is_early
-        with self.sums.starting_early() if is_early else nullcontext():
-            yield
+        exchanges = self.ranks.size > 1 and self.rounds.exchanges
+        self.sums.begin(exchanges and self.is_early)
+        yield
         groups = [group for _, group, _ in self.reductions]
         self.is_unsynced |= not all(g.reduce_grads and g.all_reduce_grads for g in groups)
-        if not is_early:
-            self.sums.add_terms(self.is_first)
-        if self.ranks.size > 1 and self.rounds.exchanges and not is_last:
+        self.sums.end()
+        if exchanges and (self.is_early or not is_last):
             self.sums.exchange()
+        if exchanges and not is_last and self.sums.groups:
+            rows = self.ranks.gather({*self.sums.further})
+            self.sums.exchange_further(set().union(*rows))
 
     def drop_unfinished(self) -> None:
         """Drop the terms, and restore the gradients from before the pass, which was not ended."""
@@ -216,7 +217,7 @@ class ExactSync(GradientSync):
             self.watch.changed(),
             changed_attributes(self.attributes, self.model),
             any(reduction.is_repeated for reduction in reductions),
-            self.sums.is_repeated,
+            {*self.sums.further},
             self.is_unsynced,
         )
 
@@ -256,15 +257,14 @@ class ExactSync(GradientSync):
         check_not_exchanged([row.squares for row in rows])
         every = zip(names, *(row.states for row in rows), strict=True)
         used = {name for name, *there in every if GRADIENT in there}
-        if late := used - self.sums.grouped:
+        if late := used - self.sums.place.keys():
             raise ValueError(
                 f"exact=True: {sorted(late)[:8]} were frozen when the loop over microbatches() "
                 "began, and have gradients now: call requires_grad_() before the loop"
             )
-        is_repeated = any(row.has_repeated_groups for row in rows)
-        if is_repeated:
-            self.exact.repeating.add(self.model)
-        self.sums.deliver(used, is_repeated)
+        self.sums.exchange()
+        self.sums.exchange_further(set().union(*(row.further for row in rows)))
+        self.sums.deliver(used)
         self.sums.restore()
         for (_, group, reduction), *there in zip(
             self.reductions, *(row.used for row in rows), strict=True

@@ -91,9 +91,8 @@ def start_reduce_scatter(
     return finish
 
 
-def all_gather(shard: torch.Tensor, group: Any, size: int) -> torch.Tensor:
-    """The shards of all ranks of a group, in one tensor. All of them."""
-    whole = shard.new_empty(shard.numel() * size)
+def all_gather(shard: torch.Tensor, whole: torch.Tensor, group: Any) -> torch.Tensor:
+    """Fill a tensor with the shards of all ranks of a group. All of them."""
     # torch 2.13 has a new name for it, and warns of the old one.
     names = vars(dist)
     gather = names.get("all_gather_single") or names["all_gather_into_tensor"]

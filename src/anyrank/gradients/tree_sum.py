@@ -70,6 +70,12 @@ class TreeSum:
         for span, value in nodes:
             self.add(span, value)
 
+    def skip_to(self, leaf: int, first: int = 0) -> None:
+        """Append the leaves up to `leaf`, or from `first` if there are none, without terms."""
+        start = self.nodes[-1][0].stop if self.nodes else first
+        for skipped in range(start, leaf):
+            self.add(Span(skipped, skipped + 1), None)
+
     def release(self) -> None:
         """Copy nodes that are parts of larger tensors, whose memory would be kept with them."""
         for number, (span, value) in enumerate(self.nodes):
