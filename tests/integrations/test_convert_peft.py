@@ -69,7 +69,7 @@ def test_an_adapter_is_merged_as_peft_does(tmp_path: Path, options: dict[str, An
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-@pytest.mark.parametrize("how", ["whole", "lora", "head"])
+@pytest.mark.parametrize("how", ["whole", "lora", "head", "as many rows"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_trained_embedding_is_not_tied_to_the_head_again(
     tmp_path: Path, tied: bool, how: str
@@ -79,6 +79,7 @@ def test_a_trained_embedding_is_not_tied_to_the_head_again(
     base = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
     base.save_pretrained(tmp_path / "base")
     targets = {"whole": "q_proj", "lora": "embed_tokens", "head": "lm_head"}
+    targets["as many rows"] = "gate_proj"  # as the embedding, and tied to nothing
     saved = ["embed_tokens"] if how == "whole" else None
     config = peft.LoraConfig(r=2, target_modules=[targets[how]], modules_to_save=saved)
     model = peft.get_peft_model(base, config)
@@ -88,7 +89,7 @@ def test_a_trained_embedding_is_not_tied_to_the_head_again(
                 parameter.normal_()
     model.save_pretrained(tmp_path / "adapter")
     sources, x = [tmp_path / "base", tmp_path / "adapter"], torch.arange(8)[None]
-    if tied:
+    if tied and how != "as many rows":
         text = r"embed_tokens\.weight: was trained by|lm_head.*nor a tensor of the base"
         with pytest.raises(LoadError, match=text):
             anyrank.convert(sources, tmp_path / "out", merge=True)
@@ -96,6 +97,21 @@ def test_a_trained_embedding_is_not_tied_to_the_head_again(
     anyrank.convert(sources, tmp_path / "out", merge=True)
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(merged(x).logits, model.eval()(x).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_is_still_in_its_model_is_not_written_as_weights(tmp_path: Path) -> None:
+    model = adapter(tmp_path)
+    with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(model)) as ckpts:
+        ckpts.save()
+    with pytest.raises(LoadError, match=r"lora_\w+\.default.*still in its model.*merge=True"):
+        anyrank.convert(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    anyrank.convert(tmp_path / "run", tmp_path / "all.pt", to="torch")
+    torch.manual_seed(1)
+    again = peft.get_peft_model(Net(), model.peft_config["default"])
+    anyrank.load(again, tmp_path / "all.pt")
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 
 
 def test_what_is_not_plain_lora_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from anyrank.files.storage import join_path
 from anyrank.files.store import write_file
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
-from anyrank.tensors.names import Rename, of_adapter
+from anyrank.tensors.names import Rename, of_adapter, of_own_adapter
 from anyrank.tensors.spec import dtype_name
 from anyrank.wording import count
 from anyrank.world.connections import call_alone
@@ -155,6 +155,12 @@ def _convert(
         selection, added = merged(selection, _paths(src))
     elif len({of_adapter(name) for name in selection.tensors}) > 1:
         raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
+    elif options.to == "safetensors" and (own := [*filter(of_own_adapter, selection.tensors)]):
+        raise LoadError(
+            f"{own[0]}: belongs to an adapter that is still in its model, and who opens a folder "
+            "with it would get the base alone: save the adapter (anyrank.integrations.peft.save), "
+            "and convert [base, adapter] with merge=True; to='torch' or 'dcp' keeps all as it is"
+        )
     if model is not None:
         selection = as_files(selection, listing, model)
     tensors = outputs_of(selection, options.dtype)

@@ -35,6 +35,7 @@ CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Classes of transformers with a head that may be tied to the embedding, and names of the head.
 HEADS = re.compile("LMHead|ForCausalLM|ForMaskedLM|ForConditionalGeneration|ForPreTraining")
 HEAD = re.compile("head|embed_out|output|decoder|prediction")
+EMBEDDING_A = "lora_embedding_A"
 FACTOR = re.compile(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
 )
@@ -93,7 +94,8 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
         f"{module}.weight": _low_rank(module, kinds, base, config)
         for module, kinds in factors.items()
     }
-    _check_untied([*trained, *added], base, paths)
+    embeddings = [f"{module}.weight" for module, kinds in factors.items() if EMBEDDING_A in kinds]
+    _check_untied([*trained, *embeddings], base, paths)
     return replace(selection, tensors=base), added
 
 
@@ -181,9 +183,8 @@ def _low_rank(
     config: Mapping[str, Any],
 ) -> LowRank:
     weight = base.get(f"{module}.weight")
-    ends = ("lora_embedding_A", "lora_embedding_B")
-    is_embedding = ends[0] in kinds
-    names = ends if is_embedding else ("lora_A", "lora_B")
+    is_embedding = EMBEDDING_A in kinds
+    names = (EMBEDDING_A, "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
     if weight is None or set(kinds) != set(names):
         what = "is not in the base" if weight is None else f"has only {sorted(kinds)}"
         raise LoadError(

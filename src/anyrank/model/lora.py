@@ -101,7 +101,10 @@ def _factors(name: str, layer: Any, at: Mapping[int, int]) -> tuple[Factors, ...
         what = f"{kind.__module__}.{kind.__name__}"
         raise LoadError(f"{name}: is of a {what}, and merge=True adds plain LoRA alone: {WAY_OUT}")
     if layer.disable_adapters:
-        raise LoadError(f"{name}: its adapters are disabled: enable them, or leave out merge=True")
+        raise LoadError(
+            f"{name}: its adapters are disabled: enable them, or give the model that PEFT's "
+            "unload() leaves, without merge=True"
+        )
     found: list[Factors] = []
     is_embedding = kind.__name__ == "Embedding"
     tables = (

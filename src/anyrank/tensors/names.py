@@ -17,6 +17,7 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 PEFT_PREFIX = "base_model.model."
 PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
 _ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape(PEFT_PREFIX))))
+_OWN_FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.(?!weight$)[^.]+")
 _TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None
@@ -118,6 +119,11 @@ def candidates(key: str) -> Iterator[str]:
 def of_adapter(key: str) -> bool:
     """Whether a key is one that PEFT saved, and so never of a base model by itself."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
+
+
+def of_own_adapter(key: str) -> bool:
+    """Whether a key is a factor as a model under PEFT names it: `up.lora_A.default.weight`."""
+    return _OWN_FACTOR.search(key) is not None
 
 
 # Names under which training scripts keep the weights in a checkpoint of several parts.
