@@ -41,14 +41,20 @@ def check_bool(**given: object) -> None:
         check_type(name, value, bool, "True or False")
 
 
-def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """The value; refuses what is not a whole number, or out of bounds.
+def check_int(
+    name: str,
+    value: Any,
+    least: int | None = None,
+    most: int | None = None,
+    kind: type = Integral,
+) -> int:
+    """The value; refuses what is not a whole number, not of this kind, or out of bounds.
 
     Raises:
         TypeError: not an int.
         ValueError: below `least`, or above `most`.
     """
-    check_type(name, value, Integral, "an int")
+    check_type(name, value, kind, "an int")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: give at least {least}")
     if most is not None and value > most:

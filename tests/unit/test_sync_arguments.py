@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +67,10 @@ def test_keys_that_are_no_names_and_negative_versions_are_refused() -> None:
         anyrank.sync(good, bad)
     with pytest.raises(ValueError, match="version=-1: give at least 0"):
         anyrank.sync(good, good, version=-1)
+    wrong: Any
+    for wrong in (np.int64(3), True, 3.0):
+        with pytest.raises(TypeError, match=re.escape(f"version={wrong!r}: give an int")):
+            anyrank.sync(good, good, version=wrong)
 
 
 def test_a_version_may_go_back() -> None:

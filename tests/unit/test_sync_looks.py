@@ -72,6 +72,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "on meta": lambda net: setattr(net, "b", nn.Linear(3, 3, device="meta")),
     "data on meta": lambda net: net.to_empty(device="meta"),
     "tied": lambda net: setattr(net.b, "weight", net.a.weight),
+    "a parameter left out": lambda net: setattr(net.b, "bias", None),
     "untied": lambda net: setattr(net.c, "weight", nn.Parameter(torch.ones(3, 3))),
     "a module replaced": lambda net: setattr(net, "b", nn.Linear(3, 3)),
     "a module of another class": lambda net: setattr(net, "b", nn.Bilinear(3, 3, 3)),

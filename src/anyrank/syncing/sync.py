@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from anyrank.checks import check_bool, check_int, check_type
+from anyrank.checks import check_bool, check_int
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter, collector_paused
@@ -128,8 +128,9 @@ def _agree_arguments(
             _check_end(name, given)
         check_bool(atomic=atomic)
         if version is not None:
-            check_type("version", version, int, "an int")
-            check_int("version", version, 0)
+            check_int(
+                "version", version, 0, kind=int
+            )  # other ranks compare it, and a report has it
         options.check()
 
     names = ("missing", "unexpected", "cast", "rename", "verify", "merge")
