@@ -149,20 +149,7 @@ def _convert(
     if options.dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})
-    selection = select(listing, options.rename)
-    added: dict[str, LowRank] = {}
-    if options.merge:
-        selection, added = merged(selection, _paths(src))
-    elif len({of_adapter(name) for name in selection.tensors}) > 1:
-        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
-    elif options.to == "safetensors" and (own := [*filter(of_own_adapter, selection.tensors)]):
-        raise LoadError(
-            f"{own[0]}: belongs to an adapter that is still in its model, and who opens a folder "
-            "with it would get the base alone: save the adapter (anyrank.integrations.peft.save), "
-            "and convert [base, adapter] with merge=True; to='torch' or 'dcp' keeps all as it is"
-        )
-    if model is not None:
-        selection = as_files(selection, listing, model)
+    selection, added = _selected(src, listing, options, model)
     tensors = outputs_of(selection, options.dtype)
     small: dict[str, bytes] = {}
     if not is_file and options.to == "safetensors":
@@ -204,6 +191,26 @@ def _convert(
         verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers; {compared}",
         seconds=time.perf_counter() - start,
     )
+
+
+def _selected(
+    src: Source, listing: Listing, options: ConvertOptions, model: nn.Module | None
+) -> tuple[Selection, dict[str, LowRank]]:
+    """What is written, by its names in the output, and what an adapter adds to some of it."""
+    selection = select(listing, options.rename)
+    added: dict[str, LowRank] = {}
+    own = [name for name in selection.tensors if of_own_adapter(name)]
+    if options.merge:
+        selection, added = merged(selection, _paths(src))
+    elif len({of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
+    elif own and options.to == "safetensors":
+        raise LoadError(
+            f"{own[0]}: belongs to an adapter that is still in its model, and who opens a folder "
+            "with it would get the base alone: save the adapter (anyrank.integrations.peft.save), "
+            "and convert [base, adapter] with merge=True; to='torch' or 'dcp' keeps all as it is"
+        )
+    return selection if model is None else as_files(selection, listing, model), added
 
 
 def _paths(src: Source) -> list[str]:
