@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.integrations.torchtitan import CheckpointManager
-from anyrank.testing import run_ranks
+from anyrank.testing import Fault, RanksFailed, run_ranks
 
 
 class OptimizersContainer(torch.optim.Optimizer):
@@ -147,6 +147,17 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
         losses += part
     assert losses == pytest.approx(whole, rel=1e-9)
     assert seen == tokens == 23 + 23 + 16
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(tmp_path: Path) -> None:
+    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, False)[0]
+    kill = Fault(0, "save.commit", "kill", 2)  # of step 4
+    with pytest.raises(RanksFailed, match="rank 0 died"):
+        run_ranks(3, job, str(tmp_path), 8, False, faults=[kill], grace=2)
+    losses, start, seen = run_ranks(2, job, str(tmp_path), 8, False)[0]
+    assert start == 2
+    assert losses == pytest.approx(whole[2:], rel=1e-9)
+    assert seen == tokens
 
 
 def job_of_torchtitan(folder: str) -> dict[str, torch.Tensor]:
