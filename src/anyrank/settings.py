@@ -81,7 +81,7 @@ EXACT_BYTES = Knob(
     "ANYRANK_EXACT_BYTES",
     1 << 30,
     1 << 40,
-    "gradients of FSDP2 that one rank keeps in a step with exact=True",
+    "gradients that one rank keeps in a step with exact=True",
 )
 LOCK_SEC = Knob(
     "ANYRANK_LOCK_SEC",

@@ -19,7 +19,7 @@ from anyrank.gradients.exact_checks import sparse_gradient
 from anyrank.gradients.exact_rounds import Rounds
 from anyrank.gradients.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
 from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.gradients.tree_sum import TreeSum, added, sum_dtype
+from anyrank.gradients.tree_sum import TreeSum, sum_dtype
 
 GROUP_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 2  # groups in flight, each in two copies or more
@@ -256,7 +256,8 @@ class ExactGroups:
                 group.end()
             if self.rounds.is_last:
                 for name, total in group.totals() if self.ranks.size == 1 else group.gather():
-                    self.totals[name] = added(self.totals.get(name), total)
+                    first = self.totals.get(name)
+                    self.totals[name] = total if first is None else first.add_(total)
 
     def states(self) -> bytes:
         """Of each parameter: frozen, without a gradient in this rank's microbatches, or with."""
