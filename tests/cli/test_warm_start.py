@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 
 from anyrank.cli.torchrun import descendants
+from anyrank.saving.peers import READ_AT_IMPORT
 from anyrank.settings import PEERS_FOLDER, WARM_REQUEST
 
 WARM = ["-m", "anyrank.cli.warm_rank"]
@@ -34,8 +35,8 @@ def attempt():
     pathlib.Path(f"seen-{len(here)}").write_text(json.dumps({
         "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__,
         "main": main.attempt is attempt, "rank": RANK, "started": sys.orig_argv[2:4],
-        "imported": "torch.distributed.fsdp" in sys.modules,
-        "gate": "ANYRANK_WARM_GATE" in os.environ,
+        "imported": {"torch.distributed.fsdp", "torch._dynamo"} <= sys.modules.keys(),
+        "environ": sorted(os.environ.keys() - {"TORCHELASTIC_RUN_ID"}),
         "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     }))
     return len(here)
@@ -116,6 +117,8 @@ def wait_until(found: Callable[[], bool]) -> None:
 WISH = """
 import os, sys
 os.environ.update(item.split("=") for item in sys.argv[2:])
+import torch
+torch.optim.SGD([torch.zeros(1)])
 from anyrank.saving.peers import PeerMemory
 from anyrank.world.ranks import one_process
 PeerMemory(sys.argv[1], "run", one_process()).open()
@@ -123,7 +126,14 @@ PeerMemory(sys.argv[1], "run", one_process()).open()
 
 
 @pytest.mark.parametrize(
-    ("changed", "is_asked"), [("TOKENIZERS_PARALLELISM=0", True), ("OMP_NUM_THREADS=3", False)]
+    ("changed", "is_asked"),
+    [
+        ("TOKENIZERS_PARALLELISM=0", True),
+        ("OMP_NUM_THREADS=3", False),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE=1", False),
+        ("TORCHINDUCTOR_CACHE_DIR=/tmp/x", False),
+        ("TMPDIR=/dev/shm", False),
+    ],
 )
 def test_a_script_that_sets_what_torch_reads_is_started_cold(
     tmp_path: Path, changed: str, is_asked: bool
@@ -133,3 +143,35 @@ def test_a_script_that_sets_what_torch_reads_is_started_cold(
         [sys.executable, "-c", WISH, str(tmp_path), changed], env=environ, check=True, timeout=240
     )
     assert (tmp_path / WARM_REQUEST).exists() == is_asked
+
+
+READ = """
+import importlib, os
+from anyrank.cli import warm_rank
+
+names = set()
+
+class Environ(type(os.environ)):
+    def __getitem__(self, name):
+        names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name):
+        names.add(name)
+        return super().__contains__(name)
+
+for name in warm_rank.IMPORTED:
+    importlib.import_module(name)
+os.environ.__class__ = Environ
+warm_rank._make_optimizer()
+print(*names)
+"""
+
+
+def test_all_that_the_first_optimizer_reads_of_the_environment_is_known() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", READ], capture_output=True, text=True, check=True, timeout=240
+    )
+    names = ended.stdout.split()
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in names
+    assert [name for name in names if not READ_AT_IMPORT.match(name)] == []

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +38,12 @@ log = logging.getLogger("anyrank.saving")
 
 # Variables that torch and its libraries read while they are imported, before a script sets them.
 READ_AT_IMPORT = re.compile(
-    "(OMP|GOMP|KMP|MKL|OPENBLAS|ATEN|DNNL|ONEDNN|TORCH|TORCHDYNAMO|PYTORCH|LD)_|PYTHON"
+    "(OMP|GOMP|KMP|MKL|OPENBLAS|ATEN|DNNL|ONEDNN|TORCH[A-Z]*|PYTORCH|LD)_|_?PYTHON"
+    # its compiler:
+    "|(AOT[A-Z]*|CUTEDSL|CUTLASS|DUMP|ENABLE|FAKE|INDUCTOR|LOG|PARTITIONER|PT2|UNSAFE)_"
+    "|(CI|CXX|HOME|TMP|TEMP|TMPDIR|USER|USERNAME|LOGNAME|LNAME)$"
 )
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # a process's first optimizer sets it to its default
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class PeerMemory:
         with storing(self.folder.path):
             make_folder(self.folder.path)
         self.remove_but(*(name for _, name in self.folder.committed()))
-        if self._leads and not any(map(READ_AT_IMPORT.match, changed_variables())):
+        if self._leads and not any(map(READ_AT_IMPORT.match, _changed_by_script())):
             with contextlib.suppress(OSError), open(self._warm_request, "xb"):
                 pass  # `anyrank run` looks for it
 
@@ -241,6 +246,13 @@ class PeerMemory:
             infos[n] = LocalStorage().info(_moved(infos[n].path, path))
             sums[n] = SumsFile(_moved(sums[n].path, path), sums[n].size, sums[n].digest)
         return replace(listing, files=tuple(infos), sums=sums)
+
+
+def _changed_by_script() -> set[str]:
+    """Environment variables that are not as this process began, but for what torch itself sets."""
+    folder, name = os.path.split(os.environ.get(COMPILER_CACHE, ""))
+    is_torchs = folder == tempfile.gettempdir() and name.startswith("torchinductor_")
+    return changed_variables() - ({COMPILER_CACHE} if is_torchs else set())
 
 
 def _moved(path: str, folder: str) -> str:
