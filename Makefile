@@ -17,10 +17,11 @@ endif
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
-PROCESSES := ranks crash machines
+RANKS := tests/ranks
+PROCESSES := $(addprefix tests/,cli crash device machines)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-processes test-others lint format bench gpu device docs constraints clean
+.PHONY: help demo test test-ranks test-processes test-others lint format bench gpu device docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,14 +30,19 @@ demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of th
 	$(VENV)/bin/anyrank demo
 
 test: $(READY)  ## all tests; needs no GPU and no network
-	@$(MAKE) --no-print-directory --jobs 2 test-processes test-others
+	@$(MAKE) --no-print-directory --jobs 3 test-ranks test-processes test-others
 
-# Two sessions at a time, as one alone often waits for a process to start. Each prints whole lines.
+# Three sessions at a time, as each often waits: for a process to start, or to end, or for a disk.
+# Each prints whole lines.
+test-ranks: $(READY)
+	$(VENV_PYTHON) -m pytest $(RANKS) 2>&1 | sed -u 's/^/ranks     | /'
+
 test-processes: $(READY)
-	$(VENV_PYTHON) -m pytest $(PROCESSES:%=tests/%) 2>&1 | sed -u 's/^/processes | /'
+	$(VENV_PYTHON) -m pytest $(PROCESSES) 2>&1 | sed -u 's/^/processes | /'
 
 test-others: $(READY)
-	$(VENV_PYTHON) -m pytest $(PROCESSES:%=--ignore=tests/%) 2>&1 | sed -u 's/^/others    | /'
+	$(VENV_PYTHON) -m pytest $(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 \
+		| sed -u 's/^/others    | /'
 
 lint: $(READY)  ## format check, lint, types
 	$(VENV_PYTHON) -m ruff format --check .

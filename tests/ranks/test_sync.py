@@ -56,7 +56,7 @@ def build(kind: str, ranks: list[int], seed: int, known: Meshes, meta: bool = Fa
     if kind == "ddp":
         return DistributedDataParallel(net, process_group=mesh)
     if kind == "compiled":
-        return torch.compile(net)
+        return torch.compile(net, backend="eager")
     if kind in ("tp", "fsdp_tp"):
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         inner = mesh["tp"] if kind == "fsdp_tp" else mesh
