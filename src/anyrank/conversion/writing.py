@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -23,28 +25,31 @@ from anyrank.files.store import WritableStorage, storing
 from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
+ALIGNMENT = 16  # bytes, a multiple of any element's
 THREADS = 2
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Window:
-    """A byte range that is written in one call.
+    """Consecutive bytes of a file, which are written in one call.
 
     Attributes:
-        start: byte offset in the file.
-        fixed: the bytes, where they are known already.
-        spans: what fills it, without holes.
+        start, stop: byte offsets in the file.
+        fixed: offsets and bytes of what is known already.
+        spans: what fills the rest.
     """
 
     start: int
-    fixed: bytes = b""
-    spans: tuple[FileSpan, ...] = ()
+    stop: int
+    fixed: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    spans: list[FileSpan] = field(default_factory=list[FileSpan])
 
     @property
-    def nbytes(self) -> int:
-        return len(self.fixed) or self.spans[-1].stop - self.start
+    def base(self) -> int:
+        """The file's offset at the beginning of the memory, in which elements are aligned so."""
+        return self.start - self.start % ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +62,29 @@ class Sealed:
 
 
 def _windows_of(file: OutputFile) -> Iterator[_Window]:
-    """The file from start to end."""
-    parts = [
-        _Window(start + low, fixed[low : low + WINDOW_BYTES])
-        for start, fixed in file.fixed
-        for low in range(0, len(fixed), WINDOW_BYTES)
-    ]
-    parts += [_Window(span.start, b"", (span,)) for span in file.spans if span.nbytes]
-    parts.sort(key=lambda window: window.start)
-    waiting: list[FileSpan] = []
-    for part in parts:
-        for span in (small for s in part.spans for small in s.cut(WINDOW_BYTES)):
-            if waiting and not _joins(waiting, span):
-                yield _Window(waiting[0].start, b"", tuple(waiting))
-                waiting = []
-            waiting.append(span)
-        if part.fixed:
-            if waiting:
-                yield _Window(waiting[0].start, b"", tuple(waiting))
-                waiting = []
-            yield part
-    if waiting:
-        yield _Window(waiting[0].start, b"", tuple(waiting))
-
-
-def _joins(waiting: Sequence[FileSpan], span: FileSpan) -> bool:
-    """Whether a span goes into the same window: no hole, not too long, and aligned in it."""
-    first = waiting[0].start
-    short = span.stop - first <= WINDOW_BYTES
-    return short and (span.start - first) % span.tensor.dtype.itemsize == 0
+    """The file from start to end, which its parts cover."""
+    fixed = (
+        (start + low, data[low : low + WINDOW_BYTES])
+        for start, data in sorted(file.fixed)
+        for low in range(0, len(data), WINDOW_BYTES)
+    )
+    spans = (
+        (part.start, part) for span in file.spans if span.nbytes for part in span.cut(WINDOW_BYTES)
+    )
+    parts: Iterator[tuple[int, bytes | FileSpan]] = heapq.merge(fixed, spans, key=itemgetter(0))
+    window = _Window(0, 0)
+    for start, part in parts:
+        stop = start + (len(part) if isinstance(part, bytes) else part.nbytes)
+        if stop - window.start > WINDOW_BYTES:
+            yield window
+            window = _Window(start, stop)
+        window.stop = stop
+        if isinstance(part, bytes):
+            window.fixed.append((start, part))
+        else:
+            window.spans.append(part)
+    if window.stop > window.start:
+        yield window
 
 
 class Writer:
@@ -135,15 +134,15 @@ class Writer:
         return sealed
 
     def _bytes(self, window: _Window, memory: torch.Tensor) -> memoryview:
-        if window.fixed:
-            return memoryview(window.fixed)
+        data = memory_of(memory)
+        for start, known in window.fixed:
+            data[start - window.base :][: len(known)] = known
         pieces: list[tuple[FileSpan, torch.Tensor]] = []
         for span in window.spans:
-            low = span.start - window.start
-            part = memory[low : low + span.nbytes].view(span.tensor.dtype)
+            part = memory[span.start - window.base :][: span.nbytes].view(span.tensor.dtype)
             pieces.append((span, part.view(span.box.sizes)))
         self.content.fill(pieces)
-        return memory_of(memory)[: window.nbytes]
+        return data[window.start - window.base : window.stop - window.base]
 
 
 @contextmanager
@@ -171,7 +170,8 @@ def _run_all(
     items: Iterable[T], work: Callable[[torch.Tensor, T], None], threads: int = THREADS
 ) -> None:
     """Run `work` on each item, with a window's memory for it, on `threads` threads."""
-    memories = [torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu") for _ in range(threads)]
+    size = WINDOW_BYTES + ALIGNMENT
+    memories = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(threads)]
     spread(items, [partial(work, memory) for memory in memories])
 
 

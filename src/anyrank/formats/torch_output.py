@@ -24,12 +24,12 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str
     """One file with a dict of tensors; tied names share a storage."""
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
     table = {tensor.name: tensor for tensor in tensors}
-    opcodes = b"\x80\x02}("
+    opcodes = bytearray(b"\x80\x02}(")
     for each, owner in [*((n, n) for n in keys), *tied.items()]:
         tensor = table[owner]
         opcodes += value_opcodes(each) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
     made = _Zip()
-    made.add("data.pkl", opcodes + b"u.")
+    made.add("data.pkl", bytes(opcodes + b"u."))
     made.add("byteorder", b"little")
     made.add("version", b"3\n")
     spans: list[FileSpan] = []
