@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 def first_few(items: Sequence[object], shown: int) -> list[str]:
     """The first items, and how many more there are: ["a", "b", "and 7 more"]."""
     texts = [str(item) for item in items[:shown]]
-    return texts if len(items) <= shown else [*texts, f"and {len(items) - shown:,} more"]
+    return texts if len(items) <= shown else [*texts, f"and {len(items) - shown} more"]
 
 
 def joined(items: Sequence[object], shown: int, between: str = ", ") -> str:
