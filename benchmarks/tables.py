@@ -167,7 +167,7 @@ def integrations_table(result: dict[str, Any]) -> str:
     """A training step with an integration, beside the framework alone."""
     kinds = ("wall_fastest_tenth", "cpu_fastest_tenth", "wall_median", "cpu_median")
     body = [
-        [row["framework"], str(row["steps"])]
+        [row["framework"], row["model"], str(row["steps"])]
         + [
             f"{row[kind]['ratio']:.2f} of {row[kind]['alone_ms']:.0f} ms "
             f"({row[kind]['anyrank_ms'] - row[kind]['alone_ms']:+.1f} ms)"
@@ -175,7 +175,7 @@ def integrations_table(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    head = ["", "n", *(kind.replace("_", ", ").replace("t, t", "t t") for kind in kinds)]
+    head = ["", "model", "n", *(kind.replace("_", ", ").replace("t, t", "t t") for kind in kinds)]
     return f"{provenance(result)}\n\n{table(head, body)}"
 
 
