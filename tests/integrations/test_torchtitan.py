@@ -149,15 +149,40 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     assert seen == tokens == 23 + 23 + 16
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(tmp_path: Path) -> None:
-    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, False)[0]
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
+    tmp_path: Path, own: bool
+) -> None:
+    if own:
+        need_torchtitan()
+    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, own)[0]
     kill = Fault(0, "save.commit", "kill", 2)  # of step 4
     with pytest.raises(RanksFailed, match="rank 0 died"):
-        run_ranks(3, job, str(tmp_path), 8, False, faults=[kill], grace=2)
-    losses, start, seen = run_ranks(2, job, str(tmp_path), 8, False)[0]
+        run_ranks(3, job, str(tmp_path), 8, own, faults=[kill], grace=2)
+    losses, start, seen = run_ranks(2, job, str(tmp_path), 8, own)[0]
     assert start == 2
     assert losses == pytest.approx(whole[2:], rel=1e-9)
     assert seen == tokens
+
+
+def example(*arguments: str) -> dict[int, float]:
+    script: Any = import_module("examples.torchtitan_resume")
+    return script.main(arguments)
+
+
+def test_the_example_is_killed_and_goes_on_on_2_then_on_4_ranks_as_on_one(tmp_path: Path) -> None:
+    need_torchtitan()
+    many, one = ["--folder", str(tmp_path / "many")], ["--folder", str(tmp_path / "one")]
+    (whole,) = run_ranks(1, example, *one)
+    assert list(whole) == list(range(1, 13))
+    assert whole[12] < whole[1]
+    kill = Fault(0, "save.commit", "kill", 2)  # of step 8
+    with pytest.raises(RanksFailed, match="rank 0 died"):
+        run_ranks(3, example, *many, faults=[kill], grace=2)
+    second = run_ranks(2, example, *many, "--stop", "7")[0]
+    assert list(second) == [5, 6, 7]
+    third = run_ranks(4, example, *many)[0]
+    assert second | third == pytest.approx({n: whole[n] for n in range(5, 13)}, rel=1e-6)
 
 
 def job_of_torchtitan(folder: str) -> dict[str, torch.Tensor]:

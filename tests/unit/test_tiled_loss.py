@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anyrank
 
@@ -319,6 +320,15 @@ def test_no_more_logits_than_a_tile_ever_exist() -> None:
     hidden, labels = data(10)
     anyrank.tiled_loss(module, hidden, labels, chunk_size=4).backward()
     assert rows == [4, 4, 2, 2, 4, 4]
+
+
+def test_fake_tensors_show_the_memory_of_the_fused_form() -> None:
+    with FakeTensorMode():
+        module, hidden = nn.Linear(4, 9), torch.randn(6, 4, requires_grad=True)
+        labels = torch.zeros(6, dtype=torch.int64)
+        loss = anyrank.tiled_loss(module, hidden, labels, chunk_size=4, impl="fused")
+        loss.backward()
+        assert hidden.grad is not None
 
 
 def test_a_fused_loss_is_differentiated_once() -> None:

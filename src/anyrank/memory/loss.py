@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -243,7 +244,7 @@ def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
         return "all modules have a hook"
     if isinstance(fn.weight, DTensor):
         return "the head's weight is sharded"
-    if type(fn.weight) not in (nn.Parameter, torch.Tensor):
+    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # the last has no values
         return f"the head's weight is a {type(fn.weight).__name__}"
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
         return "the head computes in a different dtype than its weight and input have"
