@@ -73,9 +73,8 @@ def convert_live(
             OutputTensor(held.name, held.shape, _cast(held.dtype, options)) for held in targets
         ]
         tied = summaries[0].tied
-        small: dict[str, bytes] = {}
-        if not is_file and options.to == "safetensors":
-            small = configuration(model, options.dtype)
+        with_configuration = options.to == "safetensors" and not is_file
+        small = configuration(model, options.dtype) if with_configuration else {}
         output = plan_output(place, tensors, tied, options, metadata={})
         output = replace(output, small={**small, **output.small})
         places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
@@ -99,14 +98,7 @@ def convert_live(
         renamed={},
         merged=[],
         copied=[],
-        skipped=[
-            *(f"{n}: differs between ranks; the first rank's was written" for n in differ),
-            *(
-                f"{key}: extra state of a module, which is not a tensor"
-                for key in extra_states(model)
-            ),
-            *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
-        ],
+        skipped=_skipped(model, differ),
         verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers",
         seconds=time.perf_counter() - start,
     )
@@ -115,6 +107,15 @@ def convert_live(
 def into(dst: object) -> str:
     """A conversion by its destination, which no two conversions of a program share."""
     return f"convert() into {os.path.abspath(str(dst))}"
+
+
+def _skipped(model: nn.Module, differ: list[str]) -> list[str]:
+    """What of the model is not in the output as this rank holds it, and why."""
+    return [
+        *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
+        *(f"{key}: extra state of a module, which is not a tensor" for key in extra_states(model)),
+        *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
+    ]
 
 
 def _agreed(

@@ -127,33 +127,23 @@ def match_model(
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
-    missing = [loadable[i] for i in found.missing]
-    missing = [i for i in missing if i not in stored and i not in compared]
-    missing = [i for i in missing if not (is_live and is_pinned(tensors[i]))]
-    retie = _declared_ties(model, tensors, missing, stored)
-    missing = [i for i in missing if i not in retie]
+    filled = [*stored.items(), *compared.items()]
+    empty = [i for i in (loadable[n] for n in found.missing) if i not in {**stored, **compared}]
+    missing, retie = _retied(model, tensors, empty, stored, is_live)
     ignored = _ignorable(found.unexpected, tensors, model, rename)
     own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
-    if is_live:  # the other names of a tensor that is tied in the source
-        used = {chunk.file for t in (*stored.values(), *compared.values()) for chunk in t.chunks}
-        of_no_use |= {k for k, t in listing.tensors.items() if used.issuperset(_files(t))}
+    if is_live:
+        of_no_use |= _tied_to(filled, listing)
     unexpected = [key for key in found.unexpected if key not in of_no_use]
     absent = [i for i in missing if not tensors[i].adapter]
-    filled = [*stored.items(), *compared.items()]
-    problems = _problems(tensors, filled, absent, unexpected, options)
-    problems += shared_on_meta(tensors)
-    problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
-    merged = merged_layers(tensors[index] for index, _ in filled)
-    if merged:
-        title = "adapters are merged into these layers: call unmerge_adapter() first"
-        problems.append(listed(title, merged))
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
-    stale = stale_adapters(tensors, stored, keep, is_live)
-    if stale:
-        problems.append(listed(STALE, stale) + f"\n  to go on: {BASE_FIRST}")
+    problems = _problems(tensors, filled, absent, unexpected, options)
+    problems += shared_on_meta(tensors)
+    problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
+    problems += _of_adapters(tensors, filled, stale_adapters(tensors, stored, keep, is_live))
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
@@ -173,8 +163,14 @@ def match_model(
     )
 
 
-def _files(stored: StoredTensor) -> set[int]:
-    return {chunk.file for chunk in stored.chunks}
+def _tied_to(filled: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
+    """In a live source: the other names of the tensors that are used."""
+    used = {chunk.file for _, stored in filled for chunk in stored.chunks}
+    return {
+        key
+        for key, stored in listing.tensors.items()
+        if used.issuperset(chunk.file for chunk in stored.chunks)
+    }
 
 
 def _title(listing: Listing) -> str:
@@ -233,7 +229,8 @@ def _frozen_sources(
             title = f"{name or 'the model'}: is frozen with source {source}, which does not hold"
             raise LoadError(listed(title, lacking) + "\n  freeze it with the file that holds it")
         prefix = f"{name}/"  # no key of the source can be meant by it
-        listing = join(listing.format, [listing, own.with_tensors(_prefixed(own, prefix))])
+        renamed = {prefix + key: tensor for key, tensor in own.tensors.items()}
+        listing = join(listing.format, [listing, own.with_tensors(renamed)])
         for index in indices:
             if index in stored:
                 compared[index] = stored[index]
@@ -252,8 +249,17 @@ def is_pinned(target: ModelTensor) -> bool:
     return info.tensors is not None and not target.is_meta
 
 
-def _prefixed(listing: Listing, prefix: str) -> dict[str, StoredTensor]:
-    return {prefix + key: stored for key, stored in listing.tensors.items()}
+def _retied(
+    model: nn.Module,
+    targets: list[ModelTensor],
+    empty: list[int],
+    stored: Mapping[int, StoredTensor],
+    is_live: bool,
+) -> tuple[list[int], dict[int, int]]:
+    """Of the tensors that no bytes fill: those that are missing, and those that are tied again."""
+    missing = [i for i in empty if not (is_live and is_pinned(targets[i]))]
+    ties = _declared_ties(model, targets, missing, stored)
+    return [i for i in missing if i not in ties], ties
 
 
 def _declared_ties(
@@ -361,6 +367,20 @@ def _quantised(
         for stored in wide
         if is_small(stored.dtype) and scaled(listing.tensors, stored.name)
     ]
+
+
+def _of_adapters(
+    targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], stale: list[str]
+) -> list[str]:
+    """Adapters that are in the base, or were computed from another one."""
+    lines: list[str] = []
+    merged = merged_layers(targets[index] for index, _ in filled)
+    if merged:
+        title = "adapters are merged into these layers: call unmerge_adapter() first"
+        lines.append(listed(title, merged))
+    if stale:
+        lines.append(listed(STALE, stale) + f"\n  to go on: {BASE_FIRST}")
+    return lines
 
 
 def listed(title: str, items: list[str], hints: Near | None = None) -> str:
