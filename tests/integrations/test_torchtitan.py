@@ -177,10 +177,10 @@ def test_the_example_is_killed_and_goes_on_on_2_then_on_4_ranks_as_on_one(tmp_pa
     assert list(whole) == list(range(1, 13))
     assert whole[12] < whole[1]
     kill = Fault(0, "save.commit", "kill", 2)  # of step 8
-    with pytest.raises(RanksFailed, match="rank 0 died"):
+    with pytest.raises(RanksFailed):  # a save in the background: the others may fail first
         run_ranks(3, example, *many, faults=[kill], grace=2)
     second = run_ranks(2, example, *many, "--stop", "7")[0]
-    assert list(second) == [5, 6, 7]
+    assert list(second) == [5, 6, 7]  # step 8 was not committed
     third = run_ranks(4, example, *many)[0]
     assert second | third == pytest.approx({n: whole[n] for n in range(5, 13)}, rel=1e-6)
 
