@@ -16,7 +16,7 @@ from anyrank.testing import Fault, RanksFailed, run_ranks
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch.distributed.fsdp import fully_shard
 
@@ -357,6 +357,8 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
         on.accelerator.backward(loss)
     with pytest.raises(ValueError, match=r"skip_first_batches\(\) of the training DataLoader"):
         on.accelerator.skip_first_batches(on.data, 2)
+    with pytest.raises(AttributeError, match=r"no batches are to be skipped by hand"):
+        skip_first_batches(on.data, 2)
     for batch in on.data:
         on.accelerator.backward(on.model(batch).mean())
         if not on.accelerator.sync_gradients:
@@ -371,6 +373,17 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
     assert on.accelerator.run.step == 1
     with pytest.raises(ValueError, match=r"run holds a run: call accelerator.load_state\(\)"):
         next(iter(setup(tmp_path / "run").data))
+
+
+def test_a_scheduler_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
+    fresh()
+    on = setup(tmp_path)
+    inner = on.scheduler.scheduler
+    on.accelerator.register_for_checkpointing(inner)
+    with pytest.raises(
+        ValueError, match=r"register_for_checkpointing\(LambdaLR\): give .* prepare"
+    ):
+        on.accelerator.load_state()
 
 
 def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None:

@@ -180,3 +180,14 @@ def test_an_adapter_of_another_kind_is_refused_by_name(tmp_path: Path, kind: str
     sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
     with pytest.raises(LoadError, match=r"is (IA3|LOHA), and only plain LoRA is merged"):
         anyrank.convert(sources, tmp_path / "out", merge=True)
+
+
+def test_a_trained_layer_of_another_shape_is_not_put_into_the_base(tmp_path: Path) -> None:
+    adapter(tmp_path, modules_to_save=["head"])
+    base = load_file(tmp_path / "base.safetensors")
+    base["head.weight"], base["head.bias"] = torch.zeros(5, 6), torch.zeros(5)
+    save_file(base, tmp_path / "base.safetensors")
+    sources = [tmp_path / "base.safetensors", tmp_path / "adapter"]
+    with pytest.raises(LoadError, match=r"head.*neither a factor of LoRA nor a tensor of the base"):
+        anyrank.convert(sources, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import anyrank
 from anyrank.testing import RanksFailed, run_ranks
+from anyrank.world.crossed import Board
 from anyrank.world.ranks import open_ranks
 
 CALLS = {
@@ -61,3 +64,20 @@ def job_late() -> list[list[int]]:
 
 def test_late_ranks_are_waited_for() -> None:
     assert run_ranks(3, job_late) == [[[n] * 3 for n in (0, 0, 1, 1, 2, 2)]] * 3
+
+
+class Table(dict[str, Any]):
+    """A store in memory."""
+
+    set = dict.__setitem__
+
+
+@pytest.mark.parametrize(("passed", "is_crossed"), [(4, True), (5, False)])
+def test_a_rank_that_has_passed_the_wait_is_not_crossed(passed: int, is_crossed: bool) -> None:
+    store: Any = Table()
+    theirs = {"where": "b", "what": "y", "number": 1, "ranks": [0], "reached": {"a": passed}}
+    store["stuck/1"] = json.dumps(theirs)
+    board = Board(store, 0, "a", "x", 5)
+    found = [board.look([1]) for _ in range(2)]
+    assert found[0] == ""
+    assert bool(found[1]) == is_crossed

@@ -463,3 +463,20 @@ def test_a_part_with_a_source_inside_of_one_without_is_saved_once_and_resumed(
         ckpts.resume("must")
     for place in (0, 1):
         assert torch.equal(other["outer"][place].weight, model["outer"][place].weight)
+
+
+def test_a_part_with_a_source_inside_of_one_with_a_source_has_its_own_values(
+    tmp_path: Path,
+) -> None:
+    with anyrank.meta():
+        parts = {"head": nn.Linear(2, 2), "outer": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}
+    model = nn.ModuleDict(parts)
+    outer: Any = model["outer"]
+    files: dict[str, Any] = {}
+    for name, part in (("inner", outer[1]), ("outer", outer)):
+        files[name] = {key: torch.randn(t.shape) for key, t in part.state_dict().items()}
+        torch.save(files[name], tmp_path / f"{name}.pt")
+        anyrank.freeze(part, source=tmp_path / f"{name}.pt")
+    anyrank.load(model, {f"head.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()})
+    assert torch.equal(outer[0].weight, files["outer"]["0.weight"])
+    assert torch.equal(outer[1].weight, files["inner"]["weight"])

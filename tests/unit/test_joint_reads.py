@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyrank.files.listing import FileInfo, Listing
+from anyrank.loading.exchange import _windows  # pyright: ignore[reportPrivateUsage]
 from anyrank.loading.strategy import caches_of, decide
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
@@ -84,3 +87,11 @@ def test_what_no_page_cache_holds_is_read_by_one_rank_and_exchanged() -> None:
     assert decided("/data/w.safetensors", 1 << 30)[0] == "own"
     assert decided("s3://b/w.safetensors", 1 << 30) == ("stripe", "ranks would read 1.0 GiB alike")
     assert decided("s3://b/w.safetensors", 1 << 20)[0] == "own"
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
+def test_a_window_stages_no_more_than_it_may_or_is_one_transfer(sizes, most) -> None:
+    transfers: Any = [SimpleNamespace(staged_bytes=size) for size in sizes]
+    windows = [[each.staged_bytes for each in window] for window in _windows(transfers, most)]
+    assert [size for window in windows for size in window] == sizes
+    assert all(window and (sum(window) <= most or len(window) == 1) for window in windows)

@@ -289,3 +289,15 @@ def test_inspect_says_what_they_are(tmp_path: Path) -> None:
     assert "fp8, which `load` dequantises: 1 tensor with their scales" in str(found)
     other = write(tmp_path / "b", {"l.qweight": torch.ones(2)}, {"quant_method": "gptq"})
     assert any("quantised by gptq" in line for line in anyrank.inspect(other).skipped)
+
+
+def test_bytes_in_another_order_are_refused(tmp_path: Path) -> None:
+    values, scales = fp8(130, 257, 128)
+    turned = values.view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)
+    assert torch.equal(turned.view(torch.uint8), values.view(torch.uint8))
+    source = {"l.weight": turned, "l.weight_scale_inv": scales}
+    torch.save(source, tmp_path / "a.pt")
+    model = Holder(weight=torch.ones(130, 257))
+    with pytest.raises(anyrank.LoadError, match="its bytes lie in pieces"):
+        anyrank.load(model, tmp_path / "a.pt")
+    assert torch.equal(model.l.weight, torch.ones(130, 257))

@@ -751,3 +751,12 @@ def test_after_an_exception_behind_the_optimizers_step_only_a_resume_goes_on(
             run.train(step)
     assert numbers(ckpts) == [4, 2]
     assert run.values() == uninterrupted(tmp_path, 4).values()
+
+
+def test_a_norm_may_be_clipped_to_nothing() -> None:
+    net = nn.Linear(1, 1)
+    for step in anyrank.ElasticLoader(torch.ones(2, 1), global_batch=2, microbatch=1):
+        for batch in step.microbatches(net):
+            step.backward(net(batch).sum())
+        assert step.clip_grad_norm_(0.0) > 0
+    assert not torch.stack([p.grad.sum() for p in net.parameters() if p.grad is not None]).any()

@@ -58,6 +58,13 @@ class ElasticBatches:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the training DataLoader that prepare() returns has no {name!r}: it has len(), "
+            "dataset, batch_size, set_epoch() and loader, the ElasticLoader; load_state() restores "
+            "its position, so no batches are to be skipped by hand (skip_first_batches)"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is, for a loop that does not begin at 0."""
         self._passes = epoch

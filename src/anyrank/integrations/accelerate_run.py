@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import anyrank
 
@@ -147,10 +147,19 @@ def make_state(
     """What an Accelerator has prepared, as the state of a run.
 
     Raises:
-        ValueError: no model was prepared.
+        ValueError: no model was prepared, or a scheduler was registered.
     """
     if not models:
         raise ValueError("prepare() the model, the optimizer and the training DataLoader before")
+    for thing in registered:
+        # It would step in each microbatch, whose number depends on the ranks, and once more at the
+        # end of each epoch that was finished before.
+        if isinstance(thing, LRScheduler):
+            raise ValueError(
+                f"register_for_checkpointing({type(thing).__name__}): give the scheduler to "
+                "prepare(), which saves it as well and lets it step once in each optimizer step: "
+                "scheduler = accelerator.prepare(scheduler)"
+            )
     custom = _numbered("registered", registered)
     stateful = [k for k, thing in custom.items() if not isinstance(thing, (nn.Module, Optimizer))]
     return anyrank.TrainState(
