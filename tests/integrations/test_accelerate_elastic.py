@@ -376,7 +376,6 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
-    fresh()
     on = setup(tmp_path)
     inner = on.scheduler.scheduler
     on.accelerator.register_for_checkpointing(inner)
@@ -384,6 +383,18 @@ def test_a_scheduler_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"register_for_checkpointing\(LambdaLR\): give .* prepare"
     ):
         on.accelerator.load_state()
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_scheduler_that_the_accelerator_does_not_know_is_warned_of(
+    tmp_path: Path, is_prepared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = setup(tmp_path)
+    if not is_prepared:
+        on.accelerator._schedulers.clear()
+    on.accelerator.load_state()
+    told = "AdamW has a learning rate scheduler that was not prepared" in caplog.text
+    assert told is not is_prepared
 
 
 def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None:

@@ -103,3 +103,13 @@ def test_a_sharded_model_becomes_a_folder_that_transformers_opens(tmp_path: Path
     assert equal(llama(True).bfloat16(), opened)
     assert opened.lm_head.weight is opened.model.embed_tokens.weight
     assert not dist.is_initialized()
+
+
+def test_the_configuration_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    llama(tied=False).bfloat16().save_pretrained(tmp_path / "a")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").float()
+    assert model.config.dtype == torch.bfloat16
+    anyrank.convert(model, tmp_path / "b")
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
+    assert read.dtype == torch.float32
+    assert equal(read, model)

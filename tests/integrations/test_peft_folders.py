@@ -95,6 +95,25 @@ def test_a_folder_of_several_ranks_is_what_peft_reads(
     assert sorted(os.listdir(tmp_path / "ours")) == ["adapter_config.json", peft.WEIGHTS]
 
 
+def test_the_active_one_of_two_adapters_is_meant(tmp_path: Path) -> None:
+    model: Any = adapted("lora")
+    model.add_adapter("second", model.peft_config["default"])
+    model.set_adapter("second")
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if ".second." in name:
+                tensor.fill_(0.5)
+    peft.save(model, tmp_path)
+    assert all(
+        bool((tensor == 0.5).all()) for tensor in load_file(tmp_path / peft.WEIGHTS).values()
+    )
+    assert peft.load(model, tmp_path).tensors == len(load_file(tmp_path / peft.WEIGHTS))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match=r"\['default', 'second'\] are active: name one"):
+        peft.save(model, tmp_path)
+    peft.save(model, tmp_path / "default", adapter="default")
+
+
 def job_merge(wrapper: str) -> dict[str, torch.Tensor]:
     model = wrapped(adapted("lora"), wrapper)
     merged: Any = peft.merge(model)

@@ -172,8 +172,7 @@ def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, byte
         return {}
     table: dict[str, Any] = json.loads(inner.config.to_json_string())
     table["architectures"] = [plain_class(inner).__name__]
-    if dtype is not None:
-        table["dtype"] = dtype_name(dtype)
+    table["dtype"] = dtype_name(dtype or inner.dtype)  # from_pretrained casts to it
     found = {"config.json": (json.dumps(table, indent=2) + "\n").encode()}
     generation: Any = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():

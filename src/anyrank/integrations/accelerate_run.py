@@ -160,6 +160,7 @@ def make_state(
                 "prepare(), which saves it as well and lets it step once in each optimizer step: "
                 "scheduler = accelerator.prepare(scheduler)"
             )
+    _warn_of_unprepared(optimizers, schedulers)
     custom = _numbered("registered", registered)
     stateful = [k for k, thing in custom.items() if not isinstance(thing, (nn.Module, Optimizer))]
     return anyrank.TrainState(
@@ -170,6 +171,19 @@ def make_state(
         **custom,
         **parts,
     )
+
+
+def _warn_of_unprepared(optimizers: list[Any], schedulers: list[Any]) -> None:
+    """Log a line where an optimizer has a scheduler that no run can hold."""
+    prepared = {id(scheduler.scheduler.optimizer) for scheduler in schedulers}
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        if getattr(inner.step, "_wrapped_by_lr_sched", False) and id(inner) not in prepared:
+            log.warning(
+                "%s has a learning rate scheduler that was not prepared: it is not saved, and its "
+                "steps depend on the number of ranks: give it to prepare()",
+                type(inner).__name__,
+            )
 
 
 def _numbered(name: str, things: list[Any]) -> dict[str, Any]:

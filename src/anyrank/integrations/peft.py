@@ -46,7 +46,7 @@ FREE = (
 warn_if_untested("peft", "0.21", "0.21")
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "default") -> None:
+def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None) -> None:
     """Write an adapter as a PEFT folder, from a model under FSDP2, DDP or none. All ranks.
 
     The folder is what `save_pretrained` writes of the adapter: `PeftModel.from_pretrained(base,
@@ -56,10 +56,10 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "de
     Args:
         model: a PeftModel, or a wrapper of one.
         folder: made if it is not there.
-        adapter: its name in the model.
+        adapter: its name in the model; default: the active one.
 
     Raises:
-        ValueError: no PeftModel, or no such adapter.
+        ValueError: no PeftModel; no such adapter; several are active, and none is named.
         CheckpointError: the first rank could not write; on all ranks.
 
     Example::
@@ -72,7 +72,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "de
         anyrank.integrations.peft.load(model, "adapter")
     """
     inner = _peft_model(model)
-    config = _config(inner, adapter)
+    adapter = _named(inner, adapter)
     own = inner.state_dict()
     weights: dict[str, torch.Tensor] = {}
     is_first = _rank() == 0
@@ -81,11 +81,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "de
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if is_first:  # a copy: several keys may share memory, which the format does not take
             weights[key] = whole.cpu().clone(memory_format=torch.contiguous_format)
-    _on_first_rank(lambda: _write(os.fspath(folder), weights, config))
+    _on_first_rank(lambda: _write(os.fspath(folder), weights, inner.peft_config[adapter]))
 
 
 def load(
-    model: nn.Module, folder: str | os.PathLike[str], *, adapter: str = "default"
+    model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None
 ) -> anyrank.LoadReport:
     """Fill an adapter from a PEFT folder, in a model under FSDP2, DDP or none. All ranks.
 
@@ -94,7 +94,7 @@ def load(
     Args:
         model: a PeftModel, or a wrapper of one, with an adapter of the same configuration.
         folder: as `save` and PEFT's `save_pretrained` write it.
-        adapter: its name in the model; the active one.
+        adapter: its name in the model; it has to be the active one, as it is by default.
 
     Returns:
         The report of `anyrank.load`.
@@ -117,11 +117,11 @@ def load(
         assert report.tensors == 2
     """
     inner = _peft_model(model)
-    here, path = _config(inner, adapter), os.fspath(folder)
+    adapter, path = _named(inner, adapter), os.fspath(folder)
     if adapter not in inner.active_adapters:
         raise ValueError(f"{adapter!r} is not active: call model.set_adapter({adapter!r}) first")
     saved = PeftConfig.from_pretrained(path).to_dict()
-    mine = here.to_dict()
+    mine = inner.peft_config[adapter].to_dict()
     for name in sorted((mine.keys() | saved.keys()) - set(FREE)):
         if _plain(mine.get(name)) != _plain(saved.get(name)):
             raise ValueError(
@@ -141,7 +141,7 @@ def load(
     return anyrank.load(model, file, missing="keep")
 
 
-def merge(model: nn.Module, *, adapter: str = "default") -> nn.Module:
+def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
     """Add an adapter to the base's weights, in place and sharded as they are. All ranks.
 
     For a model under FSDP2 each rank adds its own rows of LoRA's product; other models go through
@@ -150,7 +150,7 @@ def merge(model: nn.Module, *, adapter: str = "default") -> nn.Module:
 
     Args:
         model: a PeftModel, or a wrapper of one.
-        adapter: its name in the model.
+        adapter: its name in the model; default: the active one.
 
     Returns:
         The PeftModel itself, without wrappers.
@@ -169,7 +169,7 @@ def merge(model: nn.Module, *, adapter: str = "default") -> nn.Module:
         assert merged.base_model.model[0].merged
     """
     inner: Any = _peft_model(model)
-    _config(inner, adapter)
+    adapter = _named(inner, adapter)
     layers: list[Any] = [
         module
         for module in inner.modules()
@@ -231,11 +231,18 @@ def _peft_model(model: nn.Module) -> PeftModel:
     raise ValueError(f"{type(model).__name__} holds no PeftModel: give what get_peft_model returns")
 
 
-def _config(model: PeftModel, adapter: str) -> PeftConfig:
-    """Raises ValueError: no such adapter."""
-    if adapter not in model.peft_config:
-        raise ValueError(f"no adapter {adapter!r}: the model has {sorted(model.peft_config)}")
-    return model.peft_config[adapter]
+def _named(model: PeftModel, adapter: str | None) -> str:
+    """The adapter that is meant.
+
+    Raises:
+        ValueError: no such adapter; several are active, and none is named.
+    """
+    (name, *others) = model.active_adapters if adapter is None else [adapter]
+    if others:
+        raise ValueError(f"adapters {[name, *others]} are active: name one with adapter=")
+    if name not in model.peft_config:
+        raise ValueError(f"no adapter {name!r}: the model has {sorted(model.peft_config)}")
+    return name
 
 
 def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) -> None:
