@@ -186,3 +186,56 @@ def test_a_parts_tensors_are_in_the_receipts_where_all_ranks_have_the_same(tmp_p
     assert found.step == 1
     assert found.digests == ["average.values.bias@00000", "average.values.weight@00000"]
     assert all(anyrank.verify(f"{tmp_path}/{name}") for name in ("one", "two", "own"))
+
+
+class Shadow:
+    """An average whose tensors lie as the parameters do, and which copies what it is given."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.of = dict(net.named_parameters())
+        self.values: dict[str, Any] = {n: p.detach().clone() for n, p in self.of.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            self.values[name].copy_(value)
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.of.items():
+                self.values[name].lerp_(parameter, 0.1)
+
+
+def shadowed(folder: str, is_sharded: bool, until: int) -> None:
+    torch.manual_seed(0)
+    net: Any = nn.Linear(6, 3)
+    if is_sharded:
+        fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(rows(), global_batch=8, microbatch=2, exact=True)
+    shadow = Shadow(net)
+    state = anyrank.TrainState(net, optimizer, data=loader, shadow=shadow)
+    with anyrank.Checkpoints(folder, state, every=1) as ckpts:
+        ckpts.resume("auto")
+        for step in ckpts.steps(until=until):
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            shadow.update()
+
+
+def test_a_parts_tensors_may_be_plain_or_sharded(tmp_path: Any) -> None:
+    run_ranks(1, shadowed, f"{tmp_path}/one", False, 4)
+    run_ranks(2, shadowed, f"{tmp_path}/two", True, 4)
+    run_ranks(2, shadowed, f"{tmp_path}/moved", True, 1)
+    run_ranks(1, shadowed, f"{tmp_path}/moved", False, 2)
+    run_ranks(3, shadowed, f"{tmp_path}/moved", True, 4)
+    for name in ("two", "moved"):
+        assert anyrank.diff(f"{tmp_path}/one", f"{tmp_path}/{name}")
+        found = anyrank.diff(f"{tmp_path}/one/step-00000004", f"{tmp_path}/{name}/step-00000004")
+        assert found, found
+        assert not found.renamed
+        assert anyrank.verify(f"{tmp_path}/{name}")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ import anyrank
 from anyrank import faults
 from anyrank.cli import torchrun
 from anyrank.data.order import Order
+from anyrank.errors import RankError
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import meeting, watch
 from anyrank.world.arguments import same_arguments
@@ -455,3 +457,19 @@ def test_a_process_ends_with_groups_still_open(tmp_path: Path) -> None:
     assert sorted(run.stdout.splitlines()) == sorted([*ended, *["last line"] * 4]), run.stderr
     saved = [tmp_path / how / "run/step-00000000/anyrank.json" for how in ("left", "destroyed")]
     assert all(path.exists() for path in saved)  # in the background
+
+
+@pytest.mark.parametrize("seconds", [0.01, 60.0])
+def test_a_rank_that_lives_is_waited_for_until_the_timeout(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "LIFE_SEC", 0.01)
+    answers = iter([False] * 20 + [True])
+    store = SimpleNamespace(delete=str, add=lambda *_: 1, get=str, has=lambda _: next(answers))
+    here: Any = SimpleNamespace(ranks=(0, 1), rank=0, posts=("a", "b"), store=store)
+    here.seconds, here.call, here.named, here.is_alive = seconds, "load()", str, lambda rank: True
+    expected = (
+        pytest.raises(RankError, match="died while") if seconds < 1 else contextlib.nullcontext()
+    )
+    with expected:
+        meeting.Meeting.confirm(here, "m")

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import anyrank
 from anyrank.data.order import Order
 from anyrank.data.schedule import slots_of_rank
+from anyrank.data.workers import WorkerExit
 from anyrank.random_state.streams import ambient
 
 pytestmark = [
@@ -862,3 +863,18 @@ def test_weights_of_any_size_keep_the_range_of_half_gradients(weight: float, exa
             step.backward(model(batch).mean(), weight=weight)
     assert model.weight.grad is not None
     assert model.weight.grad.item() == 2.0**-8
+
+
+def test_processes_of_a_dataset_that_are_no_workers_are_left_alone() -> None:
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=time.sleep, args=(30,), daemon=daemon)
+        for daemon in (False, True)
+    ]
+    workers = WorkerExit()
+    try:
+        workers.watch(lambda: [process.start() for process in processes])
+        assert workers.workers == processes[1:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -92,6 +92,11 @@ def command(
         def launch(environ: Mapping[str, str]) -> None:
             attempt, _ = run_once(count, script, arguments, machines, environ)
             if attempt.exit_code:
+                err().print(
+                    f"Error: the script ended with exit code {attempt.exit_code} before its steps "
+                    "were compared: its error is above",
+                    markup=False,
+                )
                 sys.exit(attempt.exit_code)
 
         _show_replay(replay, start, stop, as_json, launch)

@@ -53,8 +53,9 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
             held.name = own_name(where, rank)
             saved.own.append(held)
             return {"~own": where}
+        held.name = own_name(where, 0)  # as where it is plain: receipts compare them by name
         saved.tensors.append(held)
-        return {"~whole": where}
+        return {"~whole": held.name}
 
     tree = to_json(thing.state_dict(), part, put)
     saved.record = {
@@ -96,11 +97,13 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
-        ((kind, where),) = table.items()
-        key = own_name(where, own) if kind == "~own" else where
+        ((kind, written),) = table.items()
+        key = own_name(written, own) if kind == "~own" else written
+        where = written.removesuffix(own_name("", 0))
         saved = stored.listing.tensors[key]
         like = now().get(where)
-        if kind == "~whole" and like is not None:
+        is_sharded = hasattr(like, "placements") and "by_rank" not in record
+        if like is not None and (kind == "~whole" or is_sharded):
             tensor = torch.empty_like(like)
         else:
             device = None if like is None else like.device
@@ -122,8 +125,25 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
             matched.problems.append(f"{part}: {error}")
     if tensors and any(held.layout for held in tensors):
         matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
-    matched.commit = lambda: thing.load_state_dict(tree)
+    matched.commit = lambda: _give(part, thing, tree)
     return matched
+
+
+def _give(part: str, thing: Stateful, tree: Any) -> None:
+    """Let an object load its state.
+
+    Raises:
+        CheckpointError: its own code failed.
+    """
+    try:
+        thing.load_state_dict(tree)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the user's code
+        raise CheckpointError(
+            f"{part}: load_state_dict() of {type(thing).__name__} raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
 
 
 def _with_new_groups(tree: Any, current: Mapping[str, Any]) -> Any:
