@@ -1,6 +1,6 @@
 """Live weights from one layout into another: `anyrank.sync`, and what trainers do today.
 
-    python benchmarks/sync.py                # 256 and 1,024 MiB, 4 ranks, 5 repeats, in turn
+    python benchmarks/sync.py                # 256 MiB to 2 GiB, 4 ranks, 5 repeats, in turn
     python benchmarks/sync.py --mib 64 --repeats 3
 
 Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
@@ -261,7 +261,7 @@ def summary(case: str, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]
 def main() -> None:
     """Measure, print, and keep the results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024, 2048])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
