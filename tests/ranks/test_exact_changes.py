@@ -157,21 +157,26 @@ class Average:
         self.values = state["values"]
 
 
-def averaged(folder: str, decay: float = 0.5, own: bool = False) -> None:
-    """A run of two steps with an average of its weights as a part."""
-    torch.manual_seed(0)
-    net = nn.Linear(6, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(folder: str, net: Any, optimizer: Any, average: Any, until: int) -> None:
+    """Go on with a run whose weights are averaged by an object of the script's own."""
     loader = anyrank.ElasticLoader(rows(), global_batch=8, microbatch=2, exact=True)
-    average = Average(net, decay, own)
     state = anyrank.TrainState(net, optimizer, data=loader, average=average)
     with anyrank.Checkpoints(folder, state, every=1) as ckpts:
-        for step in ckpts.steps(until=2):
+        ckpts.resume("auto")
+        for step in ckpts.steps(until=until):
             for batch in step.microbatches(net):
                 step.backward(net(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
             average.update()
+
+
+def averaged(folder: str, decay: float = 0.5, own: bool = False) -> None:
+    """A run of two steps with an average of its weights as a part."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(folder, net, optimizer, Average(net, decay, own), 2)
 
 
 def test_a_parts_tensors_are_in_the_receipts_where_all_ranks_have_the_same(tmp_path: Any) -> None:
@@ -214,17 +219,7 @@ def shadowed(folder: str, is_sharded: bool, until: int) -> None:
     if is_sharded:
         fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    loader = anyrank.ElasticLoader(rows(), global_batch=8, microbatch=2, exact=True)
-    shadow = Shadow(net)
-    state = anyrank.TrainState(net, optimizer, data=loader, shadow=shadow)
-    with anyrank.Checkpoints(folder, state, every=1) as ckpts:
-        ckpts.resume("auto")
-        for step in ckpts.steps(until=until):
-            for batch in step.microbatches(net):
-                step.backward(net(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            shadow.update()
+    train(folder, net, optimizer, Shadow(net), until)
 
 
 def test_a_parts_tensors_may_be_plain_or_sharded(tmp_path: Any) -> None:

@@ -1013,3 +1013,18 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(tmp_path: Path) ->
         ckpts.step_done()
         ckpts.save()
     assert [record.step for record in ckpts.stats()] == [0, 1]
+
+
+class Refusing(Tracker):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("not today")
+
+
+def test_an_error_of_a_parts_own_code_names_the_part(tmp_path: Path) -> None:
+    state = anyrank.TrainState(nn.Linear(1, 1), extra=Refusing())
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.save()
+        with pytest.raises(
+            anyrank.CheckpointError, match=r"extra: .* Refusing raised .* not today"
+        ):
+            ckpts.resume()

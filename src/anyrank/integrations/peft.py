@@ -237,12 +237,12 @@ def _named(model: PeftModel, adapter: str | None) -> str:
     Raises:
         ValueError: no such adapter; several are active, and none is named.
     """
-    (name, *others) = model.active_adapters if adapter is None else [adapter]
-    if others:
-        raise ValueError(f"adapters {[name, *others]} are active: name one with adapter=")
-    if name not in model.peft_config:
-        raise ValueError(f"no adapter {name!r}: the model has {sorted(model.peft_config)}")
-    return name
+    names: list[str] = model.active_adapters if adapter is None else [adapter]
+    if len(names) != 1:
+        raise ValueError(f"adapters {names} are active: name one with adapter=")
+    if names[0] not in model.peft_config:
+        raise ValueError(f"no adapter {names[0]!r}: the model has {sorted(model.peft_config)}")
+    return names[0]
 
 
 def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) -> None:

@@ -128,8 +128,8 @@ def match_model(
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
     listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
     filled = [*stored.items(), *compared.items()]
-    empty = [i for i in (loadable[n] for n in found.missing) if i not in {**stored, **compared}]
-    missing, retie = _retied(model, tensors, empty, stored, is_live)
+    empty = {loadable[n] for n in found.missing}.difference(stored, compared)
+    missing, retie = _retied(model, tensors, sorted(empty), stored, is_live)
     ignored = _ignorable(found.unexpected, tensors, model, rename)
     own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}

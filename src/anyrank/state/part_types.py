@@ -155,7 +155,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
     """One hash of how tensors lie on the ranks."""
-    table = [(held.name.removesuffix(own_name("", 0)), str(held.layout)) for held in tensors]
+    table = [(held.name, str(held.layout)) for held in tensors]
     return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
 
 

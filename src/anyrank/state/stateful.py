@@ -53,9 +53,8 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
             held.name = own_name(where, rank)
             saved.own.append(held)
             return {"~own": where}
-        held.name = own_name(where, 0)  # as where it is plain: receipts compare them by name
         saved.tensors.append(held)
-        return {"~whole": held.name}
+        return {"~whole": own_name(where, 0)}
 
     tree = to_json(thing.state_dict(), part, put)
     saved.record = {
@@ -64,6 +63,8 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
+    for held in saved.tensors:  # as where they are plain: receipts compare them by name
+        held.name = own_name(held.name, 0)
     return saved
 
 
