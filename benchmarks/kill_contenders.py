@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -277,7 +277,7 @@ def load_torch_checkpointing(state: State, folder: str, pattern: str) -> bool:
     return False
 
 
-def resume(verify: Literal["size", "full"]) -> Load:
+def resume(verify: bool) -> Load:
     """anyrank finds the newest sound step by itself; whether it says that steps are lost."""
 
     def load(state: State, folder: str, pattern: str) -> bool:
@@ -306,14 +306,14 @@ class Contender:
 
 
 CONTENDERS = {
-    "anyrank": Contender('anyrank, verify="full"', "anyrank", resume("full"), "step-????????"),
+    "anyrank": Contender("anyrank, verify=True", "anyrank", resume(True), "step-????????"),
     "anyrank_background": Contender(
-        'anyrank, background=True, verify="full"',
+        "anyrank, background=True, verify=True",
         "anyrank_background",
-        resume("full"),
+        resume(True),
         "step-????????",
     ),
-    "anyrank_size": Contender('anyrank, verify="size"', "anyrank", resume("size"), "step-????????"),
+    "anyrank_size": Contender("anyrank, verify=False", "anyrank", resume(False), "step-????????"),
     "dcp": Contender("dcp.save, one folder", "dcp", load_dcp, "latest"),
     "dcp_async": Contender("dcp.async_save, one folder", "dcp_async", load_dcp, "latest"),
     "dcp_new": Contender("dcp.save, new folders", "dcp_new", load_dcp, "step-*"),

@@ -7,11 +7,10 @@ FSDP2 with AdamW trains on 4 CPU ranks; rank 1 gets a SIGKILL in a step in the m
 saves. The same script three ways, in turn:
 
   torchrun  it is started again when it has ended, and the ranks resume from files
-  files     `anyrank run --then 4`: they have started, and resume from files
+  files     `anyrank run --then 4`, from files
   memory    the same, from a snapshot in memory after each step (`peers=True`)
 
-The kill comes when the next ranks have started, as it does in a run of hours. Counted on rank 0 of
-the second attempt, in seconds:
+Counted on rank 0 of the second attempt, in seconds:
 
   to_step   from the SIGKILL to the end of the next optimizer step
   to_new    from the SIGKILL to the end of the step that was killed: the others are done again
@@ -24,7 +23,6 @@ the second attempt, in seconds:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -43,9 +41,7 @@ RANKS, EVERY, KILLED = 4, 10, 15
 TITLES = ["to_step", "to_new", "up", "resume", "work", "step"]
 MIB = 1 << 20
 
-
-PEERS: dict[str, Any] = {"torchrun": False, "files": "10h", "memory": True}  # the last two ask
-QUIET_SEC = 1.0  # that ranks sleep: they have imported what they can
+PEERS: dict[str, Any] = {"torchrun": False, "files": "10h", "memory": True}
 
 
 def train(folder: Path, width: int, way: str) -> None:
@@ -76,8 +72,6 @@ def train(folder: Path, width: int, way: str) -> None:
         for step in ckpts.steps(until=EVERY * 2 + 5):
             for x in step.microbatches(model):
                 if first and rank == 1 and step.number == KILLED:
-                    if way != "torchrun":
-                        wait_for_the_next(os.environ["ANYRANK_PEERS_FOLDER"])
                     (folder / "killed").write_text(str(time.time()))
                     os.kill(os.getpid(), signal.SIGKILL)
                 step.backward(model(x).square().mean())
@@ -86,25 +80,6 @@ def train(folder: Path, width: int, way: str) -> None:
             table["steps"].append(time.time())
             if rank == 0:
                 (folder / f"attempt-{int(not first)}.json").write_text(json.dumps(table))
-
-
-def wait_for_the_next(memory: str) -> None:
-    """Return when the ranks of the next attempt wait for it, and use no time of the cores."""
-    gate = b"ANYRANK_WARM_GATE=" + memory.encode()
-    before: dict[str, tuple[str, str]] = {}
-    while True:
-        times: dict[str, tuple[str, str]] = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (process / "environ").read_bytes()
-                if gate in variables and b"\0LOCAL_RANK=" in variables:
-                    stat = (process / "stat").read_text().rpartition(")")[2].split()
-                    times[process.name] = (stat[0], stat[11])  # state, time in user mode
-        asleep = all(state == "S" for state, _ in times.values())
-        if len(times) == RANKS and asleep and times == before:
-            return
-        before = times
-        time.sleep(QUIET_SEC)
 
 
 def measure(width: int, way: str) -> dict[str, float]:

@@ -157,25 +157,15 @@ def ours(state: State, folder: str) -> float:
 
 
 def ours_background(state: State, folder: str) -> float:
-    """The same behind the training, whose next optimizer step comes after STEP_SEC."""
+    """The same behind the training; `seconds` are those until it is committed."""
     whole = anyrank.TrainState(*state)
     with anyrank.Checkpoints(folder, whole, background=True) as ckpts:
         ckpts.resume()  # as every program begins; finds nothing
         ckpts.save()
-        train(state)
         ckpts.wait()
         return ckpts.stats()[0].stall_seconds
 
 
-def train(state: State) -> None:
-    """A forward and backward that leave one core free, then the optimizer's step."""
-    end = time.perf_counter() + STEP_SEC
-    while time.perf_counter() < end:
-        time.sleep(0.01)  # as on an accelerator: the host waits for kernels
-    state[1].step()
-
-
-STEP_SEC = 3.0
 SAVES: dict[str, tuple[str, Save]] = {
     "hand": ("each rank its bytes + fsync", hand),
     "rank0": ("torch.save on rank 0", rank0),
@@ -215,7 +205,7 @@ def run_load(rank: int, size: int, kind: str, folder: str, layers: int) -> Itera
         dcp.load(table, checkpoint_id=folder)
         set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
     else:
-        whole, verify = anyrank.TrainState(*state), "full" if kind == "full" else "size"
+        whole, verify = anyrank.TrainState(*state), kind == "full"
         with anyrank.Checkpoints(folder, whole, verify=verify) as ckpts:
             ckpts.resume("must")
     seconds = time.perf_counter() - start

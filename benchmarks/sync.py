@@ -41,7 +41,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import anyrank
-from anyrank.model.memory_meter import collector_paused
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import look
 from anyrank.syncing.planning import agree_plan
@@ -202,7 +201,7 @@ def small(kind: str, repeats: int) -> dict[str, list[float]]:
         return agree_plan(look_at_both, LoadOptions(), ranks, None, 0)
 
     times: dict[str, list[float]] = {}
-    with open_ranks(None, "the benchmark") as ranks, collector_paused(), torch.no_grad():
+    with open_ranks(None, "the benchmark") as ranks, torch.no_grad():
         calls = {"look": look_at_both, "plan": plan, "call": lambda: anyrank.sync(*ends)}
         for _ in range(repeats):
             for name, work in calls.items():

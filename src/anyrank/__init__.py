@@ -6,6 +6,7 @@ that `import anyrank` costs nothing and a command that needs no tensors never lo
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,9 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(HOMES[name]), name)
         globals()[name] = value
+        if "torch" in sys.modules:
+            versions = import_module("anyrank.versions")
+            versions.warn_of_untested_torch(str(sys.modules["torch"].__version__))
         return value
 
 

@@ -89,9 +89,9 @@ class RecomputeError(AnyrankError):
 
     Example::
 
-        scale, x = torch.ones(2), torch.ones(2, requires_grad=True)
-        loss = anyrank.recompute(lambda x: (x * scale).exp(), x).sum()
-        scale.mul_(2)  # which the second run would read
+        hidden = torch.ones(2, requires_grad=True) * 2
+        loss = anyrank.recompute(torch.exp, hidden).sum()
+        hidden.detach().mul_(2)  # which the second run would read
         try:
             loss.backward()
         except anyrank.RecomputeError as error:

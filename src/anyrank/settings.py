@@ -91,9 +91,6 @@ LOCK_SEC = Knob(
 )
 
 # No knobs: `anyrank run` sets them for the scripts that it starts.
-REPLAY = "ANYRANK_REPLAY"  # the folder of a replay
 PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
-WARM_GATE = "ANYRANK_WARM_GATE"  # where ranks of a warm start wait; the script does not see it
-WARM_REQUEST = "warm-start"  # file in that memory by which a rank asks for one
 
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, EXACT_BYTES, LOCK_SEC)

@@ -19,15 +19,14 @@ INTERFACE = {
     "": {"--version", "-h", "--help"},
     "inspect": {"PATH", "--all", "--quiet", "--json", "-h", "--help"},
     "verify": {"PATH", "--finite", "--json", "-h", "--help"},
-    "diff": {"A", "B", "--json", "-h", "--help"},
+    "diff": {"A", "B", "--ignore", "--json", "-h", "--help"},
     "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}
     | {"--merge", "--overwrite", "--json", "-h", "--help"},
     "plan": {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),
     },
-    "run": {"SCRIPT", "ARGUMENTS", "--ranks", "--then", "--json", "-h", "--help"}
-    | {"--replay", "--from", "--to"}
+    "run": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--then", "--json", "-h", "--help"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
     "demo": {"--ranks", "--steps", "--out", "--quick", "--json", "-h", "--help"},

@@ -50,6 +50,18 @@ def test_the_exit_code_is_the_scripts(anyrank: Callable[[str], Result]) -> None:
 
 
 @pytest.mark.slow
+def test_a_module_runs_as_with_python_m(anyrank: Callable[[str], Result]) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("")
+    Path("package/train.py").write_text(
+        "import sys\nfrom pathlib import Path\nfrom . import __name__ as package\n"
+        "Path('seen').write_text(' '.join([package, __name__, *sys.argv[1:]]))\n"
+    )
+    assert anyrank("run --ranks 1 -m package.train -m --lr 3").exit_code == 0
+    assert Path("seen").read_text() == "package __main__ -m --lr 3"
+
+
+@pytest.mark.slow
 def test_sigterm_is_passed_on_and_ends_the_attempts(tmp_path: Path) -> None:
     process = start_and_wait(tmp_path)
     os.kill(process.pid, signal.SIGTERM)

@@ -546,10 +546,15 @@ def run_python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def said(stderr: str) -> str:
+    """What a script wrote, without what triton in CUDA builds of torch adds when it ends."""
+    return stderr.partition("nanobind: leaked")[0]
+
+
 def test_a_job_in_a_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     done = run_python("script.py", cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("[5, 6]\n", "")
+    assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
 
 
 def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
@@ -562,7 +567,7 @@ def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
     )
     (package / "run.py").write_text(script)
     done = run_python("-m", "some_package.run", cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("[5, 6]\n", "")
+    assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
 
 
 def test_a_script_that_starts_ranks_where_they_import_it_is_refused(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ STREAMS = ("streams", "ranks", 0, "streams")
         ((*STATE, "bias"), 0, "does not refer to optimizer.state.bias"),
         ((*STATE, "bias", "exp_avg"), None, "does not refer to optimizer.state.bias.exp_avg"),
         ((*STATE, "bias", "exp_avg"), ..., "does not refer to optimizer.state.bias.exp_avg"),
-        ((*STATE, "bias", "more"), {"~plain": ["x", ""]}, "has no tensor x"),
+        ((*STATE, "bias", "more"), {"~whole": ["x", ""]}, "has no tensor x"),
         (("parts", "optimizer", "groups", 0, "options", "lr"), "x", "the learning rate 'x'"),
         (("parts", "optimizer", "groups", 0, "options"), {}, "no learning rate"),
         (("samples",), 0, "samples is 0 in the manifest, and 8 in its data"),

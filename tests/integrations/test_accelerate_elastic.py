@@ -163,6 +163,7 @@ def sharded(folder: str) -> tuple[bytes, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exact_fsdp
 def test_clipping_of_shards_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     results = [run_ranks(n, sharded, str(tmp_path / str(n)))[0] for n in (1, 3)]
     assert results[0] == results[1]

@@ -241,3 +241,22 @@ def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "a/global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(anyrank.LoadError, match=r"saved on 3 ranks.*rank_2_mp_rank_00.* missing"):
         anyrank.load(tools.seeded(1), tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["elastic", "fragments"])
+def test_layouts_that_are_not_read_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "a"
+    if kind == "elastic":
+        write_stage_2(folder, *reference(), world=2)
+        path = folder / "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        saved = torch.load(path)
+        state = saved["optimizer_state_dict"]
+        state["base_optimizer_state"] = [*state["base_optimizer_state"]["state"].values()]
+    else:
+        write_stage_3(folder, *reference(), world=2)
+        path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        saved = torch.load(path)
+        saved["frozen_param_shapes"] = {"frozen.weight": (2,)}
+    torch.save(saved, path)
+    with pytest.raises(anyrank.LoadError, match=f"{kind}.* run the zero_to_fp32.py"):
+        anyrank.load(tools.seeded(1), folder)

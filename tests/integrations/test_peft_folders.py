@@ -157,9 +157,49 @@ def test_wrong_uses_are_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for told in run_ranks(2, job_refused, str(tmp_path)):
         assert "only plain LoRA is merged while sharded" in told[0]
-        assert "rank 0 could not write the adapter: NotADirectoryError" in told[1]
+        assert "file/below: cannot write the adapter: [Errno 20] Not a directory" in told[1]
         assert "no adapter 'other': the model has ['default']" in told[2]
         assert "Linear holds no PeftModel" in told[3]
+
+
+def job_one_rank_fails(folder: str) -> list[str]:
+    """Errors of one rank alone: in looking at the model, in its memory, in reading a folder."""
+    rank = torch.distributed.get_rank()
+    model = wrapped(adapted("lora"), "fsdp2")
+    told: list[str] = []
+
+    def fails(call: Any, *kinds: type[Exception]) -> None:
+        with pytest.raises(kinds) as caught:
+            call()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    plain = torch.nn.Linear(2, 2)
+    fails(lambda: peft.save(plain if rank else model, folder), ValueError)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            real = torch.empty
+
+            def empty(*sizes: Any, **options: Any) -> torch.Tensor:
+                if options.get("device") == "cpu":
+                    raise RuntimeError("not enough memory")
+                return real(*sizes, **options)
+
+            patch.setattr(torch, "empty", empty)
+        fails(lambda: peft.save(model, folder), anyrank.RankError)
+    fails(lambda: peft.load(plain if rank else model, folder), ValueError)
+    fails(lambda: peft.load(model, f"{folder}/none"), anyrank.LoadError)
+    return told
+
+
+def test_one_rank_s_error_is_every_rank_s(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job_one_rank_fails, str(tmp_path), timeout=60)
+    assert first == second
+    assert "Linear holds no PeftModel" in first[0]
+    assert "on rank 1" in first[0]
+    assert "not enough memory" in first[1]
+    assert "Linear holds no PeftModel" in first[2]
+    assert "none: is no folder of an adapter" in first[3]
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
@@ -276,13 +316,19 @@ def test_methods_that_share_modules_go_through_the_same_folders(tmp_path: Path, 
     read = PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
     assert peft.load(fresh, tmp_path / "ours").unexpected == []
     base().save_pretrained(tmp_path / "base")
-    anyrank.load(other, [tmp_path / "base" / "model.safetensors", tmp_path / "ours" / peft.WEIGHTS])
+    files = [tmp_path / "base" / "model.safetensors", tmp_path / "ours" / peft.WEIGHTS]
     wanted = model(input_ids=TOKENS).logits
-    for each in (read, fresh, other):
+    for each in (read, fresh):
         assert torch.equal(each(input_ids=TOKENS).logits, wanted)
-    anyrank.load(other, model.state_dict())
-    anyrank.load(other, dict(base().state_dict()))  # the base alone; the adapter stays
-    assert torch.equal(other(input_ids=TOKENS).logits, wanted)
+    if kind == "tokens":  # copies of rows that no file holds
+        with pytest.raises(
+            anyrank.LoadError, match=r"trainable_tokens_original.*\n.*load the base first"
+        ):
+            anyrank.load(other, files)
+        return
+    for source in (files, model.state_dict()):
+        anyrank.load(other, source)
+        assert torch.equal(other(input_ids=TOKENS).logits, wanted)
 
 
 def test_a_prompt_that_several_layers_give_is_refused_by_name(tmp_path: Path) -> None:
@@ -321,7 +367,9 @@ def test_sharded_prompts_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def job_names() -> None:
-    for config in OTHERS.values():
+    for kind, config in OTHERS.items():
+        if kind == "tokens":
+            continue  # its base is loaded before it is made
         torch.manual_seed(1)
         model, other = (get_peft_model(base(), config()) for _ in range(2))
         with torch.no_grad():

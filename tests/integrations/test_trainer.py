@@ -180,7 +180,7 @@ def exact(out: str, kind: str, stop: int | None = None) -> tuple[list[bytes], li
     return [tensor.numpy().tobytes() for tensor in tensors], trainer.elastic.loader.notes
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.exact_fsdp)])
 def test_exact_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
     alone = run_ranks(1, exact, str(tmp_path / "one"), kind)
     for ranks, stop in ((3, 1), (2, 2)):

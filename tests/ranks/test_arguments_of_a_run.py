@@ -43,7 +43,7 @@ def job_constructor(path: str, name: str, values: list[Any]) -> tuple[str, str, 
         ("keep", [3, 4]),
         ("every", [2, "10min"]),
         ("background", [False, True]),
-        ("verify", ["full", "size"]),
+        ("verify", [True, False]),
         ("keep_every", [None, 5]),
     ],
 )

@@ -112,33 +112,6 @@ def job_refuse(folder: str) -> list[str]:
     return said
 
 
-def job_path_and_model(folder: str, late: int, alone: int) -> tuple[str, float]:
-    """One rank gives a path, the others a model; the rank `late` comes after the others."""
-    rank, start = dist.get_rank(), time.monotonic()
-    source: Any = f"{folder}/source.pt" if rank == alone else Net()
-    if rank == late:
-        time.sleep(1.5)
-    try:
-        anyrank.convert(source, f"{folder}/out")
-    except anyrank.RankError as error:
-        return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
-
-
-@pytest.mark.parametrize(("late", "alone"), [(0, 0), (1, 1), (1, 0)])
-def test_a_path_on_one_rank_and_a_model_on_the_others(
-    tmp_path: Path, late: int, alone: int
-) -> None:
-    torch.save(Net().state_dict(), tmp_path / "source.pt")
-    results = run_ranks(3, job_path_and_model, str(tmp_path), late, alone)
-    assert all(seconds < 20 for _, seconds in results)
-    for rank, (said, _) in enumerate(results):
-        if rank != alone:
-            assert f"rank {alone} called convert() into {tmp_path}/out by itself" in said
-        elif late == alone:  # the others waited already
-            assert "called it by itself" in said
-
-
 def job_path_first(folder: str) -> None:
     if dist.get_rank() == 0:
         anyrank.convert(f"{folder}/source.pt", f"{folder}/path")

@@ -345,6 +345,57 @@ def test_what_would_train_wrongly_is_refused(what: str) -> None:
     assert "ValueError" in str(caught.value)
 
 
+def job_equal_data(is_exact: bool, wraps: bool) -> float:
+    """Train on dummy data: every microbatch of every rank is the same."""
+    net = DistributedDataParallel(nn.Linear(4, 1)) if wraps else nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(torch.ones(16, 4), global_batch=8, microbatch=2, exact=is_exact)
+    for step in loader:
+        for x in step.microbatches(net):
+            step.backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return step.number
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "ddp"])
+@pytest.mark.parametrize("is_exact", [False, True], ids=["stock", "exact"])
+def test_ranks_may_have_equal_data(is_exact: bool, wraps: bool) -> None:
+    assert run_ranks(2, job_equal_data, is_exact, wraps) == [1, 1]
+
+
+def job_equal_at_first() -> None:
+    net = DistributedDataParallel(nn.Linear(4, 1))
+    data = torch.cat([torch.ones(8, 4), torch.randn(8, 4, generator=torch.Generator())])
+    loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2, shuffle=False)
+    for step in loader:
+        for x in step.microbatches(net.module):
+            step.backward(net(x).square().mean())
+        net.zero_grad()
+        assert step.number == 0
+
+
+def test_a_wrapper_is_noticed_once_the_data_differs() -> None:
+    with pytest.raises(RanksFailed, match=REFUSED["wrapped already"]):
+        run_ranks(2, job_equal_at_first)
+
+
+def job_around_the_wrapper(is_given: bool) -> list[float]:
+    """Gradients with exact=True, where `microbatches` got the wrapper or what it wraps."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(4, 1))
+    data = torch.randn(8, 4)
+    loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2, exact=True)
+    for step in loader:
+        for x in step.microbatches(net if is_given else net.module):
+            step.backward(net(x).square().mean())
+    return [float(value) for grad in gradients(net) for value in grad.flatten()]
+
+
+def test_exact_takes_gradients_before_the_wrapper_does() -> None:
+    assert run_ranks(2, job_around_the_wrapper, False) == run_ranks(2, job_around_the_wrapper, True)
+
+
 def job_partial_loss() -> list[float]:
     net = build("ddp")
     loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, shuffle=False)

@@ -74,6 +74,7 @@ def job_changed() -> dict[str, int]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_changed_gradients_are_noted_once() -> None:
     warned = {"torch's clipping", "both", "torch's, then own", "a constant", "replaced"}
     for found in run_ranks(2, job_changed, timeout=100):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks.exact_runs import digests_on, sha256
 from torch import nn
@@ -93,6 +94,7 @@ def job_trained() -> dict[str, str]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_with_unusual_parameters_and_weights() -> None:
     alone = digests_on((2, 3), job_trained)
     for name in ("recomputed", "float16", "float64", "no weight", "rare weight", "complex"):
@@ -134,6 +136,7 @@ def job_refused() -> list[str]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_what_torch_would_add_up_in_another_order_is_refused_on_all_ranks() -> None:
     for found in run_ranks(2, job_refused, timeout=100):
         texts = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
@@ -182,6 +183,7 @@ def job_models() -> dict[str, str]:
     return found | {"unet of another order": unet("fsdp", splits=False)}
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_of_real_models() -> None:
     alone = digests_on((3,), job_models)
     for name in ("lora", "unet", "tiled"):

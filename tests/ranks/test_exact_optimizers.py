@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks.exact_runs import digests_on, sha256, whole
 from torch import nn
@@ -86,6 +87,7 @@ def job_optimizers() -> dict[str, str]:
     }
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_with_any_elementwise_optimizer() -> None:
     alone = digests_on((3,), job_optimizers)
     for name in OPTIMIZERS:
@@ -182,6 +184,7 @@ def job_tried() -> dict[str, str]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_step() -> None:
     first, second = run_ranks(2, job_tried)
     assert first == second
@@ -220,6 +223,7 @@ def job_trials() -> list[int]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_an_optimizer_is_tried_once() -> None:
     for found in run_ranks(2, job_trials):
         assert len(found) > 3
@@ -255,6 +259,7 @@ def job_by_kind() -> dict[str, str]:
     return found
 
 
+@pytest.mark.exact_fsdp
 def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None:
     found = digests_on((3,), job_by_kind)
     trained = {key for key, text in found.items() if not text.startswith("exact=True")}
@@ -336,6 +341,7 @@ def job_overflowing() -> dict[str, Any]:
     }
 
 
+@pytest.mark.exact_fsdp
 def test_an_overflow_in_one_microbatch_skips_the_step_on_all_ranks() -> None:
     alone = digests_on((3,), job_overflowing)
     first, second = [{str(alone[f"{kind} {case}"]) for kind in KINDS} for case in (False, True)]

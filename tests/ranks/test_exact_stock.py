@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.exact_runs import digests_on, sha256
@@ -77,6 +78,7 @@ def job_exact() -> dict[str, str]:
     return {kind: by_loader(build(kind), 2, exact=True) for kind in ("plain", "ddp", "fsdp")}
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_on_five_ranks() -> None:
     """Of K = 8, three ranks have two microbatches, two have one and a copy, which is in no sum."""
     assert len({*digests_on((5,), job_exact).values()}) == 1

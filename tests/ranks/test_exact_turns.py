@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks import test_exact_ranks as usual
 from tests.ranks.exact_runs import sha256, whole
@@ -113,6 +114,7 @@ def job_mixed(num_workers: int, skips: bool = False) -> str:
     return sha256(net, optimizer, *(whole(p) for p in other.parameters()))
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_where_memory_is_short() -> None:
     alone = run_ranks(1, job_all, timeout=100)[0]
     for size in (2, 3, 4):
@@ -125,6 +127,7 @@ def job_skips() -> str:
         return job_mixed(0, skips=True)
 
 
+@pytest.mark.exact_fsdp
 def test_a_unit_that_whole_rounds_skip() -> None:
     alone = run_ranks(1, job_mixed, 0, True, timeout=100)[0]
     assert run_ranks(2, job_skips, timeout=100) == [alone] * 2

@@ -13,6 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.formats import sources
+from anyrank.loading import plan_load
+from anyrank.model import match
 from anyrank.testing import run_ranks
 
 
@@ -64,6 +67,38 @@ def test_a_part_on_meta_comes_from_its_own_source(folder: Path, pair: Pair, kind
             assert torch.equal(weights[name], value), name
         assert report.frozen == {"encoder": f"{folder}/encoder.safetensors"}
         assert digest == expected
+
+
+def job_counting_headers(folder: str) -> list[str]:
+    with anyrank.meta():
+        model = Pair()
+    anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
+    listed: list[str] = []
+
+    def count(path: Any, read: Any = sources.list_source) -> Any:
+        listed.append(Path(path).name)
+        return read(path)
+
+    for module in (plan_load, match):
+        if hasattr(module, "list_source"):
+            module.list_source = count
+    try:
+        anyrank.load(
+            model,
+            f"{folder}/head.safetensors",
+            rename={"weight": "head.weight", "bias": "head.bias"},
+        )
+    finally:
+        for module in (plan_load, match):
+            if hasattr(module, "list_source"):
+                module.list_source = sources.list_source
+    return listed
+
+
+def test_one_rank_reads_the_headers_of_a_frozen_parts_source(folder: Path) -> None:
+    first, second = run_ranks(2, job_counting_headers, str(folder))
+    assert first == ["head.safetensors", "encoder.safetensors"]
+    assert second == []
 
 
 def test_a_source_that_holds_the_same_values_passes(folder: Path, pair: Pair) -> None:
@@ -223,11 +258,11 @@ class Shifted(nn.Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-def test_code_of_a_part_without_a_source_is_run(tmp_path: Path) -> None:
+def test_code_of_a_part_is_named_and_the_part_can_be_saved(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Sequential(Shifted(2, 2)))
     anyrank.freeze(model[0])
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    assert anyrank.load(model, state).own_code == ["0.0"]
-    assert (model[0][0].weight == 1).all()  # type: ignore[index]
+    assert list(anyrank.load(model, state).own_code_not_run) == ["0.0"]
+    assert not model[0][0].weight.any()  # type: ignore[index, union-attr]
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model)) as ckpts:
         ckpts.save()

@@ -5,7 +5,6 @@ anew in its shortest form, failing, beside ours, which does not.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -297,16 +296,6 @@ def test_10_host_memory_is_what_is_stored_and_ends_with_close() -> None:
 # -- 11: collectives in tiles ---------------------------------------------------------------------
 
 
-class Holder:
-    """An object of the user's, which is not a module."""
-
-    def __init__(self, unit: Any) -> None:
-        self.units = {"mlp": unit}
-
-    def call(self, x: torch.Tensor) -> torch.Tensor:
-        return self.units["mlp"](x)
-
-
 def job_unit_in_tiles(how: str) -> list[Any]:
     module = mlp()
     plain = copy.deepcopy(module)
@@ -317,20 +306,11 @@ def job_unit_in_tiles(how: str) -> list[Any]:
     x = rows(ROWS if dist.get_rank() else 3)
     if how == "peer":
         fn = lambda x: torch.cat([unit(part) for part in x.split(CHUNK, 1)], 1)  # noqa: E731
-    elif how.startswith("loss"):
+    elif how == "loss":
         labels = torch.zeros(x.shape[:2], dtype=torch.int64)
-        called = Holder(unit).call if "method" in how else unit
-        function = lambda x, _: called(x).square().sum(-1)  # noqa: E731
-        fn = lambda x: anyrank.tiled_loss(function, x, labels, chunk_size=CHUNK)  # noqa: E731
+        fn = lambda x: anyrank.tiled_loss(unit, x, labels, chunk_size=CHUNK)  # noqa: E731
     elif how != "inside":
-        options: dict[str, Any] = {"chunk_size": CHUNK, "check": "checked" in how}
-        found: dict[str, Callable[..., Any]] = {
-            "closure": lambda x: unit(x),
-            "closure, checked": lambda x: unit(x),
-            "argument": functools.partial(lambda units, x: units[0](x), [unit]),
-            "method": Holder(unit).call,
-        }
-        fn = anyrank.tile(found.get(how, unit), **options)
+        fn = anyrank.tile(unit, chunk_size=CHUNK, check="checked" in how)
         if how == "equal":
             x = rows(ROWS - dist.get_rank())
     ours = [grad.full_tensor() for grad in grads_of(module, fn, x)]
@@ -344,8 +324,7 @@ def job_unit_in_tiles(how: str) -> list[Any]:
 def test_11_ranks_with_different_numbers_of_tiles_do_not_wait_for_each_other() -> None:
     with pytest.raises(RanksFailed):
         run_ranks(2, job_unit_in_tiles, "peer", timeout=4)
-    cases = ("ours", "closure", "closure, checked", "argument", "method", "loss", "loss, method")
-    for how in cases:
+    for how in ("ours", "ours, checked", "loss"):
         with pytest.raises(RanksFailed, match="between 1 and 3") as caught:
             run_ranks(2, job_unit_in_tiles, how)
         assert "RankError" in str(caught.value)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations.families import build, save
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
@@ -211,6 +212,22 @@ def test_nan_is_loaded_and_told(tmp_path: Path) -> None:
     assert bool(weights[name].isnan().all())
     assert set(report.nonfinite) == {name}
     assert any("not finite" in text and name in text for text in told)
+
+
+def job_not_finite(path: str) -> tuple[dict[str, int], dict[str, int]]:
+    sharded = nn.Linear(4, 4, bias=False)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    replicated = nn.Linear(4, 4, bias=False)
+    reports = [anyrank.load(model, path, verify=True) for model in (sharded, replicated)]
+    return reports[0].nonfinite, reports[1].nonfinite
+
+
+def test_values_that_are_not_finite_are_counted_over_the_shards_once(tmp_path: Path) -> None:
+    weight = torch.zeros(4, 4)
+    weight[0, :3], weight[3, :2] = float("nan"), float("inf")
+    save_file({"weight": weight}, tmp_path / "w.safetensors")
+    for counts in run_ranks(2, job_not_finite, str(tmp_path / "w.safetensors")):
+        assert counts == ({"weight": 5}, {"weight": 5})
 
 
 def test_a_cast_is_in_the_report(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.state.digests import on_device, start_digests
-from anyrank.state.replicas import EVERY
+from anyrank.state.replicas import TURNS
 from anyrank.testing import run_ranks
 
 
@@ -42,13 +42,13 @@ def job_diverged(path: str, what: str, background: bool) -> str:
     net, optimizer = build()
     with torch.no_grad():
         if what == "model":
-            net[1].weight[3, 3] += dist.get_rank() % 2
+            net[1].weight += dist.get_rank() % 2
         elif what == "strided":
             net[1].weight = nn.Parameter(net[1].weight.detach().T.contiguous().T)
-            net[1].weight[3, 3] += dist.get_rank() % 2
+            net[1].weight += dist.get_rank() % 2
             optimizer = torch.optim.SGD(net.parameters())
         else:
-            optimizer.state[net[1].weight]["exp_avg"][0, 0] += dist.get_rank() % 2
+            optimizer.state[net[1].weight]["exp_avg"] += dist.get_rank() % 2
     state = anyrank.TrainState(net, optimizer)
     with anyrank.Checkpoints(path, state, background=background) as ckpts:
         return complaint(ckpts)
@@ -131,23 +131,39 @@ def job_later(path: str) -> list[int]:
         net, optimizer = build()
         state = anyrank.TrainState(net, optimizer)
         with anyrank.Checkpoints(f"{path}/{number}", state) as ckpts:
-            for step in range(2 * EVERY):
+            for step in range(2 * TURNS):
                 state.step += 1
                 if step == 1:
                     with torch.no_grad():
-                        net[number].bias[0] += dist.get_rank()
+                        net[number].weight[2 * number] += dist.get_rank()
                 if complaint(ckpts):
                     noticed.append(step)
                     break
-        assert "diverged" in complaint(ckpts)  # once noticed, the next save compares all
+            assert "diverged" in complaint(ckpts)  # the next save compares the same
     return noticed
 
 
-def test_a_divergence_is_noticed_within_ten_saves(tmp_path: Path) -> None:
-    for noticed in run_ranks(2, job_later, str(tmp_path)):
+def test_a_divergence_is_noticed_within_nine_saves(tmp_path: Path) -> None:
+    for noticed in run_ranks(3, job_later, str(tmp_path)):
         assert len(noticed) == 4
-        assert max(noticed) <= EVERY
+        assert max(noticed) <= TURNS
         assert len(set(noticed)) > 1  # each save compares another part
+
+
+def job_sharded(path: str) -> str:
+    """Each rank's optimizer holds the state of its own share of the parameters."""
+    net, optimizer = build()
+    for parameter in net.parameters():
+        optimizer.state[parameter]["exp_avg"].fill_(dist.get_rank())
+    with anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer)) as ckpts:
+        return complaint(ckpts)
+
+
+def test_an_optimizer_that_is_sharded_is_told_to_say_so(tmp_path: Path) -> None:
+    for text in run_ranks(3, job_sharded, str(tmp_path)):
+        assert "exp_avg: ranks [0] unlike ranks [1] unlike ranks [2]" in text
+        assert "the weights agree, so optimizer is sharded" in text
+        assert "Hold them as DTensors" in text
 
 
 def digests_of(*tensors: torch.Tensor) -> list[int]:

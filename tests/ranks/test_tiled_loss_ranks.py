@@ -163,3 +163,34 @@ def job_count(wrapper: str) -> bool:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_count_as_documented_gives_the_mean_over_the_tokens_of_all_ranks(wrapper: str) -> None:
     assert run_ranks(2, job_count, wrapper) == [True] * 2
+
+
+def job_collectives_of_tiles() -> list[int]:
+    """How many collectives a call makes under tensor parallelism, plain and in tiles."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    counts: list[int] = []
+    for chunk_size in (None, TOKENS, 2):
+        torch.manual_seed(0)
+        mlp = nn.Sequential(nn.Linear(WIDTH, 6, dtype=D), nn.Linear(6, WIDTH, dtype=D))
+        model = nn.ModuleDict({"mlp": mlp})
+        parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        if chunk_size is not None:
+            anyrank.tile_(model, "mlp", chunk_size=chunk_size)
+        made = 0
+        all_reduce = dist.all_reduce
+
+        def counted(*args: Any, reduce: Any = all_reduce, **kwargs: Any) -> Any:
+            nonlocal made
+            made += 1
+            return reduce(*args, **kwargs)
+
+        dist.all_reduce = counted
+        with torch.no_grad():
+            mlp(torch.ones(1, TOKENS, WIDTH, dtype=D))
+        dist.all_reduce = all_reduce
+        counts.append(made)
+    return counts
+
+
+def test_tiles_of_a_tensor_parallel_module_compare_nothing() -> None:
+    assert run_ranks(2, job_collectives_of_tiles) == [[0, 0, 0]] * 2

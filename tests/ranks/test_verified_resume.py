@@ -72,9 +72,10 @@ def test_a_flipped_bit_sets_the_step_aside_on_all_ranks(tmp_path: Path, file: st
     ]
 
 
-def test_verifying_reads_at_most_2_percent_more_on_other_ranks(tmp_path: Path) -> None:
+def test_verifying_reads_blocks_of_64_kib_around_each_share_on_other_ranks(tmp_path: Path) -> None:
     sizes = [512, 1024, 768]  # layers of 1, 4 and 2.25 MiB
     run_ranks(4, job_save, str(tmp_path), sizes, 1)
     needed = sum(3 * 4 * n * n for n in sizes)
+    runs = 3 * len(sizes) * (4 + 3 - 1)  # of bytes, of three tensors a layer: both splits' borders
     for *_, bytes_read in run_ranks(3, job_resume, str(tmp_path), sizes):
-        assert sum(bytes_read) / needed - 1 < 0.02
+        assert sum(bytes_read) - needed < runs * 64 * 1024

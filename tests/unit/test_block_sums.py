@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
-import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from torch import nn
 import anyrank
 from anyrank.errors import CorruptCheckpoint
 from anyrank.files.block_sums import (
-    BLOCKS,
-    MAX_BYTES,
-    MIN_BYTES,
+    BLOCK_BYTES,
     BlockDigester,
-    block_bytes,
-    parse_sums,
+    BlockSums,
+    check_file,
+    read_sums,
 )
+from anyrank.files.listing import FileInfo, Listing, SumsFile
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
@@ -33,100 +32,82 @@ from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads
 
-EXTENTS = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(0, 70_000)), min_size=0, max_size=6
-)  # gap before, bytes
+SIZES = st.one_of(st.integers(0, 300), st.integers(0, 5 * BLOCK_BYTES))
 
 
-def file_of(parts: list[tuple[int, int]], rest: int, cuts: list[int]) -> tuple[bytes, bytes]:
+def file_of(size: int, cuts: list[int]) -> tuple[bytes, BlockSums]:
     """A file and its checksums, fed in parts."""
-    digester, size = BlockDigester(), 0
-    for gap, nbytes in parts:
-        digester.expect(size + gap, nbytes)
-        size += gap + nbytes
-    data = torch.randint(0, 256, (size + rest,), dtype=torch.uint8).numpy().tobytes()
-    low = 0
-    for high in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes()
+    digester, low = BlockDigester(), 0
+    for high in [*sorted(cut % (size + 1) for cut in cuts), size]:
         digester.update(memoryview(data)[low:high])
         low = high
-    return data, digester.to_bytes()
+    return data, BlockSums(size, digester.finish())
 
 
-@given(EXTENTS, st.integers(0, 50), st.lists(st.integers(0, 10**6), max_size=5), st.data())
-def test_any_range_is_verified_by_whole_blocks(
-    parts: list[tuple[int, int]], rest: int, cuts: list[int], data: Any
-) -> None:
-    content, text = file_of(parts, rest, cuts)
-    sums = parse_sums(text, len(content))
+@given(SIZES, st.lists(st.integers(0, 10**6), max_size=5), st.data())
+def test_any_range_is_verified_by_whole_blocks(size: int, cuts: list[int], data: Any) -> None:
+    content, sums = file_of(size, cuts)
+    assert len(sums.digests) == -(-size // BLOCK_BYTES) * 8
     if not content:
         return
-    start = data.draw(st.integers(0, len(content) - 1))
-    stop = data.draw(st.integers(start + 1, len(content)))
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
     low, high = sums.around(start, stop)
-    assert low <= start < stop <= high
+    assert low <= start < stop <= high <= size
+    assert start - low < BLOCK_BYTES
+    assert high - stop < BLOCK_BYTES
     inner = data.draw(st.integers(low, high))
     views = [memoryview(content)[low:inner], memoryview(content)[inner:high]]
     sums.check(low, views, "x")
     changed = bytearray(content)
     changed[start] ^= 1
-    with pytest.raises(CorruptCheckpoint, match="are not those that were written"):
+    first, end = sums.around(start, start + 1)
+    with pytest.raises(CorruptCheckpoint, match=f"bytes {first} to {end} are not those that were"):
         sums.check(low, [memoryview(changed)[low:high]], "x")
 
 
-@given(EXTENTS, st.integers(0, 50))
-def test_reading_all_tensors_leaves_out_no_byte_of_the_file(
-    parts: list[tuple[int, int]], rest: int
-) -> None:
-    content, text = file_of(parts, rest, [])
-    sums = parse_sums(text, len(content))
-    covered, at = bytearray(len(content)), 0
-    for gap, nbytes in parts:
-        at += gap
-        if nbytes:
-            low, high = sums.around(at, at + nbytes)
-            covered[low:high] = bytes([1]) * (high - low)
-        at += nbytes
-    assert all(covered) or not any(nbytes for _, nbytes in parts)
+@given(st.data(), st.integers(0, 3 * BLOCK_BYTES), st.integers(1, 4))
+def test_parts_of_a_file_are_all_of_it(data: Any, size: int, count: int) -> None:
+    content, sums = file_of(size, [])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        path.write_bytes(content)
+        for number in range(count):
+            check_file(str(path), sums, number, count, lambda: None)
+        if size:
+            changed = bytearray(content)
+            changed[data.draw(st.integers(0, size - 1))] ^= 1
+            path.write_bytes(changed)
+            found: list[int] = []
+            for number in range(count):
+                try:
+                    check_file(str(path), sums, number, count, lambda: None)
+                except CorruptCheckpoint:
+                    found.append(number)
+            assert len(found) == 1
 
 
-@given(EXTENTS, st.integers(0, 50), st.integers(1, 200_000))
-def test_reads_end_with_blocks_also_with_one_that_is_longer(
-    parts: list[tuple[int, int]], rest: int, most: int
-) -> None:
-    content, text = file_of(parts, rest, [])
-    sums = parse_sums(text, len(content))
-    ends = [0, *itertools.islice(sums.stops(0, len(content), most), len(sums.ends) + 1)]
-    assert ends[-1] == len(content)
-    for low, high in itertools.pairwise(ends):
-        assert high in sums.ends
-        assert low < high
-        assert high - low <= most or not any(low < end < high for end in sums.ends)
+@given(SIZES, st.data())
+def test_what_is_no_list_of_checksums_is_refused(size: int, data: Any) -> None:
+    text = bytearray(file_of(size, [])[1].to_bytes())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.xxh3"
+        path.write_bytes(text)
 
+        def listed(size: int, digest: str = "") -> Listing:
+            sums = {0: SumsFile(str(path), digest)}
+            return Listing("x", (FileInfo("x", size, ""),), {}, sums=sums)
 
-@given(EXTENTS, st.integers(0, 50), st.data())
-def test_what_is_no_list_of_checksums_is_refused(
-    parts: list[tuple[int, int]], rest: int, data: Any
-) -> None:
-    content, text = file_of(parts, rest, [])
-    numbers = struct.unpack_from("<Q", text)[0] * 2 + 1
-    place = data.draw(st.integers(0, numbers - 1))
-    value = data.draw(st.sampled_from([0, 1, len(content), len(content) + 1, 2**63, 2**64 - 1]))
-    forged = bytearray(text)
-    struct.pack_into("<Q", forged, 8 * place, value)
-    try:
-        sums = parse_sums(bytes(forged), len(content))
-    except (ValueError, struct.error):
-        return
-    assert len(sums.ends) * 8 == len(sums.digests)  # it describes other blocks, whole ones
-    assert (sums.ends[-1] if sums.ends else 0) == len(content)
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 1 << 18, 3 << 18, 32 << 20, 1 << 34])
-def test_blocks_are_a_64th_of_a_tensor_within_bounds(nbytes: int) -> None:
-    block = block_bytes(nbytes)
-    assert MIN_BYTES <= block <= MAX_BYTES
-    assert block & (block - 1) == 0
-    assert block in (MIN_BYTES, MAX_BYTES) or nbytes / 2 < block * BLOCKS <= nbytes
+        assert read_sums(listed(size), 0).to_bytes() == text
+        with pytest.raises(CorruptCheckpoint, match="another size"):
+            read_sums(listed(size + BLOCK_BYTES), 0)
+        with pytest.raises(CorruptCheckpoint, match="does not match"):
+            read_sums(listed(size, "0" * 16), 0)
+        text[data.draw(st.integers(0, len(text) - 1))] ^= 1
+        path.write_bytes(text)
+        with pytest.raises(CorruptCheckpoint, match="does not match its checksum"):
+            read_sums(listed(size), 0)
 
 
 def saved(path: Path, steps: int = 1) -> nn.Module:
@@ -167,7 +148,7 @@ def test_parts_are_read_right_and_a_flipped_bit_in_them_is_noticed(
     nbytes = read(tmp_path, box, destination)
     assert torch.equal(destination, wanted)
     if box.sizes[1] == 512 and dtype == torch.float32 and not strided:
-        assert nbytes <= box.numel * 4 + (2 * block_bytes(1 << 20)) + 4096
+        assert nbytes <= box.numel * 4 + 2 * BLOCK_BYTES * -(-box.numel * 4 // (256 << 10))
     data = tmp_path / "step-00000001" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     row = wanted[0].float().numpy() if dtype == torch.float32 else None

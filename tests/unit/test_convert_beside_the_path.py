@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.runs import save
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.store import store_for, write_file
 from anyrank.testing import PeakMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
@@ -23,57 +27,97 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 # -- what is replaced -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "train.py", "optimizer.pt", "README.md", "x.bin", "deep/x", "x.json"]
-)
+@pytest.mark.parametrize("name", ["notes.txt", "optimizer.pt", "model.safetensors", "deep/x"])
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_overwrite_never_deletes_what_is_no_weights(tmp_path: Path, to: str, name: str) -> None:
+def test_overwrite_renames_what_was_there(tmp_path: Path, to: Any, name: str) -> None:
     out = tmp_path / "out"
-    anyrank.convert({"a": torch.ones(2)}, out, to=to)  # type: ignore[arg-type]
+    anyrank.convert({"a": torch.ones(2)}, out, to=to)
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("work of months")
-    with pytest.raises(ValueError, match=f"would delete {name.partition('/')[0]}"):
-        anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
-    assert (out / name).read_text() == "work of months"
-    assert os.listdir(tmp_path) == ["out"]
+    report = anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    old = Path(report.replaced)
+    assert old.match("out.replaced-*")
+    assert f"what was there is {old} now" in str(report)
+    assert (old / name).read_text() == "work of months"
+    assert anyrank.diff(out, {"b": torch.ones(2)})
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", old.name])
+    again = anyrank.convert({"c": torch.ones(2)}, out, overwrite=True)
+    assert anyrank.diff(again.replaced, {"b": torch.ones(2)})
 
 
-def test_overwrite_replaces_what_an_earlier_conversion_copied(tmp_path: Path) -> None:
-    src, out = tmp_path / "src", tmp_path / "out"
-    src.mkdir()
-    save_file({"w": torch.ones(2)}, src / "model.safetensors")
-    for name in ("config.json", "tokenizer.json", "README.md", "modeling_x.py", "LICENSE"):
-        (src / name).write_text("{}")
-    anyrank.convert(src, out)
-    anyrank.convert(src, out, overwrite=True)
-    (out / "README.md").write_text("edited")
-    with pytest.raises(ValueError, match=r"would delete README\.md"):
-        anyrank.convert(src, out, overwrite=True)
-    assert (out / "README.md").read_text() == "edited"
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_folder_is_renamed_for_a_file(tmp_path: Path, to: Any) -> None:
+    out = tmp_path / "x.safetensors"
+    out.mkdir()
+    (out / "notes").write_text("work of months")
+    with pytest.raises(ValueError, match="is there already"):
+        anyrank.convert({"b": torch.ones(2)}, out)
+    report = anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
+    assert out.is_file()
+    assert (Path(report.replaced) / "notes").read_text() == "work of months"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["out.safetensors", "weights"])
+def test_a_url_is_refused_and_its_neighbours_stay(name: str, overwrite: bool) -> None:
+    bucket: Any = fsspec.filesystem("memory")
+    before = {"/bucket/dir/precious.bin": b"x", "/bucket/dir/weights/model.safetensors": b"y"}
+    bucket.pipe(before)
+    with pytest.raises(ValueError, match="writes to local paths: give a local path, and copy"):
+        anyrank.convert(
+            {"w": torch.full((4,), 1e30)},
+            f"memory://bucket/dir/{name}",
+            dtype="float16",
+            overwrite=overwrite,
+        )
+    assert {path: bucket.cat(path) for path in bucket.find("/bucket")} == before
 
 
 @pytest.mark.parametrize("name", ["out", "w.safetensors"])
-def test_a_link_is_kept_and_what_it_points_to_replaced(tmp_path: Path, name: str) -> None:
+def test_a_link_is_kept_and_what_it_points_to_renamed(tmp_path: Path, name: str) -> None:
     real, link = tmp_path / "real" / name, tmp_path / name
     anyrank.convert({"a": torch.ones(2)}, real)
     link.symlink_to(real)
-    anyrank.convert({"b": torch.ones(2)}, link, overwrite=True)
+    report = anyrank.convert({"b": torch.ones(2)}, link, overwrite=True)
     assert link.is_symlink()
     file = link / "model.safetensors" if link.is_dir() else link
     assert load_file(file).keys() == {"b"}
     assert sorted(os.listdir(tmp_path)) == sorted([name, "real"])
-    assert os.listdir(tmp_path / "real") == [name]
+    assert anyrank.diff(report.replaced, {"a": torch.ones(2)})
 
 
-def test_what_came_during_the_conversion_is_not_deleted(
+@pytest.mark.parametrize("name", ["out", "w.safetensors"])
+def test_what_came_during_the_conversion_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / name
+
+    def come() -> None:
+        monkeypatch.delitem(faults.armed, "convert.commit")
+        anyrank.convert({"a": torch.ones(2)}, out)
+
+    monkeypatch.setitem(faults.armed, "convert.commit", come)
+    with pytest.raises(CheckpointError, match="came there during the conversion"):
+        anyrank.convert({"b": torch.ones(2)}, out)
+    assert anyrank.diff(out, {"a": torch.ones(2)})
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_rename_that_fails_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
+    out, renames = tmp_path / "out", list[int]()
     anyrank.convert({"a": torch.ones(2)}, out)
-    monkeypatch.setitem(faults.armed, "convert.commit", lambda: (out / "new.py").write_text("x"))
-    with pytest.raises(CheckpointError, match=r"new\.py came there during the conversion"):
+
+    def refuse() -> None:
+        renames.append(1)
+        if len(renames) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setitem(faults.armed, "file.rename", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
         anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
-    assert sorted(os.listdir(out)) == ["model.safetensors", "new.py"]
+    assert anyrank.diff(out, {"a": torch.ones(2)})
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -211,3 +255,51 @@ def test_memory_is_that_of_a_piece_and_not_of_a_tensor(tmp_path: Path) -> None:
     peaks = [peak.peak_bytes / (1 << 20) for peak in (whole, converted, verified)]
     assert peaks[0] > 48  # else the next line could not fail
     assert max(peaks[1:]) < 32, peaks
+
+
+def test_an_object_that_cannot_be_written_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(faults.armed, "file.write", refuse)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_file(store_for("memory://bucket"), "memory://bucket/a", b"x")
+
+
+@pytest.mark.parametrize("place", ["weights", "checksums"])
+def test_a_flipped_bit_of_a_converted_dcp_folder_is_noticed(tmp_path: Path, place: str) -> None:
+    wanted = {"a": torch.ones(100), "b": torch.ones(100_000)}
+    report = anyrank.convert(wanted, tmp_path / "dcp", to="dcp")
+    assert report.files == ["__0_0.distcp", "__0_0.xxh3", ".metadata"]
+    assert anyrank.verify(tmp_path / "dcp").checked == ["structure", "xxh3-64 of 1 file"]
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp_load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert anyrank.diff(loaded, wanted)
+    file = tmp_path / "dcp" / ("__0_0.distcp" if place == "weights" else "__0_0.xxh3")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    verified = anyrank.verify(tmp_path / "dcp")
+    assert len(verified.findings) == 1
+    assert (place == "weights") == ("b: bytes " in str(verified.findings[0]))
+    with pytest.raises(anyrank.AnyrankError, match="damaged"):
+        anyrank.convert(tmp_path / "dcp", tmp_path / "again")
+    with pytest.raises(anyrank.LoadError, match="damaged"):
+        anyrank.load(Weights(), tmp_path / "dcp", verify=True)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(100))
+        self.b = nn.Parameter(torch.zeros(100_000))
+
+
+def test_verify_names_the_tensor_that_is_damaged(tmp_path: Path) -> None:
+    shared = torch.ones(1000)
+    torch.save({"a": torch.zeros(1000), "b": shared, "c": shared[10:20]}, tmp_path / "w.pt")
+    data = bytearray((tmp_path / "w.pt").read_bytes())
+    data[data.index(shared.numpy().tobytes()) + 2] ^= 4
+    (tmp_path / "w.pt").write_bytes(data)
+    (finding,) = anyrank.verify(tmp_path / "w.pt").findings
+    assert "b, c: record data/1: CRC-32 is" in str(finding)

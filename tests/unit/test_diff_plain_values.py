@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nan": ({"best": [math.nan]}, {"best": [1.0]}, "number    best.0: nan and 1.0"),
     "lacks": ({"best": {"a": "absent"}}, {"best": {}}, "number    best.a: absent and absent"),
     "empty": ({"best": {"a": []}}, {"best": {}}, "number    best.a: [] and absent"),
-    "key": ({"best": {1: 2}}, {"best": {"1": 2}}, "number    best.1: "),
+    "key": ({"best": {1: 2}}, {"best": {"1": 2}}, "number    best: [[1, 2]] and absent"),
     "dtype": ({"best": [torch.int8]}, {"best": [torch.uint8]}, "best.0: int8 and uint8"),
     "tensor": ({"best": {"t": torch.ones(1)}}, {"best": {"t": 1}}, "a/step-00000000: best.t@00000"),
 }
@@ -97,3 +98,37 @@ def test_rank_counts_do_not_differ(tmp_path: Path) -> None:
     run_ranks(2, run, tmp_path / "other", best=0.7)
     found = anyrank.diff(tmp_path / "one", tmp_path / "other")
     assert found.numbers == {"best": (0.5, 0.7)}
+
+
+def timed(folder: Path, *, weight: float = 1.0) -> str:
+    """A run of two saved steps with a timer, which never shows the same."""
+    model = nn.Linear(2, 2)
+    timer = Tracker({"seconds": 0.0})
+    state = anyrank.TrainState(model, timer=timer, best=Tracker([1, 2]))
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        for step in (1, 2):
+            nn.init.constant_(model.weight, weight if step == 2 else 1.0)
+            nn.init.zeros_(model.bias)
+            timer.value = {"seconds": time.perf_counter()}
+            state.step = step
+            ckpts.save()
+    return str(folder)
+
+
+def test_each_part_is_judged_at_the_newest_common_step(tmp_path: Path) -> None:
+    a, b, c = (timed(tmp_path / name, weight=w) for name, w in zip("abc", (1, 1, 2), strict=True))
+    found = anyrank.diff(a, b)
+    assert not found
+    assert (found.step, found.newest) == (1, 2)
+    assert found.parts == {"model": True, "timer": False, "best": True}
+    assert "step 2, the newest that both have, by part:" in str(found)
+    assert anyrank.diff(a, c).parts == {"model": False, "timer": False, "best": True}
+    for ignore in ("timer", ["timer.*"], ["t*r", "nothing"]):
+        ignored = anyrank.diff(a, b, ignore=ignore)
+        assert ignored, ignored
+        assert ignored.parts["model"]
+    ignored = anyrank.diff(a, c, ignore="timer")
+    assert (ignored.step, [*ignored.values]) == (2, ["model.weight"])
+    assert anyrank.diff(a, c, ignore=["timer", "*.weight"])
+    with pytest.raises(TypeError, match="ignore=3: give a pattern"):
+        anyrank.diff(a, c, ignore=3)  # type: ignore[arg-type]

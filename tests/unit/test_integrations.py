@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import anyrank
 from anyrank.integrations.dataloaders import elastic_loader
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_an_untested_version_gives_a_line_and_no_error(
     oldest: str, newest: str, is_tested: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_if_untested.cache_clear()
-    with caplog.at_level(logging.WARNING, "anyrank.integrations"):
+    with caplog.at_level(logging.WARNING, "anyrank"):
         warn_if_untested("torch", oldest, newest)
         warn_if_untested("torch", oldest, newest)
         warn_if_untested("no-such-package", oldest, newest)

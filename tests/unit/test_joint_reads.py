@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.loading.exchange import _windows  # pyright: ignore[reportPrivateUsage]
 from anyrank.loading.strategy import caches_of, decide
-from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
-from anyrank.tensors.plan import joint_reads
+from anyrank.tensors.plan import joint_reads, wanted_rows
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 
@@ -75,6 +76,55 @@ def test_long_runs_are_read_by_those_who_want_them() -> None:
     joint = joint_reads(stored_as(shape, [0, 1, 2]), shards(shape, 1, 4))
     assert [some.takers for some in joint] == [(0,), (1,), (2,), (3,)]
     assert sum(some.read.nbytes for some in joint) == 8 * math.prod(shape)
+
+
+def rows_on(ranks: int) -> tuple[Box, ...]:
+    layout = Layout((ranks,), (Placement("shard", 0),))
+    return tuple(local_pieces((8192, 64), layout, (rank,))[0].box for rank in range(ranks))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_planning_takes_as_many_steps_as_there_are_ranks_and_chunks(monkeypatch, dim) -> None:
+    # Saved on 512 ranks, wanted on 256: compared each with each, these would be 131,072 steps.
+    chunks = tuple(Chunk(box, n, 0, (64, 1)) for n, box in enumerate(rows_on(512)))
+    stored = StoredTensor("w", (8192, 64), torch.int64, chunks)
+    groups = shards((8192, 64), dim, 256)
+    asked: list[Box] = []
+    intersect = Box.intersect
+    monkeypatch.setattr(Box, "intersect", lambda a, b: asked.append(a) or intersect(a, b))
+    assert sum(nbytes for nbytes, _ in wanted_rows(stored, groups)) == stored.nbytes
+    assert not asked
+    if dim == 0:
+        assert len(joint_reads(stored, groups)) == 512
+        assert len(asked) <= 256 + 512
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_ranks_would_all_read_is_known_without_the_chunks(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    order = data.draw(st.permutations(range(len(shape))))
+    dim, gap = (
+        data.draw(st.integers(0, len(shape) - 1)),
+        data.draw(st.sampled_from([0, 16, 1 << 20])),
+    )
+    stored, groups = stored_as(shape, order), shards(shape, dim, data.draw(st.integers(1, 4)))
+    joint = {(each.read.nbytes, each.takers) for each in joint_reads(stored, groups, gap)}
+    assert set(wanted_rows(stored, groups, gap)) == joint
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_boxes_in_common_are_found_as_by_comparing_each(data: st.DataObject) -> None:
+    dims = data.draw(st.integers(0, 3))
+    sides = st.tuples(*[st.tuples(st.integers(0, 9), st.integers(1, 5))] * dims)
+    boxes = [
+        Box(*map(tuple, zip(*each, strict=True))) if each else Box((), ())
+        for each in data.draw(st.lists(sides, min_size=1, max_size=9))
+    ]
+    wanted, *held = boxes
+    every = {(n, both) for n, box in enumerate(held) if (both := wanted.intersect(box))}
+    assert set(BoxIndex(held).common(wanted)) == every
 
 
 def test_what_no_page_cache_holds_is_read_by_one_rank_and_exchanged() -> None:

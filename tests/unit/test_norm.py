@@ -68,6 +68,7 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total_norm([flat], 2.0) == whole
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_complex_and_sparse_gradients() -> None:
     z = torch.tensor([3 + 4j, 1j])
     assert total_norm([z], 2.0) == pytest.approx(math.sqrt(26))

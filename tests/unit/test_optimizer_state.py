@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,22 @@ def test_a_scheduler_whose_optimizer_has_other_groups_is_refused(tmp_path: Path,
         resume(tmp_path, build(cuts[cut]))
     report = resume(tmp_path, build(cuts[cut]), skip=["scheduler"])
     assert report.components["optimizer"] == "exact"
+
+
+def calls_of_a_resume(path: Path, count: int) -> int:
+    """Function calls of a resume of so many parameters."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(1.0)}
+    state = anyrank.TrainState(model, optimizer)
+    save(path, state)
+    profile = cProfile.Profile()
+    profile.runcall(resume, path, state)
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def test_a_resume_takes_time_in_proportion_to_the_parameters(tmp_path: Path) -> None:
+    # The group of each step count was looked for among all parameters.
+    few, many = (calls_of_a_resume(tmp_path / str(n), n) for n in (200, 800))
+    assert many < 4.4 * few, (few, many)

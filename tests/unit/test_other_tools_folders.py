@@ -18,7 +18,7 @@ from torch import nn
 import anyrank
 from anyrank.files.manifest import STEP
 from anyrank.files.store import RemoteStore
-from anyrank.saving.other_tools import MAX_FOLDERS, find_checkpoint
+from anyrank.saving.other_tools import MAX_FOLDERS, other_in
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}
@@ -63,15 +63,7 @@ MAKERS = {
     "sharded safetensors": lambda folder: touch(folder, "model.safetensors.index.json"),
     "safetensors": lambda folder: save_file(TENSORS, folder / "model.safetensors"),
     "torch": lambda folder: torch.save(TENSORS, folder / "weights.pt"),
-    "lightning, by its logger": lambda folder: touch(
-        folder,
-        "lightning_logs/version_0/hparams.yaml",
-        "lightning_logs/version_0/checkpoints/epoch=3-step=100.ckpt",
-    ),
     "lightning, checkpoints": lambda folder: touch(folder, "checkpoints/last.ckpt"),
-    "accelerate, by its configuration": lambda folder: touch(
-        folder, "checkpoints/checkpoint_0/model.bin", "checkpoints/checkpoint_0/random_states_0.pkl"
-    ),
     "a script's": lambda folder: touch(folder, "config.py", "checkpoints/epoch_1_step_100.pth"),
     "megatron": lambda folder: touch(
         folder, "latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"
@@ -87,10 +79,12 @@ MAKERS = {
 
 # What `resume` is told to take, where that is not the folder with the files.
 PLACES = {
-    "lightning, by its logger": "lightning_logs/version_0/checkpoints/epoch=3-step=100.ckpt",
-    "accelerate, by its configuration": "checkpoints/checkpoint_0",
+    "lightning": "epoch=3-step=100.ckpt",
+    "lightning, checkpoints": "checkpoints/last.ckpt",
+    "trainer": "checkpoint-500",
+    "torchtitan": "step-10",
+    "a script's": "checkpoints/epoch_1_step_100.pth",
     "deepspeed": "",
-    "verl": "global_step_10/actor",
     "best": "best",
 }
 
@@ -109,6 +103,7 @@ def test_another_tools_checkpoint_is_an_error_with_its_way_out(
     assert after == before
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tool", PLACES)
 def test_the_error_names_the_path_that_is_read(tmp_path: Path, tool: str) -> None:
     MAKERS[tool](tmp_path)
@@ -117,25 +112,45 @@ def test_the_error_names_the_path_that_is_read(tmp_path: Path, tool: str) -> Non
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", MAKERS)
+def test_a_save_without_a_resume_is_refused_there_too(tmp_path: Path, tool: str) -> None:
+    MAKERS[tool](tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(anyrank.CheckpointError, match="another tool saved"):
+        save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 def test_of_several_checkpoints_the_newest_is_named(tmp_path: Path) -> None:
-    touch(tmp_path, *(f"checkpoints/checkpoint_{n}/random_states_0.pkl" for n in (2, 10)))
-    touch(tmp_path, *(f"checkpoints/checkpoint_{n}/model.bin" for n in (2, 10)))
+    touch(tmp_path, *(f"checkpoint-{n}/model.safetensors" for n in (2, 10)))
     touch(tmp_path, *(f"samples/{n}/0.png" for n in range(250)))
-    with pytest.raises(anyrank.CheckpointError, match=r"resume\('.*/checkpoint_10'\)"):
+    with pytest.raises(anyrank.CheckpointError, match=r"resume\('.*/checkpoint-10'\)"):
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
 
 
 def test_an_object_store_is_asked_for_few_listings() -> None:
     store = RemoteStore("memory://others")
-    store.filesystem.pipe({f"/others/lightning_logs/v/{n}/a.csv": b"x" for n in range(300)})
-    store.filesystem.pipe("/others/checkpoints/last.ckpt", b"x")
+    store.filesystem.pipe({f"/others/{n}/a.csv": b"x" for n in range(300)})
     with counted(store.filesystem, "ls") as listings:
-        found = find_checkpoint(store, "memory://others", STEP)
-        assert found == ("memory://others/checkpoints/last.ckpt", "last.ckpt")
-        assert len(listings) < 5
-        store.filesystem.rm("/others/checkpoints/last.ckpt")
-        assert find_checkpoint(store, "memory://others", STEP) is None
+        assert other_in(store, "memory://others", STEP) is None
         assert len(listings) < 2 * MAX_FOLDERS
+
+
+@pytest.mark.parametrize("call", [save, resume])
+def test_a_folder_of_runs_is_refused_and_names_the_run(tmp_path: Path, call: Any) -> None:
+    save(tmp_path / "a", anyrank.TrainState(nn.Linear(1, 1)))
+    match = f"holds runs, and is none: .*give Checkpoints\\('{tmp_path}/a'\\)"
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        call(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_dcp_folders_begins_no_run(tmp_path: Path) -> None:
+    stock_dcp(tmp_path / "mine")
+    with pytest.raises(anyrank.CheckpointError, match=r"resume\('.*/mine'\)"):
+        resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
 
 
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
@@ -144,12 +159,15 @@ def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
         resume(tmp_path / "weights.pt", anyrank.TrainState(nn.Linear(1, 1)))
 
 
-def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [save, resume])
+def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path, call: Any) -> None:
     save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
+    before = sorted((tmp_path / "step-00000000").iterdir())
     with pytest.raises(
         anyrank.CheckpointError, match="is one step of a run: give the run's folder"
     ):
-        resume(tmp_path / "step-00000000", anyrank.TrainState(nn.Linear(1, 1)))
+        call(tmp_path / "step-00000000", anyrank.TrainState(nn.Linear(1, 1)))
+    assert sorted((tmp_path / "step-00000000").iterdir()) == before
 
 
 def test_unrelated_files_are_an_empty_folder(tmp_path: Path) -> None:
@@ -158,6 +176,7 @@ def test_unrelated_files_are_an_empty_folder(tmp_path: Path) -> None:
     touch(tmp_path, "data/train.bin", "samples/10/latents.pt")  # a user's own
     touch(tmp_path, "samples/10/0.png", "tensorboard/version_0/hparams.yaml", ".cache/hub/a.bin")
     touch(tmp_path, "wandb/run-1/files/config.yaml", "profile/rank0.pt.trace.json", "checkpoints/a")
+    touch(tmp_path, "lightning_logs/version_0/checkpoints/epoch=3.ckpt")  # three levels down
     save(tmp_path / "an" / "older-run", anyrank.TrainState(nn.Linear(1, 1)))
     touch(tmp_path, "step-00000003.tmp-0123abcd-0123abcd/__0_0.distcp", "checkpoint-1/notes.txt")
     assert resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1))) is None

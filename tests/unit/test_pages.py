@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyrank.world import pages
+from anyrank.files import pages
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.testing import run_ranks
 from anyrank.world.device import rank_device, read_threads
 
 
@@ -44,6 +45,37 @@ def test_a_process_that_sees_one_device_owns_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert rank_device() == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_rank_beyond_the_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(anyrank.RankError, match=r"local rank 8 .* this machine has 8 of type cuda"):
+        rank_device()
+
+
+def job_beyond_the_devices(call: str) -> str:
+    """Two ranks of a machine, of which the launcher numbers the second too high."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = torch.device("cuda")
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+        patch.setattr(torch.accelerator, "device_count", lambda: 2)
+        if torch.distributed.get_rank() == 1:
+            patch.setenv("LOCAL_RANK", "2")
+            model = nn.Linear(2, 2, device="meta")
+        else:
+            model = nn.Linear(2, 2)
+        weights = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+        with pytest.raises(anyrank.RankError) as caught:
+            anyrank.load(model, weights) if call == "load" else anyrank.materialize(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["load", "materialize"])
+def test_a_rank_beyond_the_devices_is_an_error_on_all_ranks(call: str) -> None:
+    first, second = run_ranks(2, job_beyond_the_devices, call)
+    assert first == second
+    assert "[rank 1] local rank 2 has no device of its own: this machine has 2" in first
 
 
 def test_a_checkpoint_saved_on_a_gpu_touches_none(tmp_path: Path) -> None:

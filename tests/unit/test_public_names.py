@@ -85,13 +85,13 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),
-        "source path format files tensors nbytes tied cast renamed merged copied skipped verified"
-        " seconds to_json",
+        "source path replaced format files tensors nbytes tied cast renamed merged copied skipped"
+        " verified seconds to_json",
     ),
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
-        "a b equal only_a only_b renamed shapes dtypes values digests numbers data step steps_equal"
-        " steps_only unreadable to_json",
+        "a b equal only_a only_b renamed shapes dtypes values digests numbers data step newest"
+        " parts steps_equal steps_only unreadable to_json",
     ),
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),

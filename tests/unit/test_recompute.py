@@ -6,8 +6,8 @@ import collections
 import copy
 import functools
 import gc
-import io
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 import anyrank
 from anyrank.memory.patch import matcher
-from anyrank.memory.region import Region
 
 WIDTH = 6
 
@@ -260,22 +263,6 @@ def test_gradient_penalty_equals_plain() -> None:
     assert_equal(penalty(functools.partial(anyrank.recompute, module)), penalty(module))
 
 
-def test_a_function_that_reads_its_saved_tensors_twice() -> None:
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 3 * ctx.saved_tensors[0] * ctx.saved_tensors[0]
-
-    (x,) = leaves((4, WIDTH))
-    anyrank.recompute(lambda x: Cube.apply(x.sin()), x).sum().backward()
-    torch.testing.assert_close(x.grad, 3 * x.sin() ** 2 * x.cos())
-
-
 def test_a_backward_pass_inside_the_function() -> None:
     module = Mlp().double()
     (x,) = leaves((4, WIDTH))
@@ -392,28 +379,6 @@ def test_nothing_of_the_block_lives_between_forward_and_backward_nor_after() -> 
         gc.enable()
 
 
-def test_values_that_one_backward_pass_does_not_read_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    regions: list[Region] = []
-
-    class Noted(Region):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            regions.append(self)
-
-    monkeypatch.setattr("anyrank.memory.recompute.Region", Noted)
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-    left: list[int] = []
-    x.register_hook(lambda grad: left.append(len(regions[0].values)))
-    result, other = anyrank.recompute(lambda x: (module(x), x.exp().sin()), x)
-    torch.autograd.grad(result.sum(), x, retain_graph=True)
-    assert left == [2]  # those of exp and sin
-    assert regions[0].values == {}
-    other.sum().backward()
-
-
 def test_what_backward_cannot_ask_for_is_not_kept() -> None:
     unused: list[weakref.ref[Any]] = []
     alive: list[bool] = []
@@ -467,20 +432,6 @@ def test_a_parameter_that_changes_before_backward_is_refused() -> None:
         result.backward()
 
 
-def test_a_saved_result_that_changes_inside_is_refused() -> None:
-    (x,) = leaves((4, WIDTH))
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        y.add_(1)
-        return y.sin()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        fn(x).sum().backward()
-    with pytest.raises(anyrank.RecomputeError, match="returns a new tensor"):
-        anyrank.recompute(fn, x).sum().backward()
-
-
 @pytest.mark.parametrize("change", ["fewer", "more", "shape", "dtype"])
 def test_a_function_that_does_something_else_again_is_refused(change: str) -> None:
     (x,) = leaves((4, WIDTH))
@@ -501,7 +452,8 @@ def test_a_function_that_does_something_else_again_is_refused(change: str) -> No
         result.backward()
         assert torch.equal(x.grad, x.cos())
         return
-    with pytest.raises(anyrank.RecomputeError, match="must do the same both"):
+    text = "different number of tensors|different metadata"
+    with pytest.raises(CheckpointError, match=text):
         result.backward()
 
 
@@ -568,36 +520,6 @@ def test_a_deep_copy_uses_its_own_weights() -> None:
     assert model.layers[0].calls == 0
 
 
-def test_handles_may_be_removed_in_any_order() -> None:
-    model = Model()
-    own = model.layers[0].forward
-    calls: list[int] = []
-
-    def counted(x: Any) -> Any:  # somebody else's patch
-        calls.append(1)
-        return own(x)
-
-    model.layers[0].__dict__["forward"] = counted
-    first = anyrank.recompute_(model, "layers.0")
-    model.layers[0].__dict__["forward"] = outer = Outer(model.layers[0].forward)
-    model(torch.randn(2, WIDTH)).sum().backward()
-    assert len(calls) == 2  # forward, and again in backward
-    first.remove()
-    model(torch.randn(2, WIDTH)).sum().backward()
-    assert len(calls) == 3
-    assert model.layers[0].__dict__["forward"] is outer
-
-
-class Outer:
-    """A patch of somebody else, over ours."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __call__(self, *args: Any) -> Any:
-        return self.inner(*args)
-
-
 def test_a_second_patch_of_the_same_kind_is_refused() -> None:
     model = Model()
     handle = anyrank.recompute_(model, "layers.1")
@@ -650,41 +572,6 @@ def test_names_of_wrappers_do_not_matter() -> None:
     assert anyrank.recompute_(inside, "layers.*").names == ["module.layers.0"]
 
 
-@pytest.mark.parametrize("patch", [anyrank.recompute_, anyrank.tile_])
-def test_a_pickled_model_is_the_model_alone(patch: Any) -> None:
-    model = Model().double()
-    (x,) = leaves((4, WIDTH))
-    plain = model(x)
-    offload = {} if patch is anyrank.tile_ else {"offload": anyrank.Offload(1 << 20)}
-    patch(model, "layers.*", **offload)
-    if patch is anyrank.tile_:
-        anyrank.recompute_(model, "layers.0")
-    data = io.BytesIO()
-    torch.save(model, data)
-    assert b"anyrank" not in data.getvalue()
-    data.seek(0)
-    twin = torch.load(data, weights_only=False)
-    assert torch.equal(twin(x), plain)
-    handle = patch(twin, "layers.*")
-    twin(x).sum().backward()
-    handle.remove()
-    assert all("forward" not in layer.__dict__ for layer in twin.layers)
-    assert model.layers[0].up.weight.grad is None
-
-
-def test_removing_a_patch_undoes_it_in_copies() -> None:
-    model = Model().double()
-    (x,) = leaves((4, WIDTH))
-    handle = anyrank.recompute_(model, "layers.*")
-    twin = copy.deepcopy(copy.deepcopy(model))
-    handle.remove()
-    twin(x).sum().backward()
-    assert [layer.calls for layer in twin.layers] == [1, 1, 1]
-    anyrank.recompute_(twin, "layers.*")
-    twin(x).sum().backward()
-    assert [layer.calls for layer in twin.layers] == [3, 3, 3]
-
-
 class Wrapper(nn.Module):
     """As torch.compile and FSDP wrap a module, under a name of theirs."""
 
@@ -715,52 +602,52 @@ def test_a_broad_pattern_leaves_containers_out() -> None:
     assert "layers.0" in names
 
 
-class Cache:
-    """What a key-value cache of transformers looks like from outside."""
-
-    def __init__(self) -> None:
-        self.length = 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def update(self, key: torch.Tensor) -> None:
-        self.length += len(key)
-
-
-def test_a_cache_is_refused_in_training_before_the_block_runs() -> None:
-    class Block(nn.Linear):
-        def forward(self, x: torch.Tensor, past: Any = None) -> torch.Tensor:
-            past.update(x)
-            return super().forward(x)
-
-    block, x = Block(2, 2), torch.ones(3, 2)
-    cache = Cache()
-    with pytest.raises(anyrank.RecomputeError, match=r"kwargs\['past'\].*use_cache=False"):
-        anyrank.recompute(block, x, past=cache)
-    assert cache.length == 0
-    with torch.no_grad():
-        anyrank.recompute(block, x, past=cache)
-    anyrank.recompute(block.eval(), x, past=cache)
-    assert cache.length == 6
+def test_handles_are_removed_in_reverse_order() -> None:
+    model = Model()
+    first = anyrank.recompute_(model, "layers.*")
+    second = anyrank.tile_(model, "layers.1", chunk_size=2)
+    with pytest.raises(ValueError, match=r"layers\.1 was patched again after recompute_: remove"):
+        first.remove()
+    assert "forward" in model.layers[0].__dict__
+    second.remove()
+    first.remove()
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
 
 
-def test_a_function_that_catches_everything_is_recomputed() -> None:
-    (x,) = leaves((4, WIDTH))
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        try:
-            y = y.exp()
-        except:  # noqa: E722
-            return y.cos()
-        return y
-
-    plain = torch.autograd.grad(fn(x).sum(), x)[0]
-    assert torch.equal(torch.autograd.grad(anyrank.recompute(fn, x).sum(), x)[0], plain)
+@pytest.mark.parametrize("patch", [anyrank.recompute_, anyrank.tile_])
+def test_a_patched_model_is_not_pickled(patch: Any) -> None:
+    model = Model()
+    handle = patch(model, "layers.*")
+    with pytest.raises(pickle.PicklingError, match=r"layers\.0 has a .*_ patch.*: call remove"):
+        pickle.dumps(model)
+    handle.remove()
+    pickle.dumps(model)
 
 
 def test_a_patched_model_can_be_pickled_without_a_second_life() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     anyrank.recompute_(model, "0").remove()
     assert pickle.loads(pickle.dumps(model))(torch.ones(2)).shape == (2,)
+
+
+def test_without_an_offload_nobody_walks_the_model_for_its_buffers() -> None:
+    class Large(Mlp):
+        def modules(self) -> Any:
+            raise AssertionError("walked")
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    anyrank.recompute(Large(), x).sum().backward()
+    assert x.grad is not None
+
+
+def test_generators_of_python_are_left_alone_unless_they_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    state = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: (read.append(1), state())[1])
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    anyrank.recompute(Mlp(), x).sum().backward()
+    assert read == []
+    anyrank.recompute(Mlp(), x, generators=[random]).sum().backward()
+    assert read

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -400,23 +398,6 @@ def test_a_run_at_a_relative_path_does_not_follow_the_process_elsewhere(
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_break_counts_under_a_debugger_too(tmp_path: Path) -> None:
-    run = Run()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        frame.f_trace_opcodes = True
-        return trace
-
-    before = sys.gettrace()
-    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
-        sys.settrace(trace)
-        try:
-            leave_by_break(run, lambda: ckpts.steps(until=9), 1, run.train)
-        finally:
-            sys.settrace(before)
-    assert numbers(ckpts) == [2]
-
-
 @pytest.mark.parametrize("begin", [lambda steps: steps, iter], ids=["loop", "iterator"])
 def test_a_loop_that_is_kept_goes_on_where_it_was_left(
     tmp_path: Path, begin: Callable[[Any], Any]
@@ -490,7 +471,9 @@ def test_a_loop_that_its_consumer_ends_loses_no_step(tmp_path: Path, train: Any)
     del held
 
 
-def test_a_trainer_that_is_a_generator_saves_what_its_consumer_took(tmp_path: Path) -> None:
+def test_a_trainer_that_is_a_generator_saves_what_was_due_when_its_consumer_drops_it(
+    tmp_path: Path,
+) -> None:
     run = Run()
 
     def train() -> Iterator[int]:
@@ -503,7 +486,43 @@ def test_a_trainer_that_is_a_generator_saves_what_its_consumer_took(tmp_path: Pa
         if number == 2:
             break
     with closing(anyrank.Checkpoints(tmp_path, run.state)) as ckpts:
-        assert numbers(ckpts) == [3, 2]
+        assert numbers(ckpts) == [2]
+    assert run.state.step == 3
+
+
+def test_a_loop_that_is_dropped_counts_its_last_step(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = iter(ckpts.steps(until=9))
+        run.train(next(steps))
+        del steps
+        assert run.state.step == 1
+    assert numbers(ckpts) == [1]
+
+
+def test_it_is_an_iterator(tmp_path: Path) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = ckpts.steps(until=3)
+        assert isinstance(steps, Iterator)
+        for number in range(3):
+            step = next(steps)
+            assert step.number == number
+            run.train(step)
+        assert next(steps, None) is None
+        assert numbers(ckpts) == [3]
+    assert run.values() == uninterrupted(tmp_path, 3).values()
+
+
+def test_a_progress_bar_of_tqdm(tmp_path: Path) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        for step in tqdm.tqdm(ckpts.steps(until=9), disable=False):
+            run.train(step)
+            if step.number == 2:
+                break
+    assert numbers(ckpts) == [3]
 
 
 def test_step_done_in_the_body_is_refused(tmp_path: Path) -> None:
@@ -516,9 +535,12 @@ def test_step_done_in_the_body_is_refused(tmp_path: Path) -> None:
         assert run.state.step == 0
 
 
-def test_weights_moved_without_an_optimizer_of_the_state_count_as_a_step(tmp_path: Path) -> None:
+def test_without_an_optimizer_in_the_state_a_step_is_whole_when_its_microbatches_ran(
+    tmp_path: Path,
+) -> None:
     run = Run()
-    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+    state = anyrank.TrainState(run.model, data=run.loader)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         for step in ckpts.steps(until=9):
             run.read(step)
             with torch.no_grad():
@@ -548,7 +570,7 @@ def fail(run: Run, steps: Iterable[Any], has_stepped: bool) -> None:
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("has_stepped", [False, True])
 @pytest.mark.parametrize("is_caught", [False, True])
-def test_an_exception_counts_nothing_and_saves_nothing(
+def test_after_an_exception_a_whole_step_counts_and_a_block_that_it_leaves_saves_nothing(
     tmp_path: Path, wrap: str, has_stepped: bool, is_caught: bool
 ) -> None:
     run = Run()
@@ -556,8 +578,9 @@ def test_an_exception_counts_nothing_and_saves_nothing(
     outside = nullcontext() if is_caught else pytest.raises(Stop)
     with outside, anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts, inside:
         fail(run, WRAPPERS[wrap](ckpts.steps(until=9)), has_stepped)
-    assert (run.state.step, run.state.samples) == (3, SAMPLES)
-    assert numbers(ckpts) == [2]
+    counted = 4 if has_stepped else 3
+    assert run.state.step == counted
+    assert numbers(ckpts) == ([counted, 2] if is_caught else [2])
     assert not (tmp_path / ".lock").exists()
     again = Run()
     with anyrank.Checkpoints(tmp_path, again.state) as ckpts:
@@ -565,8 +588,23 @@ def test_an_exception_counts_nothing_and_saves_nothing(
         for step in ckpts.steps(until=6):
             again.train(step)
     whole = uninterrupted(tmp_path, 6)
-    assert again.seen == whole.seen[2:]
+    assert again.seen == whole.seen[counted if is_caught else 2 :]
     assert again.values() == whole.values()
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_loop_that_an_exception_left_goes_on_in_the_same_block(
+    tmp_path: Path, has_stepped: bool
+) -> None:
+    run = Run()
+    with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
+        steps = ckpts.steps(until=6)
+        with pytest.raises(Stop):
+            fail(run, steps, has_stepped)
+        for step in steps:
+            run.train(step)
+    assert numbers(ckpts) == [6]
+    assert run.values() == uninterrupted(tmp_path, 6).values()
 
 
 def test_an_exception_that_the_body_catches_is_none(tmp_path: Path) -> None:
@@ -605,7 +643,32 @@ def test_what_ends_the_process_is_an_exception_too(
 
     with pytest.raises(kind), anyrank.Checkpoints(tmp_path, run.state) as ckpts:
         leave_by_break(run, lambda: ckpts.steps(until=9), 0, body)
-    assert (run.state.step, numbers(ckpts)) == (0, [])
+    assert (run.state.step, numbers(ckpts)) == (1, [])
+
+
+def test_an_interrupt_while_a_step_is_counted_leaves_a_state_to_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with anyrank.Checkpoints(tmp_path, run.state, every=1) as ckpts:
+        for step in ckpts.steps(until=1):
+            run.train(step)
+        monkeypatch.setattr(run.loader, "commit", interrupt)
+        steps = ckpts.steps(until=2)
+        run.train(next(steps))
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        with pytest.raises(anyrank.CheckpointError, match="while it was counted: resume again"):
+            ckpts.save()
+        monkeypatch.undo()
+        ckpts.resume(1)
+        for step in ckpts.steps(until=3):
+            run.train(step)
+    assert run.values() == uninterrupted(tmp_path, 3).values()
 
 
 # -- what is saved --------------------------------------------------------------------------------
@@ -734,23 +797,6 @@ def test_a_step_whose_microbatches_were_not_all_run_does_not_count(
         train()
     assert run.state.step == 2
     assert numbers(ckpts) == []
-
-
-def test_after_an_exception_behind_the_optimizers_step_only_a_resume_goes_on(
-    tmp_path: Path,
-) -> None:
-    run = Run()
-    with anyrank.Checkpoints(tmp_path, run.state, every=2) as ckpts:
-        with pytest.raises(Stop):
-            fail(run, ckpts.steps(until=9), True)
-        for call in (ckpts.save, ckpts.step_done, lambda: next(iter(ckpts.steps(until=9)))):
-            with pytest.raises(anyrank.CheckpointError, match="after the optimizer's step"):
-                call()
-        ckpts.resume(2)
-        for step in ckpts.steps(until=4):
-            run.train(step)
-    assert numbers(ckpts) == [4, 2]
-    assert run.values() == uninterrupted(tmp_path, 4).values()
 
 
 def test_a_norm_may_be_clipped_to_nothing() -> None:

@@ -184,7 +184,7 @@ CALLS: dict[str, Case] = {
             "keep": ["3", True, 1, 0, -1, 2.5, None],
             "every": [1.5, True, "soon", 0, -1, []],
             "background": [1, "yes", None],
-            "verify": ["most", None, True],
+            "verify": ["full", None, 1],
             "keep_every": ["3", 0, -1, True, 1.5],
             "on_commit": [3, "f"],
             "peers": ["x", 1.5, -1],

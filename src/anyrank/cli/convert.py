@@ -63,7 +63,7 @@ def parse_bytes(text: str | None) -> int | None:
 )
 @click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
 @click.option("--merge", is_flag=True, help="Add the adapter to the base: BASE ADAPTER.")
-@click.option("--overwrite", is_flag=True, help="Replace a file or folder of weights.")
+@click.option("--overwrite", is_flag=True, help="Rename what is there; nothing is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
 def command(
     sources: tuple[str, ...],

@@ -10,8 +10,14 @@ import click
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="PATTERN",
+    help="A part or names to leave out; may be given several times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
-def command(a: str, b: str, as_json: bool) -> None:
+def command(a: str, b: str, ignore: tuple[str, ...], as_json: bool) -> None:
     """Compare the weights of A and B, of any formats, by names, shapes, dtypes and values.
 
     Two runs are compared step by step, with all that they hold. Exit status 1 if anything differs.
@@ -19,7 +25,7 @@ def command(a: str, b: str, as_json: bool) -> None:
     from anyrank.cli.console import out, write
     from anyrank.inspection.diff import diff
 
-    report = diff(a, b)
+    report = diff(a, b, ignore=ignore)
     if as_json:
         click.echo(report.to_json())
     else:

@@ -20,7 +20,7 @@ SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its numbe
 
 def main(parent: int, arguments: list[str]) -> int:
     """Run torchrun to its end; the exit code of the script's first rank that failed, or 0."""
-    if not end_with(parent):
+    if not _end_with(parent):
         return SIGNALLED + signal.SIGTERM
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,19 +41,15 @@ def main(parent: int, arguments: list[str]) -> int:
     return 0
 
 
-def end_with(parent: int | None) -> bool:
+def _end_with(parent: int) -> bool:
     """Send SIGTERM to this process, and so to the ranks, when its parent ends. Linux only.
-
-    Args:
-        parent: its number; None: no longer.
 
     Returns:
         False if the parent has ended already.
     """
     if sys.platform == "linux":
-        number = 0 if parent is None else int(signal.SIGTERM)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    return parent in (None, os.getppid())
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    return parent == os.getppid()
 
 
 if __name__ == "__main__":

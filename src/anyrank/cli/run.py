@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -20,7 +18,6 @@ import click
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
-from anyrank.cli.warm_start import WarmStart
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,18 @@ class Attempt:
     type=click.IntRange(1),
     help="Ranks to go on with when the script has failed; may be given several times.",
 )
-@click.option("--replay", metavar="RUN", help="Train steps of an exact run again, and compare.")
-@click.option("--from", "start", type=click.IntRange(0), help="Step that a replay resumes.")
-@click.option("--to", "stop", type=click.IntRange(1), help="Its last step.  [default: the newest]")
 @click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
+@click.option(
+    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as of python -m."
+)
 @torchrun.machine_options
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     ranks: int | None,
     then: tuple[int, ...],
-    replay: str | None,
-    start: int | None,
-    stop: int | None,
     as_json: bool,
+    is_module: bool,
     script: str,
     arguments: tuple[str, ...],
     **machines: str | None,
@@ -75,39 +70,19 @@ def command(
     When it fails it is started again on the next number of ranks given with --then: a script that
     resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
     exit code is the script's, and 128 and the number of the signal where a signal ended it.
-
-    With --replay, the run's step --from is resumed, the steps up to --to are trained again, and the
-    receipts of those that the run has saved are compared. The script opens RUN and gets the
-    arguments that it was trained with; the folder is not changed. Exit code 1 if a step differs.
     """
     from anyrank.cli.console import err
 
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(
+            f"File '{script}' does not exist; a module takes -m: anyrank run -m {script}",
+            param_hint="'SCRIPT'",
+        )
+    program = ("-m", script, *arguments) if is_module else (script, *arguments)
     count = ranks or _count_devices()
-    if replay is not None:
-        if start is None:
-            raise click.UsageError("--replay needs --from, the step to begin with")
-        if then:
-            raise click.UsageError("--replay trains on one number of ranks: remove --then")
-
-        def launch(environ: Mapping[str, str]) -> None:
-            attempt, _ = run_once(count, script, arguments, machines, environ)
-            if attempt.exit_code:
-                err().print(
-                    f"Error: the script ended with exit code {attempt.exit_code} before its steps "
-                    "were compared: its error is above",
-                    markup=False,
-                )
-                sys.exit(attempt.exit_code)
-
-        _show_replay(replay, start, stop, as_json, launch)
-        return
-    if start is not None or stop is not None:
-        raise click.UsageError("--from and --to are for --replay")
     attempts: list[Attempt] = []
-    may_be_warm = script.endswith(".py") and not any(machines.values())
-    with outliving() as memory, ExitStack() as contexts:
-        waiting: WarmStart | None = None
-        for number, following in zip_longest((count, *then), then):
+    with outliving() as memory:
+        for number in (count, *then):
             if attempts:
                 last = attempts[-1]
                 err().print(
@@ -115,14 +90,7 @@ def command(
                     f"{last.seconds:.0f} s; continuing on {number}",
                     markup=False,
                 )
-            warm, waiting = waiting, None
-            if following and memory and may_be_warm:
-                variables = {**environ(following), **memory}
-                waiting = WarmStart(following, script, arguments, variables)
-                contexts.enter_context(waiting)
-            attempt, is_stopped = run_once(
-                number, script, arguments, machines, memory, warm, waiting
-            )
+            attempt, is_stopped = _run_once(number, program, machines, memory)
             attempts.append(attempt)
             if attempt.exit_code == 0 or is_stopped:
                 break
@@ -133,50 +101,25 @@ def command(
     sys.exit(attempts[-1].exit_code)
 
 
-def _show_replay(
-    run: str,
-    start: int,
-    stop: int | None,
-    as_json: bool,
-    launch: Callable[[Mapping[str, str]], None],
-) -> None:
-    """Replay steps of a run, print what was found, and exit."""
-    from anyrank.cli.console import out, write
-    from anyrank.cli.replay import replay
-
-    report = replay(run, start, stop, launch)
-    if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
-    else:
-        write(out(), *str(report).split("\n"))
-    sys.exit(0 if report else 1)
-
-
-def run_once(
+def _run_once(
     ranks: int,
-    script: str,
-    arguments: tuple[str, ...],
+    program: tuple[str, ...],
     machines: Mapping[str, str | None],
     variables: Mapping[str, str],
-    warm: WarmStart | None = None,
-    following: WarmStart | None = None,
 ) -> tuple[Attempt, bool]:
     """Start the script once, with these environment variables beside the command's own.
 
     Args:
-        ranks, script, arguments, machines, variables: of the attempt.
-        warm: the attempt itself, if it may have been started ahead.
-        following: the next one, to be started ahead while this one runs.
+        ranks, program, machines, variables: of the attempt; the program is a script, or -m and a
+            module, with its arguments.
 
     Returns:
         The attempt, and whether SIGTERM or Ctrl-C stopped it.
     """
-    full = torchrun.across(torchrun.line(ranks, script, *arguments), machines)
+    full = torchrun.across(torchrun.line(ranks, *program), machines)
     start = time.perf_counter()
     stopped: list[int] = []
-    process = warm.begin() if warm else None
-    if process is None:
-        process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
+    process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
@@ -186,7 +129,7 @@ def run_once(
         number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        code = following.wait_for(process) if following else process.wait()
+        code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.checksums import mismatches
+from anyrank.files.checksums import record_mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.output import FileSpan
 from anyrank.files.reader import Reader, copy_into
@@ -66,9 +65,7 @@ class StoredContent:
         """
         listing = self.reader.listing
         if listing.format != "dcp" and listing.checksums:
-            plain = tuple(replace(info, sha256=None) for info in listing.files)
-            records = replace(listing, files=plain, sums={})
-            for path, what in mismatches(records, 0, 1, self.reader.check):
+            for path, what in record_mismatches(listing, 0, 1, self.reader.check):
                 raise LoadError(f"{path}: {what}")
             return f"CRC-32 of {count(len(listing.checksums), 'record')} of the source"
         if listing.sums:

@@ -71,7 +71,7 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
             f"in it, and {len(missing)} of its tensors are not in the source; {first}"
             f"{near(first, others)}: give its own model=, or rename=" + _prefixed(unknown)
         )
-    files = file_named(model, found.tensors)
+    files = _file_named(model, found.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
     for name, stored in found.tensors.items():
         if (new := by_chunks.get(stored.chunks, name)) != name:
@@ -108,7 +108,7 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     return Selection(tensors, tied, renamed, (*selection.skipped, *others))
 
 
-def file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:
+def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:
     """The same tensors by the names that transformers saves them under; other models keep theirs.
 
     Raises:

@@ -1,34 +1,41 @@
-"""A live model into files, by all ranks at once: what is asked for, and what it becomes."""
+"""A live model into files: its ranks save its weights beside the destination, and the first rank
+converts what they have saved."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from anyrank.conversion.destination import Destination, destination
-from anyrank.conversion.file_names import configuration, file_named
-from anyrank.conversion.live_files import parts_of, write_files
+from anyrank.conversion.destination import STORE, Destination, destination
+from anyrank.conversion.file_names import as_files, configuration
 from anyrank.conversion.options import ConvertOptions
-from anyrank.conversion.planning import plan_output
 from anyrank.conversion.report import ConvertReport
+from anyrank.conversion.selection import Selection
+from anyrank.conversion.stored import convert_listing
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
-from anyrank.files.output import OutputTensor
+from anyrank.files.listing import Listing
+from anyrank.files.storage import join_path
+from anyrank.files.store import storing, write_file
+from anyrank.formats import dcp
+from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.sources import list_memory
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
+from anyrank.saving.rank_file import items_of, write_share
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of, lazy_view
-from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.writes import plan_writes
-from anyrank.wording import count
 from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -36,6 +43,15 @@ from anyrank.world.ranks import Ranks, open_ranks
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
+    """What a rank lets the others know of its model.
+
+    Attributes:
+        described: its tensors.
+        tied: name -> the name of the tensor that it is.
+        coordinates: where this rank is in the mesh of each tensor.
+        buffers: name -> hash of those that nothing keeps equal.
+    """
+
     described: list[Described]
     tied: dict[str, str]
     coordinates: Coordinates
@@ -57,56 +73,101 @@ def convert_live(
         process_group: as for `convert`.
     """
     start = time.perf_counter()
-    with torch.inference_mode(False), open_ranks(process_group, "convert()", into(dst)) as ranks:
-        options, place, is_file = _agreed(dst, checked, ranks)
+    with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
+        options, place = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
-        place = replace(place, folder=ranks.from_one("naming the folder", lambda: place.folder))
+        place = replace(place, token=ranks.from_one("naming the folder", lambda: place.token))
         found = _tensors(model, options, ranks)
-        targets, summaries = ranks.own_and_all(
-            "naming the tensors", lambda: _look(model, found, renamer(options.rename))
-        )
+        tied, summaries = ranks.own_and_all("looking at the model", lambda: _look(model, found))
         _check_alike(summaries, ranks)
-        alike = [held for held in targets if held.kind == "parameter" or held.layout is not None]
+        alike = [held for held in found if held.kind == "parameter" or held.layout is not None]
         compare_replicas(alike, ranks)
-        tensors = [
-            OutputTensor(held.name, held.shape, _cast(held.dtype, options)) for held in targets
-        ]
-        tied = summaries[0].tied
-        with_configuration = options.to == "safetensors" and not is_file
-        small = configuration(model, options.dtype) if with_configuration else {}
-        output = plan_output(place, tensors, tied, options, metadata={})
-        output = replace(output, small={**small, **output.small})
-        places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
-        unsynced = {held.name for held in targets} - {held.name for held in alike}
-        writes = plan_writes(targets, places_of, by_first=unsynced)
-        write_files(place, output, parts_of(output, targets, writes, ranks.rank), ranks)
-    differ = [n for n in unsynced if len({summary.buffers.get(n) for summary in summaries}) > 1]
-    return ConvertReport(
+        alone = [held.name for held in found if held.name in summaries[0].buffers]
+        differ = [n for n in alone if len({summary.buffers.get(n) for summary in summaries}) > 1]
+
+        def convert(listing: Listing) -> ConvertReport:
+            weights = {held.name: listing.tensors[held.name] for held in found}
+            selection = as_files(Selection(weights, tied), listing, model)
+            selection = _renamed(selection, renamer(options.rename))
+            has_files = options.to == "safetensors" and not place.is_file
+            small = configuration(model, options.dtype) if has_files else {}
+            return convert_listing(listing, selection, place, options, small=small)
+
+        if ranks.size == 1:
+            report = convert(list_memory({held.name: held.local() for held in found}))
+        else:
+            places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
+            with _saved(found, alone, places_of, place, ranks) as folder:
+                report = ranks.from_one(
+                    "converting", lambda: convert(dcp.list_folder(STORE, folder))
+                )
+    return replace(
+        report,
         source=type(model).__name__,
-        path=place.path,
-        format=options.to,
-        files=[*(file.name for file in output.files), *output.small],
-        tensors=len(tensors),
-        nbytes=output.nbytes,
-        tied=tied,
-        cast={
-            held.name: f"{dtype_name(held.dtype)} -> {dtype_name(tensor.dtype)}"
-            for held, tensor in zip(targets, tensors, strict=True)
-            if held.dtype != tensor.dtype
-        },
-        renamed={},
-        merged=[],
-        copied=[],
-        skipped=_skipped(model, differ),
-        verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers",
+        skipped=[*report.skipped, *_skipped(model, differ)],
+        verified=report.verified.partition("; ")[0],
         seconds=time.perf_counter() - start,
     )
 
 
-def into(dst: object) -> str:
-    """A conversion by its destination, which no two conversions of a program share."""
-    return f"convert() into {os.path.abspath(str(dst))}"
+@contextlib.contextmanager
+def _saved(
+    found: Sequence[ModelTensor],
+    alone: Sequence[str],
+    places_of: Mapping[int, Coordinates],
+    place: Destination,
+    ranks: Ranks,
+) -> Generator[str, None, None]:
+    """A folder beside the destination that holds the weights while the block runs. All ranks.
+
+    Raises:
+        CheckpointError: of any rank, on all ranks: it cannot write.
+    """
+    folder = f"{place.folder}-weights"
+
+    def make() -> None:
+        with storing(folder):
+            STORE.make_folder(folder)
+
+    def share() -> list[SavedBox]:
+        writes = plan_writes(found, places_of, by_first=alone)
+        items = items_of(found, [], writes, ranks.rank)
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check).boxes
+
+    try:
+        ranks.from_one("making the folder", make)
+        boxes = [box for each in ranks.together("writing the weights", share) for box in each]
+        path = join_path(folder, dcp.METADATA)
+        ranks.from_one(
+            "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
+        )
+        yield folder
+    finally:
+        if ranks.index == 0:
+            with contextlib.suppress(OSError):
+                STORE.remove_folder(folder)
+
+
+def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
+    """The selection under the names that the caller asked for.
+
+    Raises:
+        LoadError: two tensors get one name, or one an empty name.
+    """
+    tensors = [(rename(name), stored) for name, stored in selection.tensors.items()]
+    tied = {rename(name): rename(kept) for name, kept in selection.tied.items()}
+    names = [*(name for name, _ in tensors), *map(rename, selection.tied)]
+    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
+    if twice:
+        raise LoadError(f"{twice[0]!r} is the name of two tensors of the model, or empty: rename")
+    renamed = {key: rename(name) for key, name in selection.renamed.items()}
+    renamed |= {
+        name: new
+        for name in selection.tensors
+        if (new := rename(name)) != name and name not in selection.renamed.values()
+    }
+    return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
 
 
 def _skipped(model: nn.Module, differ: list[str]) -> list[str]:
@@ -120,26 +181,23 @@ def _skipped(model: nn.Module, differ: list[str]) -> list[str]:
 
 def _agreed(
     dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
-) -> tuple[ConvertOptions, Destination, bool]:
-    """The options, where to write, and whether that is a file: alike on all ranks. All ranks.
+) -> tuple[ConvertOptions, Destination]:
+    """The options and where to write, alike on all ranks. All ranks.
 
     Raises:
         ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
             differ.
     """
-    found: list[tuple[ConvertOptions, Destination, bool]] = []
+    found: list[tuple[ConvertOptions, Destination]] = []
     given: dict[str, object] = {}  # filled by `check`, which runs before they are compared
 
     def check() -> None:
         options = checked()
-        is_file = options.is_file(dst)
-        place = destination(dst, [], is_file, options.overwrite)
-        if not place.store.renames:
-            raise ValueError(f"{place.path}: a model is written to local paths: copy it then")
         given["dst"] = os.fspath(dst)
         given.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
         given["layout"] = options.layout is not None  # ranks may give different ones
-        found.append((options, place, is_file))
+        place = destination(dst, [], options.is_file(dst), options.overwrite)
+        found.append((options, place))
 
     same_arguments(ranks, "convert", given, LoadError, check)
     return found[0]
@@ -153,10 +211,12 @@ def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[Mo
     return found
 
 
-def _look(
-    model: nn.Module, found: Sequence[ModelTensor], rename: Callable[[str], str]
-) -> tuple[list[ModelTensor], _Summary]:
-    """This rank's tensors under the names that they get, and what the others are to know."""
+def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
+    """The ties of the model, and what the others are to know of it.
+
+    Raises:
+        LoadError: a tensor that cannot be written as it is.
+    """
     adapters = [held.name for held in found if held.adapter]
     on_meta = [held.name for held in found if held.is_meta]
     views = [problem for held in found if (problem := lazy_view(held))]
@@ -177,45 +237,19 @@ def _look(
         )
     if not found:
         raise LoadError("the model has no parameters and no buffers: give one to write")
-    files = _file_names(model, found)
-    targets = [replace(held, name=rename(files[held.name])) for held in found]
     tied = {
-        rename(place.name): target.name
-        for held, target in zip(found, targets, strict=True)
+        place.name: held.name
+        for held in found
         for place in held.registrations
         if place.name != held.name
     }
-    names = [*(held.name for held in targets), *tied]
-    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
-    if twice:
-        raise LoadError(f"{twice[0]!r} is the name of two tensors of the model, or empty: rename")
     buffers = {
         held.name: content_hash(held.local())
-        for held in targets
+        for held in found
         if held.kind == "buffer" and held.layout is None
     }
-    described = [held.describe() for held in targets]
-    return targets, _Summary(described, tied, coordinates_of(targets), buffers)
-
-
-def _file_names(model: nn.Module, found: Sequence[ModelTensor]) -> dict[str, str]:
-    """Name -> the name that transformers saves a tensor under.
-
-    Raises:
-        LoadError: it does not save it as it is.
-    """
-    stored = {
-        held.name: StoredTensor.contiguous(held.name, held.shape, held.dtype, number, 0)
-        for number, held in enumerate(found)
-    }
-    named = {t.chunks: name for name, t in file_named(model, stored).items()}
-    changed = [name for name, t in stored.items() if t.nbytes and t.chunks not in named]
-    if changed:
-        raise LoadError(
-            f"{changed[0]}: transformers saves it in parts or transposed, as it does "
-            f"{len(changed)} tensors of this model: save a run, and convert that with model="
-        )
-    return {name: named.get(t.chunks, name) for name, t in stored.items()}
+    described = [held.describe() for held in found]
+    return tied, _Summary(described, tied, coordinates_of(found), buffers)
 
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
@@ -227,7 +261,3 @@ def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
             raise LoadError(
                 f"the ranks' models differ: rank {first} ties {ours}, rank {rank} {summary.tied}"
             )
-
-
-def _cast(dtype: torch.dtype, options: ConvertOptions) -> torch.dtype:
-    return options.dtype if options.dtype is not None and dtype.is_floating_point else dtype

@@ -17,6 +17,7 @@ class ConvertReport:
     Attributes:
         source: as it was given; of a run, the step that was read; the class of a live model.
         path: of what was written.
+        replaced: the path that what was there has now; empty where nothing was.
         format: of it: "safetensors", "dcp" or "torch".
         files: names of the files, those of the source that were copied included.
         tensors: how many were written, ties counted once.
@@ -34,6 +35,7 @@ class ConvertReport:
 
     source: str
     path: str
+    replaced: str
     format: str
     files: list[str]
     tensors: int
@@ -56,6 +58,7 @@ class ConvertReport:
         tensors = count(self.tensors, "tensor")
         lines = [f"{self.path}: {self.format}, {tensors}, {size}, from {self.source}"]
         groups: list[tuple[str, list[str]]] = [
+            ("replaced", [f"what was there is {self.replaced} now"] if self.replaced else []),
             ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
             ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +22,7 @@ def mismatches(
 ) -> Iterator[tuple[str, str]]:
     """What differs in one of `count` equal parts of the files: the path, and what it is.
 
-    A file of a run is left at its first difference.
+    A file with checksums of its blocks is left at its first difference.
 
     Args:
         listing: the source.
@@ -32,42 +33,56 @@ def mismatches(
     Raises:
         LoadError: a file cannot be read.
     """
-    digests = [i for i, info in enumerate(listing.files) if info.sha256]
-    for index in digests[number::count]:
-        info = listing.files[index]
+    for path, published in _published(listing)[number::count]:
         digest = hashlib.sha256()
-        _feed(info.path, 0, info.size, digest.update, check)
-        if digest.hexdigest() != info.sha256:
+        _feed(path, 0, storage_for(path).info(path).size, digest.update, check)
+        if digest.hexdigest() != published:
             yield (
-                info.path,
-                f"SHA-256 is {digest.hexdigest()}, its publisher's is {info.sha256}: "
+                path,
+                f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
                 "the file is corrupt; download it again",
             )
+    yield from record_mismatches(listing, number, count, check)
+    for index in listing.sums:
+        info = listing.files[index]
+        try:
+            check_file(info.path, read_sums(listing, index), number, count, check)
+        except AnyrankError as error:
+            yield info.path, str(error).removeprefix(f"{info.path}: ")
+
+
+def record_mismatches(
+    listing: Listing, number: int, count: int, check: Callable[[], None]
+) -> Iterator[tuple[str, str]]:
+    """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
         crc = _Crc32()
         _feed(path, record.start, record.stop, crc.update, check)
         if crc.hexdigest() != record.digest:
+            names = listing.names_at(record.file, record.start, record.stop)
             yield (
                 path,
-                f"{record.what}: CRC-32 is {crc.hexdigest()}, it was {record.digest} when it was "
-                "written: the file is corrupt; copy it again",
+                f"{names}{record.what}: CRC-32 is {crc.hexdigest()}, it was {record.digest} when "
+                "it was written: the file is corrupt; copy it again",
             )
-    for index, where in listing.sums.items():
-        info = listing.files[index]
-        try:
-            check_file(info.path, read_sums(where, info.size), number, count, check)
-        except AnyrankError as error:
-            yield info.path, str(error).removeprefix(f"{info.path}: ")
 
 
 def compared(listing: Listing) -> list[str]:
     """What `mismatches` compares, in words."""
-    digests = sum(info.sha256 is not None for info in listing.files)
+    digests = len(_published(listing))
     words = [f"SHA-256 of {count(digests, 'file')}"] if digests else []
     words += [f"CRC-32 of {count(len(listing.checksums), 'record')}"] if listing.checksums else []
     words += [f"xxh3-64 of {count(len(listing.sums), 'file')}"] if listing.sums else []
     return words
+
+
+def checked_bytes(listing: Listing) -> int:
+    """How many bytes `mismatches` reads."""
+    paths = dict(_published(listing))
+    nbytes = sum(info.size for info in listing.files if info.path in paths)
+    nbytes += sum(record.stop - record.start for record in listing.checksums)
+    return nbytes + sum(listing.files[number].size for number in listing.sums)
 
 
 class _Crc32:
@@ -97,3 +112,32 @@ def _feed(
             part = block[: min(BLOCK_BYTES, stop - low)]
             read_exactly(file, path, [part], low)
             take(part)
+
+
+def _published(listing: Listing) -> list[tuple[str, str]]:
+    """Path and SHA-256 of the local files that came with one.
+
+    The Hugging Face cache names each large file's blob by its digest and links to it; a download
+    into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.
+    """
+    pairs = ((info.path, _sha256_beside(info.path)) for info in listing.files if info.place)
+    return [(path, digest) for path, digest in pairs if digest]
+
+
+def _sha256_beside(path: str) -> str:
+    target = os.path.realpath(path)
+    if os.path.basename(os.path.dirname(target)) == "blobs":
+        return _as_sha256(os.path.basename(target))
+    folder, name = os.path.split(path)
+    note = os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata")
+    try:
+        with open(note, encoding="utf-8") as file:
+            lines = file.read(4096).splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return _as_sha256(lines[1].strip()) if len(lines) > 1 else ""
+
+
+def _as_sha256(text: str) -> str:
+    is_hex = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return text if is_hex else ""

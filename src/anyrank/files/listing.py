@@ -13,6 +13,9 @@ from anyrank.errors import LoadError
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor, dtype_name
+from anyrank.wording import joined
+
+SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,6 @@ class FileInfo:
         path: path or URL; for a tensor in memory, its key.
         size: bytes.
         version: modification time in ns, or an object store's tag.
-        sha256: digest that the file's publisher gave, where one is known.
         in_memory: the bytes are a tensor's, not a file's.
         place: machine and file number of a local file; another place holds another copy.
         ends: digest of a local file's first and last bytes, by which equal copies are recognised.
@@ -34,7 +36,6 @@ class FileInfo:
     path: str
     size: int
     version: str
-    sha256: str | None = None
     in_memory: bool = False
     place: str = ""
     ends: str = ""
@@ -68,11 +69,15 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class SumsFile:
-    """Where the checksums of a file's blocks are: path, bytes, and the xxh3-64 of these, in hex."""
+    """Where the checksums of a file's blocks are.
+
+    Attributes:
+        path: of the file that holds them.
+        digest: of that file, an xxh3-64 in hex, where something beside it says which.
+    """
 
     path: str
-    size: int
-    digest: str
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Listing:
         checksums: of byte ranges, where the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
-        sums: index of a file -> where the checksums of its blocks are, in runs.
+        sums: index of a file -> where the checksums of its blocks are, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
             quantised, nested) -> what it is; among `skipped` too.
         tables: prefixes of keys that name a table of the checkpoint, and not a module, where the
@@ -126,6 +131,18 @@ class Listing:
         """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
         computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
         return dtype_name(stored.dtype) if computed is None else computed.method
+
+    def names_at(self, file: int, start: int, stop: int) -> str:
+        """The tensors that have bytes in a range of a file, to begin a message with."""
+        names: dict[str, None] = {}
+        for name, stored in self.tensors.items():
+            for chunk in stored.chunks:
+                if chunk.file == file and chunk.box.numel and chunk.offset < stop:
+                    pairs = zip(chunk.box.sizes, chunk.strides, strict=True)
+                    reach = sum((size - 1) * stride for size, stride in pairs) + 1
+                    if chunk.offset + reach * stored.dtype.itemsize > start:
+                        names[name] = None
+        return f"{joined(list(names), SHOWN)}: " if names else ""
 
     def without_memory(self) -> Listing:
         """The same headers, to be sent: without the tensors of a source in memory."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from anyrank.files.block_sums import sums_name
 from anyrank.tensors.box import Box
 
 
@@ -92,10 +93,18 @@ class Output:
     Attributes:
         files: with tensors.
         small: name -> bytes of indexes and configurations, which are written after the files.
+        has_sums: whether the checksums of a file's blocks are written beside it.
     """
 
     files: tuple[OutputFile, ...]
     small: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    has_sums: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of all files."""
+        sums = [sums_name(file.name) for file in self.files] if self.has_sums else []
+        return [*(file.name for file in self.files), *sums, *self.small]
 
     @property
     def nbytes(self) -> int:

@@ -101,7 +101,7 @@ class Reader:
                 now = storage.info(info.path)
                 self.opened[number] = storage.open(info.path)
                 if self.verify and number in self.listing.sums:
-                    self.sums[number] = read_sums(self.listing.sums[number], info.size)
+                    self.sums[number] = read_sums(self.listing, number)
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
             same = (now.size, now.version) == (info.size, info.version)
@@ -150,7 +150,7 @@ class Reader:
             (number, batch)
             for number in order
             for batch in batches_of(
-                segments_of(by_file[number], slot, MAX_DIRECT_BYTES, self.sums.get(number)),
+                segments_of(by_file[number], slot, MAX_DIRECT_BYTES, number in self.sums),
                 slot,
                 MAX_DIRECT_BYTES,
             )

@@ -124,17 +124,6 @@ def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
 
-def are_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two receipts are of the same bits."""
-    return a["digest"] == b["digest"] and not tensor_differences(a, b)
-
-
-def in_short(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a receipt `are_equal` needs to compare it with a whole one."""
-    tensors = {n: value for n, value in receipt["tensors"].items() if IN_PART.search(n)}
-    return {**receipt, "tensors": tensors}
-
-
 def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The names of tensors that both receipts have, with other digests."""
     mine, other = a["tensors"], b["tensors"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anyrank.files.block_sums import BlockSums
+from anyrank.files.block_sums import BLOCK_BYTES
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
@@ -51,8 +51,15 @@ class Segment:
     destination: torch.Tensor | None = None
 
 
-def segments_of(jobs: Sequence[Job], slot: int, most: int, sums: BlockSums | None) -> list[Segment]:
-    """Byte ranges of one file's jobs, sorted by offset; dense ones end where checksums do."""
+def segments_of(jobs: Sequence[Job], slot: int, most: int, by_block: bool) -> list[Segment]:
+    """Byte ranges of one file's jobs, sorted by offset.
+
+    Args:
+        jobs: of the file.
+        slot: most bytes of a staged range.
+        most: most bytes of one that goes straight to its destination.
+        by_block: whether dense ranges are cut where the blocks of checksums end.
+    """
     segments: list[Segment] = []
     for job in jobs:
         dtype = job.read.stored.dtype
@@ -60,15 +67,15 @@ def segments_of(jobs: Sequence[Job], slot: int, most: int, sums: BlockSums | Non
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block):
                 memory = memory_of(destination)
-                if sums is None and len(memory) <= most:  # as most tensors of a model
+                if len(memory) <= most and not by_block:  # as most tensors of a model
                     segments.append(Segment(block.start, block.stop, memory))
                     continue
-                for low, high in _ranges(block, most, 1, sums):
+                for low, high in _ranges(block, most, 1, by_block):
                     part = memory[low - block.start : high - block.start]
                     segments.append(Segment(low, high, part))
             elif block.dense and destination.is_contiguous():
                 flat, size = destination.view(-1), dtype.itemsize
-                for low, high in _ranges(block, slot, size, sums):
+                for low, high in _ranges(block, slot, size, by_block):
                     part = flat[(low - block.start) // size : (high - block.start) // size]
                     segments.append(Segment(low, high, None, dtype, (1,), part))
             else:
@@ -79,16 +86,14 @@ def segments_of(jobs: Sequence[Job], slot: int, most: int, sums: BlockSums | Non
     return segments
 
 
-def _ranges(
-    block: Block, most: int, size: int, sums: BlockSums | None
-) -> Iterator[tuple[int, int]]:
+def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tuple[int, int]]:
     """A dense block in ranges of at most `most` bytes, each of whole elements of `size` bytes."""
     low = block.start
     while low < block.stop:
         high = min(block.stop, low + max(size, most // size * size))
-        if sums is not None:
-            cut = sums.cut(low, block.stop, most)
-            high = high if (cut - low) % size else cut
+        cut = high - high % BLOCK_BYTES
+        if by_block and high < block.stop and cut > low and (cut - low) % size == 0:
+            high = cut
         yield low, high
         low = high
 

@@ -87,7 +87,7 @@ class LocalStorage:
         status = os.stat(path)
         place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
         version = str(status.st_mtime_ns)
-        return FileInfo(path, status.st_size, version, _published_sha256(path), place=place)
+        return FileInfo(path, status.st_size, version, place=place)
 
     def open(self, path: str) -> OpenFile:
         return LocalFile(path)
@@ -299,27 +299,3 @@ def split(
             group.append(view[:room])
             room -= len(group[-1])
         yield group
-
-
-def _published_sha256(path: str) -> str | None:
-    """The SHA-256 that came with a download, where one did.
-
-    The Hugging Face cache names each large file's blob by its digest and links to it; a download
-    into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.
-    """
-    target = os.path.realpath(path)
-    if os.path.basename(os.path.dirname(target)) == "blobs":
-        return _as_sha256(os.path.basename(target))
-    folder, name = os.path.split(path)
-    note = os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata")
-    try:
-        with open(note, encoding="utf-8") as file:
-            lines = file.read(4096).splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return _as_sha256(lines[1].strip()) if len(lines) > 1 else None
-
-
-def _as_sha256(text: str) -> str | None:
-    is_hex = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
-    return text if is_hex else None

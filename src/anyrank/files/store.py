@@ -81,7 +81,7 @@ class _LocalSink:
             if done:
                 left[0] = left[0][done:]
         if self.size - self.started >= WRITEBACK_BYTES:
-            start_writeback(self.descriptor, self.started, self.size - self.started)
+            _start_writeback(self.descriptor, self.started, self.size - self.started)
             self.started = self.size
 
     def finish(self) -> None:
@@ -93,7 +93,7 @@ class _LocalSink:
         os.close(self.descriptor)
 
 
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Let the kernel write a range to the disk from now on, so that fsync finds little left.
 
     A hint: Linux waits for nothing here, and elsewhere nothing happens.
@@ -139,7 +139,8 @@ class _RemoteSink:
         # collector, which closes what is open.
         with contextlib.suppress(Exception):
             self.file.discard()
-        self.file.closed = True
+        with contextlib.suppress(AttributeError):  # a file in memory has one that is read only
+            self.file.closed = True
 
 
 class WritableStorage(Storage, Protocol):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.block_sums import sums_name
+from anyrank.files.listing import Checksum, FileInfo, Listing, SumsFile
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.formats import pickles, torch_file
 from anyrank.tensors.box import Box
@@ -112,6 +113,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
         tensors,
         skipped=skipped,
         checksums=tuple(reader.checksums),
+        sums=reader.sums,
         tables=frozenset(
             ".".join(map(str, path[:n])) for path in paths.values() for n in range(1, len(path))
         ),
@@ -126,6 +128,8 @@ class _Reader:
         self.storage, self.folder = storage, folder
         self.files: list[FileInfo] = []
         self.checksums: list[Checksum] = []
+        self.sums: dict[int, SumsFile] = {}
+        self.names = set(storage.names(folder))
         self.opened: dict[str, tuple[int, OpenFile]] = {}
 
     def close(self) -> None:
@@ -158,7 +162,7 @@ class _Reader:
         if not isinstance(tree, pickles.TensorRef) or tree.shape != box.sizes:
             raise UnsafeFile(f"{path}: {fqn}: byte {start} does not hold its piece {box.sizes}")
         stored = torch_file.stored_tensor(fqn, tree, records, self.files[number], path)
-        self.checksums += (replace(c, file=number, what=fqn) for c in checksums)
+        self.checksums += (replace(c, file=number) for c in checksums)
         inner = stored.chunks[0]
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 
@@ -195,4 +199,6 @@ class _Reader:
                 raise LoadError(f"{path}: is missing, but {METADATA} describes it")
             self.opened[name] = (len(self.files), self.storage.open(path))
             self.files.append(self.storage.info(path))
+            if sums_name(name) in self.names:
+                self.sums[self.opened[name][0]] = SumsFile(inside(self.folder, sums_name(name)))
         return self.opened[name]

@@ -8,7 +8,7 @@ from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import SavedBox
-from anyrank.formats.torch_blob import ALIGN, wrap
+from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import PIECE_BYTES
 
@@ -33,4 +33,4 @@ def plan_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Out
             spans.append(FileSpan(tensor, box, start))
             position += length + len(padding)
     file = OutputFile(DATA, position, tuple(fixed), tuple(spans))
-    return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)})
+    return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)}, has_sums=True)

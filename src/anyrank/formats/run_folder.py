@@ -148,7 +148,6 @@ def list_step(
     folder: str,
     manifest: Manifest,
     small: Mapping[str, bytes] | None = None,
-    sizes: bool = True,
 ) -> Listing:
     """Every tensor of a committed step, by `tensors.json`.
 
@@ -157,7 +156,6 @@ def list_step(
         folder: of the step.
         manifest: of the step.
         small: what `check_sizes` has read already.
-        sizes: whether to compare the data files' sizes with the manifest.
 
     Raises:
         CorruptCheckpoint: the index is damaged, or a file is gone or has another size.
@@ -171,11 +169,11 @@ def list_step(
     files: list[FileInfo] = []
     sums: dict[int, SumsFile] = {}
     for number, name in enumerate(table["files"]):
-        info = _found(storage, inside(folder, name), manifest, name, sizes)
+        info = _found(storage, inside(folder, name), manifest, name)
         files.append(info)
         record = manifest.files[name]
-        other = manifest.files[record.blocks]
-        sums[number] = SumsFile(inside(folder, record.blocks), other.size, other.xxh3_64)
+        digest = manifest.files[record.blocks].xxh3_64
+        sums[number] = SumsFile(inside(folder, record.blocks), digest)
     try:
         tensors = {key: _tensor(key, entry, files) for key, entry in table["tensors"].items()}
         for alias, key in table["aliases"].items():
@@ -185,10 +183,8 @@ def list_step(
     return Listing(FORMAT, tuple(files), tensors, sums=sums)
 
 
-def check_sizes(
-    storage: Storage, folder: str, manifest: Manifest, data: bool = True
-) -> dict[str, bytes]:
-    """Compare every file's size with the manifest (data files' if asked), and small ones' bytes.
+def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, bytes]:
+    """Compare every file's size with the manifest, and the small ones' bytes.
 
     Returns:
         The small files' bytes, by name.
@@ -200,20 +196,18 @@ def check_sizes(
     for name in manifest.files:
         if not name.endswith(".distcp"):
             contents[name] = read_small(storage, folder, name, manifest.files)
-        elif data:
+        else:
             _found(storage, inside(folder, name), manifest, name)
     return contents
 
 
-def _found(
-    storage: Storage, path: str, manifest: Manifest, name: str, sized: bool = True
-) -> FileInfo:
+def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
     if name not in manifest.files:
         raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
     if not storage.is_file(path):
         raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
     info = storage.info(path)
-    if sized and info.size != manifest.files[name].size:
+    if info.size != manifest.files[name].size:
         raise CorruptCheckpoint(
             f"{path}: has {info.size} bytes, {MANIFEST} says {manifest.files[name].size}: "
             "the file is truncated or was written to"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,33 +20,44 @@ from anyrank.files.listing import (
     versions_of,
 )
 from anyrank.files.storage import Storage, digest_of_ends, read_range, storage_for
-from anyrank.formats import (
-    accelerate,
-    dcp,
-    deepspeed,
-    huggingface,
-    megatron,
-    per_rank,
-    run_folder,
-    safetensors,
-    torch_file,
-)
+from anyrank.formats import dcp, huggingface, run_folder, safetensors, torch_file
+from anyrank.formats.tools import accelerate, deepspeed, megatron, per_rank, tables, trainer
+from anyrank.formats.tools.foreign import ForeignCheckpoint
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
-# Folder formats in order of their signs; the last one takes what is left.
-FOLDERS: tuple[tuple[Callable[[list[str]], bool], Callable[[Storage, str], Listing]], ...] = (
-    (run_folder.recognises, run_folder.list_folder),
-    (megatron.recognises, megatron.list_folder),
-    (lambda names: dcp.METADATA in names, dcp.list_folder),
-    (deepspeed.has_only_its_own, deepspeed.list_folder),
-    (accelerate.has_only_its_own, accelerate.list_folder),
-    (per_rank.is_verl, per_rank.list_folder),
-    (per_rank.is_torch_checkpointing, per_rank.list_folder),
-    (lambda names: True, huggingface.list_folder),
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """What writes folders.
+
+    Attributes:
+        sign: whether a folder with these entries is one.
+        weights: what lists its weights.
+        run: what reads a whole run of another tool, to go on from; None where there is none.
+    """
+
+    sign: Callable[[list[str]], bool]
+    weights: Callable[[Storage, str], Listing]
+    run: Callable[[Storage, str], ForeignCheckpoint] | None = None
+
+
+# In order of their signs; the last one takes what is left.
+FOLDERS = (
+    FolderFormat(run_folder.recognises, run_folder.list_folder),
+    FolderFormat(trainer.recognises, accelerate.list_folder, trainer.read),
+    FolderFormat(accelerate.recognises, accelerate.list_folder, accelerate.read),
+    FolderFormat(deepspeed.recognises, accelerate.list_folder, deepspeed.read),
+    FolderFormat(per_rank.is_verl, per_rank.list_folder, per_rank.read_verl),
+    FolderFormat(
+        per_rank.is_torch_checkpointing, per_rank.list_folder, per_rank.read_torch_checkpointing
+    ),
+    FolderFormat(megatron.recognises, megatron.list_folder, megatron.read),
+    FolderFormat(lambda names: dcp.METADATA in names, dcp.list_folder, tables.read_dcp),
+    FolderFormat(lambda names: True, huggingface.list_folder),
 )
 
 # File formats by ending; files with another ending are recognised by their first bytes.
@@ -107,13 +118,16 @@ def list_source(source: Source) -> Listing:
     if isinstance(source, Mapping):
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
-        return with_ends(_list_path(os.fspath(source)))
+        return _list_path(os.fspath(source))
     listings = [_list_path(os.fspath(path)) for path in source]
-    return with_ends(join(", ".join(sorted({listing.format for listing in listings})), listings))
+    return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 
 def with_ends(listing: Listing) -> Listing:
-    """The listing, by which other machines know their own copies of its local files."""
+    """The listing, by which other ranks know their own copies of its local files.
+
+    It takes two reads a file, so what one process reads goes without.
+    """
     return replace(listing, files=tuple(map(_file_with_ends, listing.files)))
 
 
@@ -132,7 +146,7 @@ def _list_path(path: str) -> Listing:
     try:
         if storage.is_dir(path):
             names = storage.names(path)
-            return next(lister for sign, lister in FOLDERS if sign(names))(storage, path)
+            return next(each for each in FOLDERS if each.sign(names)).weights(storage, path)
         if storage.is_file(path):
             return _file_lister(storage, path)(storage, path)
     except OSError as error:

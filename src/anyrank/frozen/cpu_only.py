@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.serialization import register_package
-
-from anyrank.errors import AnyrankError
 
 CPU = torch.device("cpu")
 HOME = ("cpu", "meta")  # device types that pass as they are
@@ -29,7 +22,7 @@ INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index
 
 @contextmanager
 def cpu_only() -> Generator[None]:
-    """Keep what any third-party loader makes on the CPU, and the accelerator uninitialised.
+    """Keep what any third-party loader makes on the CPU.
 
     Inside, a device that is not the CPU (or meta) becomes the CPU wherever it is named: to torch's
     functions and methods, to `torch.load` by its argument or by the file, to safetensors, and so to
@@ -44,23 +37,32 @@ def cpu_only() -> Generator[None]:
             made = torch.zeros(2, device="cuda:0")
         assert state["weight"].is_cpu and made.is_cpu
 
-    Holds for the thread that enters and for threads started inside, nests, and ends with the block,
-    also by an exception. Each rank enters by itself. What is on an accelerator already stays there.
-    A `torch.device` made inside is the CPU for good. TorchScript files name their device in C++:
-    give `torch.jit.load` a map_location.
-
-    Raises:
-        AnyrankError: inside, by a call that would initialise the accelerator and has no form for
-            the CPU; names its file and line. Once the process has initialised it, such calls pass.
+    Holds for the thread that enters, nests, and ends with the block, also by an exception; the
+    current device of an accelerator that is in use is then the one from before. Each rank enters by
+    itself. What is on an accelerator already stays there. A `torch.device` made inside is the CPU
+    for good. Threads that a loader starts, calls that have no form for the CPU (`torch.cuda.init`)
+    and TorchScript files, which name their device in C++, are not redirected: give the rank its
+    device first (`torch.accelerator.set_device_index(LOCAL_RANK)`), so that what passes at least
+    lands there.
     """
-    current = {each: each.current_device() for each in _backends() if _is_initialised(each)}
     _register_restorer()
-    with PROCESS, torch.device(CPU), _Redirect():
-        try:
+    backend, current = _current_device()
+    THREAD.depth = _depth() + 1
+    try:
+        with torch.device(CPU), _Redirect():
             yield
-        finally:
-            for backend, index in current.items():
-                backend.set_device(index)
+    finally:
+        THREAD.depth -= 1
+        if current is not None:
+            backend.set_device(current)
+
+
+def _current_device() -> tuple[Any, int | None]:
+    """The module of the machine's accelerator, and its current device if it is in use."""
+    own = torch.accelerator.current_accelerator()
+    backend: Any = None if own is None else torch.get_device_module(own)
+    is_used = hasattr(backend, "is_initialized") and backend.is_initialized()
+    return backend, backend.current_device() if is_used else None
 
 
 class _Redirect(TorchFunctionMode):
@@ -71,22 +73,10 @@ class _Redirect(TorchFunctionMode):
         own = torch.accelerator.current_accelerator()
         self.moves = (*MOVES, own.type) if own is not None else MOVES
 
-    def __enter__(self) -> _Redirect:
-        self.before = getattr(THREAD, "block", None)
-        THREAD.block = PROCESS.block
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
-        THREAD.block = self.before
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_inside():  # on a thread that has outlived the block
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is torch.device:
             return _redirect_device(args, kwargs)
@@ -130,140 +120,21 @@ def _is_home(text: str) -> bool:
 
 # -- torch.load -----------------------------------------------------------------------------------
 
-_restorers: list[Callable[[Any, str], Any]] = []
+THREAD = threading.local()  # `depth`: how many blocks the thread is in
+_registered: list[bool] = []  # once a process: torch has no way to take a restorer out again
+
+
+def _depth() -> int:
+    return getattr(THREAD, "depth", 0)
 
 
 def _register_restorer() -> None:
-    """Add our restorer to torch's, once per process: torch has no way to take one out again."""
-    if not _restorers:
-        _restorers.append(_restore_on_cpu)
+    """Add our restorer to torch's."""
+    if not _registered:
+        _registered.append(True)
         register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
 
 
 def _restore_on_cpu(storage: Any, location: str) -> Any:
     """The storage as read, on the CPU, for a location that is an accelerator; outside, nothing."""
-    return storage if _is_inside() and location.split(":")[0] not in HOME else None
-
-
-# -- the process ----------------------------------------------------------------------------------
-
-THREAD = threading.local()  # `block`: the number of the block that the thread is in
-
-
-def _is_inside() -> bool:
-    """Whether this thread is inside a block that is still open."""
-    return getattr(THREAD, "block", None) == PROCESS.block
-
-
-class _Process:
-    """What a block changes for the whole process: done by the first to enter, undone by the last.
-
-    Attributes:
-        block: number of the block; blocks that overlap in time share one, and none has it again.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.block = 0
-        self.num_inside = 0
-        self.changes = ExitStack()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.num_inside:
-                self.changes.enter_context(_follow_threads())
-                for backend in _backends():
-                    self.changes.enter_context(_guard(backend))
-            self.num_inside += 1
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self.lock:
-            self.num_inside -= 1
-            if not self.num_inside:
-                self.block += 1
-                self.changes.close()
-
-
-PROCESS = _Process()
-
-
-@contextmanager
-def _follow_threads() -> Generator[None]:
-    """Keep threads that start meanwhile on the CPU: loaders read shards in pools of their own.
-
-    The profile function of new threads is Python's one public way to run code in them. It puts back
-    the one that was there at its first call.
-    """
-    before = threading.getprofile()
-
-    def enter(frame: FrameType, event: Any, arg: Any) -> None:
-        sys.setprofile(before)
-        _Redirect().__enter__()
-        if before is not None:
-            before(frame, event, arg)
-
-    threading.setprofile(enter)
-    try:
-        yield
-    finally:
-        threading.setprofile(before)  # pyright: ignore[reportArgumentType] - None takes it out
-
-
-@contextmanager
-def _guard(backend: Any) -> Generator[None]:
-    """Refuse to initialise an accelerator inside the block.
-
-    The one place where anyrank replaces an attribute of torch, and for the block only: torch has no
-    hook before initialisation, and both its Python and its C++ look this function up when they need
-    it. Two more modules hold it by a name of their own. A backend from outside torch need not go
-    through it to choose a device.
-    """
-    holders = [backend, *(getattr(backend, name, None) for name in ("memory", "random"))]
-    names = ("_lazy_init",) if backend in (torch.cuda, torch.xpu) else ("_lazy_init", "set_device")
-    found = [
-        (holder, name, getattr(holder, name))
-        for holder in holders
-        for name in names
-        if hasattr(holder, name)
-    ]
-
-    def refuse(function: Callable[..., Any], *args: Any) -> Any:
-        if _is_inside() and not _is_initialised(backend):
-            name = backend.__name__
-            raise AnyrankError(
-                f"{_caller()}: this call initialises {name} inside anyrank.cpu_only(), which keeps "
-                f"loaders off the accelerator, and it has no form for the CPU: call it outside, or "
-                f"give the rank its device before the block ({name}.set_device(LOCAL_RANK))"
-            )
-        return function(*args)
-
-    for holder, name, function in found:
-        setattr(holder, name, functools.partial(refuse, function))
-    try:
-        yield
-    finally:
-        for holder, name, function in found:
-            setattr(holder, name, function)
-
-
-def _backends() -> list[Any]:
-    """The modules of accelerators that a loader may ask for."""
-    own = torch.accelerator.current_accelerator()
-    modules: list[Any] = [torch.cuda, torch.xpu]
-    if own is not None and own.type not in ("cuda", "xpu"):
-        modules.append(torch.get_device_module(own))
-    return modules
-
-
-def _is_initialised(backend: Any) -> bool:
-    """Whether the process uses it already; of torch's own backends, MPS alone does not show it."""
-    return hasattr(backend, "is_initialized") and backend.is_initialized()
-
-
-def _caller() -> str:
-    """File and line of the innermost frame that is neither torch's nor ours."""
-    inside = (str(Path(torch.__file__).parent), __file__)
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+    return storage if _depth() and location.split(":")[0] not in HOME else None

@@ -1,19 +1,22 @@
-"""`anyrank.freeze`: a part of a model that stays as it is, wherever its parent goes.
+"""`anyrank.freeze`: a part of a model that is not trained, nor saved or sharded with its parent.
 
-The module's class is swapped for a subclass made on the spot, as `fully_shard` does it: names,
-attributes and isinstance stay, and copies keep it. Asked by a parent for its modules, parameters,
-buffers and state, the subclass answers with nothing; asked directly, it answers as usual. So DDP,
-optimizers and checkpoints do not see the part, whichever of them asks.
+A frozen part keeps its class. Five of its methods are answered by functions of this file, which are
+ordinary attributes of the module: a parent that asks for its modules, parameters, buffers and state
+gets nothing of it, and whoever asks the part itself gets what it always gave. DDP, optimizers and
+checkpoints ask parents. Two public hooks see to `load_state_dict`.
+
+FSDP2 asks no method: it goes through `children()`, which copies and moves need as well, and leaves
+out what another composable parallelism has in torch's record of them. That record is the one thing
+here that is private to torch and not its modules' (`_OwnUnit`).
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import types
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +30,8 @@ from anyrank.tensors.walk import walk
 
 M = TypeVar("M", bound=nn.Module)
 Path = str | os.PathLike[str]
+FrozenSource = str | tuple[str, ...]  # a Path or several, as plain text
+FROZEN = "anyrank_frozen"  # attribute of a frozen part: its FrozenInfo
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,14 @@ class FrozenInfo:
             checkpoints hold them.
         tensors: name -> dtype, shape and xxh3-128 of its bytes, for parameters and persistent
             buffers; None while some are on meta or sharded.
+        versions: name -> identity and version of the tensor that was hashed.
     """
 
-    source: str | tuple[str, ...] | None = None
+    source: FrozenSource | None = None
     tensors: Mapping[str, str] | None = None
+    versions: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict[str, tuple[int, int]], compare=False
+    )
 
     @property
     def digest(self) -> str | None:
@@ -77,137 +86,54 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         assert list(model.state_dict()) == ["net.weight", "net.bias"]
 
     Args:
-        module: any module; its type becomes a subclass of the same name.
+        module: any module; it keeps its type.
         source: where its weights come from: a path, a URL or a list of files, as `load` takes it.
 
     Returns:
         The same module object.
 
     Raises:
-        TypeError: no module; a TorchScript module, whose class cannot change; a source that is no
-            path.
+        TypeError: no module; a TorchScript module, whose methods are not Python's; a source that is
+            no path.
         ValueError: a source that is empty.
     """
     check_model(module, "module")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            "a TorchScript module cannot be frozen: its class is fixed; put it into a plain module "
-            "and freeze that"
+            "a TorchScript module cannot be frozen: its methods are not Python's; put it into a "
+            "plain module and freeze that"
         )
-    known: FrozenInfo = getattr(module, "anyrank_frozen", FrozenInfo())
-    if not isinstance(module, _FrozenModule):
-        module.__class__ = _frozen_class(type(module))
+    own = module.__dict__  # by itself, as torch.compile's wrapper gives attributes to what it wraps
+    known: FrozenInfo = own.get(FROZEN, FrozenInfo())
+    kept = known.source if source is None else _paths(source)
+    if FROZEN not in own:
+        own.update({name: _Method(answer, module) for name, answer in METHODS.items()})
+        if hasattr(type(module), "__deepcopy__"):  # which may leave attributes behind
+            own["__deepcopy__"] = _Method(_copy_and_freeze, module)
         _stay_whole(module)
+        module.register_load_state_dict_pre_hook(_keep_own)
         module.register_load_state_dict_post_hook(_remember_loaded)
     for _, part in walk(module):
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
-    kept = known.source if source is None else _paths(source)
-    # Not by setattr: torch.compile's wrapper would give it to the module inside.
-    module.__dict__["anyrank_frozen"] = FrozenInfo(kept, describe(module))
+    own[FROZEN] = FrozenInfo(kept)
+    remember(module)
     return module
 
 
-class _FrozenModule(nn.Module):
-    """What freezing puts in front of a module's own class."""
-
-    anyrank_plain_class: ClassVar[type[nn.Module]]
-    anyrank_frozen: FrozenInfo
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A container that is sliced calls its class: the slice is an ordinary module.
-        return cls.anyrank_plain_class(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self.anyrank_plain_class,), self.__getstate__()
-
-    def _get_name(self) -> str:
-        return f"Frozen{super()._get_name()}"
-
-    def train(self, mode: bool = True) -> Any:
-        """Eval mode, whatever is asked for."""
-        return super().train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """No gradients, whatever is asked for."""
-        return super().requires_grad_(False)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Generator[tuple[str, nn.Module]]:
-        """As usual for a direct caller; nothing for a parent, whose recursion passes a memo.
-
-        Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
-        """
-        if memo is None or any(isinstance(part, FSDPModule) for _, part in walk(self)):
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual for a direct caller; nothing for a parent (it passes a dict), with a source."""
-        destination = args[0] if args else kwargs.get("destination")
-        if destination is not None and self.anyrank_frozen.source is not None:
-            return destination
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual, called directly: the way to give it new values."""
-        result = super().load_state_dict(*args, **kwargs)
-        remember(self)
-        return result
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Only a parent's load has a prefix.
-        if prefix and self.anyrank_frozen.source is not None:
-            _keep_own(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = _whereabouts(self)
-        super()._apply(fn, recurse)
-        after = _whereabouts(self)
-        if after != before:
-            if after[1] != before[1]:  # a cast on purpose is no damage
-                remember(self)
-            # A LightningModule keeps its device and dtype as attributes. It learns of a move from
-            # the root's to(), which asks modules(), which leaves the part out: so call it here.
-            devices, dtypes = after
-            self.to(
-                device=devices[0] if len(devices) == 1 else None,
-                dtype=dtypes[0] if len(dtypes) == 1 else None,
-            )
-        return self
+def frozen_sources(model: nn.Module) -> list[FrozenSource]:
+    """The sources of the frozen parts of a model, each once."""
+    infos = (part.__dict__[FROZEN] for _, part in frozen_parts(model))
+    return list(dict.fromkeys(info.source for info in infos if info.source is not None))
 
 
-@functools.cache
-def _frozen_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass for a class. Of the same name, by which others look classes up."""
-    names = ("__module__", "__qualname__", "__doc__")
-    body = {"anyrank_plain_class": plain, **{name: getattr(plain, name) for name in names}}
-    if hasattr(plain, "__deepcopy__"):  # its own copies are of the plain class
-        body["__deepcopy__"] = _copy_and_freeze
-    bases = (_FrozenModule, plain)
-    return types.new_class(plain.__name__, bases, exec_body=lambda empty: empty.update(body))
+def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every frozen part, also those within others, and the model itself."""
+    return [(name, part) for name, part in walk(model) if FROZEN in part.__dict__]
 
 
-def _copy_and_freeze(module: _FrozenModule, memo: dict[int, Any]) -> nn.Module:
-    """Deep copy of a module whose class makes its own copies."""
-    plain: Any = module.anyrank_plain_class
-    copied: nn.Module = plain.__deepcopy__(module, memo)
-    return freeze(copied, source=module.anyrank_frozen.source)
-
-
-def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    """An empty frozen module, for copy and pickle to fill."""
-    module = plain.__new__(plain)
-    module.__class__ = _frozen_class(plain)
-    _stay_whole(module)
-    return module
-
-
-def _paths(source: Any) -> str | tuple[str, ...]:
+def _paths(source: Any) -> FrozenSource:
     """A source as plain text, which copies and pickles."""
     if isinstance(source, str | os.PathLike):
         return check_path("source", source)
@@ -217,15 +143,124 @@ def _paths(source: Any) -> str | tuple[str, ...]:
     return tuple(check_path("source", path) for path in source)
 
 
-# -- checkpoints ----------------------------------------------------------------------------------
+# -- what a frozen part answers -------------------------------------------------------------------
 
 
-def _keep_own(module: _FrozenModule, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put the part's own tensors into what its parent loads, so that nothing is missing or changes.
+class _Method:
+    """A function in place of a module's method: it is copied and pickled with the module, and does
+    not keep it alive.
+    """
+
+    def __init__(self, answer: Callable[..., Any], module: nn.Module) -> None:
+        self.answer = answer
+        self.module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(self.module(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Method, (self.answer, self.module())
+
+
+def _train(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Eval mode, whatever is asked for."""
+    return type(module).train(module, False)
+
+
+def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    """No gradients, whatever is asked for."""
+    return type(module).requires_grad_(module, False)
+
+
+def _named_modules(
+    module: nn.Module,
+    memo: set[nn.Module] | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
+) -> Generator[tuple[str, nn.Module]]:
+    """As usual for a direct caller; nothing for a parent, whose recursion passes a memo.
+
+    Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
+    """
+    if memo is None or any(isinstance(part, FSDPModule) for _, part in walk(module)):
+        yield from type(module).named_modules(module, memo, prefix, remove_duplicate)
+
+
+def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """As usual for a direct caller; nothing for a parent (it passes a dict), with a source."""
+    destination = args[0] if args else kwargs.get("destination")
+    if destination is not None and module.__dict__[FROZEN].source is not None:
+        return destination
+    return type(module).state_dict(module, *args, **kwargs)
+
+
+def _apply(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Move or cast, as usual; a cast on purpose is no damage."""
+    before = _whereabouts(module)
+    type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage]
+    after = _whereabouts(module)
+    if after != before:
+        if after[1] != before[1]:
+            remember(module)
+        # A LightningModule keeps its device and dtype as attributes. It learns of a move from the
+        # root's to(), which asks modules(), which leaves the part out: so call it here.
+        devices, dtypes = after
+        module.to(
+            device=devices[0] if len(devices) == 1 else None,
+            dtype=dtypes[0] if len(dtypes) == 1 else None,
+        )
+    return module
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "train": _train,
+    "requires_grad_": _requires_grad,
+    "named_modules": _named_modules,
+    "state_dict": _state_dict,
+    "_apply": _apply,
+}
+
+
+def without_answers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's attributes, for a copy that is not frozen."""
+    return {name: value for name, value in attributes.items() if not isinstance(value, _Method)}
+
+
+def _copy_and_freeze(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep copy of a module whose class makes its own copies."""
+    kind: Any = type(module)
+    return freeze(kind.__deepcopy__(module, memo), source=module.__dict__[FROZEN].source)
+
+
+def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
+    """The devices that the part's tensors are on, and their floating dtypes, each once."""
+    tensors = [
+        tensor
+        for _, part in walk(module)
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    ]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    return list(devices), list(dict.fromkeys(tensor.dtype for tensor in floats))
+
+
+# -- load_state_dict ------------------------------------------------------------------------------
+
+
+def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """With a source, put the part's own tensors into what its parent loads, so that nothing is
+    missing or changes. Called directly (only a parent has a prefix), it gets new values.
 
     Raises:
         LoadError: the parent's checkpoint holds the part, from before it was frozen, and differs.
     """
+    info = module.__dict__[FROZEN]
+    if not prefix:
+        module.__dict__[FROZEN] = FrozenInfo(info.source)
+    if not prefix or info.source is None:
+        return
     for key, own in module.state_dict(prefix=prefix, keep_vars=True).items():
         given = state_dict.get(key, own)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given is not own:
@@ -234,10 +269,17 @@ def _keep_own(module: _FrozenModule, state_dict: dict[str, Any], prefix: str) ->
             if not _equal(own, given):
                 raise LoadError(
                     f"{key}: the checkpoint holds other values than the frozen part, whose source "
-                    f"is {module.anyrank_frozen.source}: drop the keys {prefix}* from the "
-                    "checkpoint, or freeze the part without a source to load them"
+                    f"is {info.source}: drop the keys {prefix}* from the checkpoint, or freeze the "
+                    "part without a source to load them"
                 )
         state_dict[key] = own
+
+
+def _remember_loaded(module: nn.Module, incompatible: object) -> None:
+    """Record what was loaded, by a parent where the part has no source, or directly."""
+    info: FrozenInfo = module.__dict__[FROZEN]
+    if info.source is None or info.tensors is None:
+        remember(module)
 
 
 def _equal(own: torch.Tensor, given: torch.Tensor) -> bool:
@@ -256,39 +298,20 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-# -- hashes ---------------------------------------------------------------------------------------
+# -- proof ----------------------------------------------------------------------------------------
 
 
 def remember(module: nn.Module) -> None:
     """Record what the part holds now."""
-    info: FrozenInfo = module.__dict__["anyrank_frozen"]
-    module.__dict__["anyrank_frozen"] = replace(info, tensors=describe(module))
-
-
-def _remember_loaded(module: nn.Module, incompatible: object) -> None:
-    """The same after a parent has loaded the part, which it does only when that has no source."""
-    info: FrozenInfo = module.__dict__["anyrank_frozen"]
-    if info.source is None:
-        remember(module)
-
-
-def describe(module: nn.Module) -> dict[str, str] | None:
-    """`FrozenInfo.tensors` of what the part holds now."""
-    found: dict[str, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.is_meta or _is_sharded(tensor):
-            return None
-        dtype = dtype_name(tensor.dtype)
-        found[name] = f"{dtype}{list(tensor.shape)} {content_hash(tensor)}"
-    return found
+    info: FrozenInfo = module.__dict__[FROZEN]
+    module.__dict__[FROZEN] = FrozenInfo(info.source, _describe(module), _versions(module))
 
 
 def check_frozen(module: nn.Module, name: str = "") -> None:
     """Compare a frozen part with what was recorded of it, before a save. Each rank by itself.
 
-    Nothing is compared while it was or is on meta or sharded.
+    Its bytes are hashed only if a tensor is another object than then, or was written to in a way
+    that torch counts (`.data` is not). Nothing is compared while it was or is on meta or sharded.
 
     Args:
         module: the part.
@@ -297,9 +320,11 @@ def check_frozen(module: nn.Module, name: str = "") -> None:
     Raises:
         CheckpointError: a tensor changed, is new or is gone; names the first.
     """
-    info: FrozenInfo = module.__dict__["anyrank_frozen"]
-    now = describe(module)
-    if info.tensors is None or now is None:
+    info: FrozenInfo = module.__dict__[FROZEN]
+    if info.tensors is None or info.versions == _versions(module):
+        return
+    now = _describe(module)
+    if now is None:
         return
     prefix = f"{name}." if name else ""
     for key in sorted({*info.tensors, *now}):
@@ -310,26 +335,34 @@ def check_frozen(module: nn.Module, name: str = "") -> None:
                 f"{now.get(key, 'absent')} now: something writes to it; look for an in-place "
                 "update, apply() of an initialiser, or an optimizer made before freeze()"
             )
+    module.__dict__[FROZEN] = replace(info, versions=_versions(module))
 
 
-def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and module of every frozen part, also those within others, and the model itself."""
-    return [(name, part) for name, part in walk(model) if isinstance(part, _FrozenModule)]
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-# -- devices, dtypes, FSDP2 -----------------------------------------------------------------------
+def _describe(module: nn.Module) -> dict[str, str] | None:
+    """`FrozenInfo.tensors` of what the part holds now."""
+    tensors = _tensors(module)
+    if any(tensor.is_meta or _is_sharded(tensor) for tensor in tensors.values()):
+        return None
+    return {
+        name: f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {content_hash(tensor)}"
+        for name, tensor in tensors.items()
+    }
 
 
-def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
-    """The devices that the part's tensors are on, and their floating dtypes, each once."""
-    tensors = [
-        tensor
-        for _, part in walk(module)
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
-    ]
-    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    return list(devices), list(dict.fromkeys(tensor.dtype for tensor in floats))
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """`FrozenInfo.versions` of the tensors that the part has now."""
+    return {
+        name: (id(tensor), -1 if tensor.is_inference() else tensor._version)
+        for name, tensor in _tensors(module).items()
+    }
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
 
 
 def _stay_whole(module: nn.Module) -> None:

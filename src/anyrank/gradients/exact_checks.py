@@ -18,7 +18,8 @@ from anyrank.data.schedule import slots_of_rank
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.gradients.exact_gradients import DeliveredGradients
 from anyrank.gradients.exact_rounds import most_nodes
-from anyrank.gradients.gradient_sync import GradientSync, units
+from anyrank.gradients.fsdp_groups import parameter_groups
+from anyrank.gradients.gradient_sync import GradientSync
 from anyrank.gradients.tree_sum import sum_dtype
 from anyrank.settings import EXACT_BYTES
 from anyrank.world.arguments import same_arguments
@@ -252,7 +253,7 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
                 "which scales rows of its weight in the forward pass, each rank those of its own "
                 "microbatches: build it without, and scale all rows after optimizer.step()"
             )
-        if isinstance(module, FSDPModule) and len(units(module)) > 1:
+        if isinstance(module, FSDPModule) and len(parameter_groups(module)) > 1:
             raise ValueError(
                 f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
                 "no reduction for all of them: shard it over one mesh"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.gradient_sync import units
+from anyrank.gradients.fsdp_groups import parameter_groups
 from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
 from anyrank.gradients.tree_sum import Span, TreeSum
 from anyrank.world.ranks import Ranks
@@ -194,7 +194,9 @@ def exchanging(unit: Any) -> Generator[None, None, None]:
 
     There is no public way to read the former settings, which are restored.
     """
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in units(unit)]
+    before = [
+        (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(unit)
+    ]
     unit.set_requires_gradient_sync(True, recurse=False)
     try:
         yield

@@ -115,7 +115,6 @@ class ExactGroups:
         rounds: of the step.
         ranks: the data-parallel ranks.
         dtypes: to which a parameter's sum is rounded, where it is.
-        counts_squares: add up the squares of all terms.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class ExactGroups:
         rounds: Rounds,
         ranks: OrderedGroup,
         dtypes: Mapping[str, torch.dtype],
-        counts_squares: bool,
     ) -> None:
         self.parameters, self.rounds, self.ranks, self.dtypes = parameters, rounds, ranks, dtypes
         self.groups = [self.group_of(names) for names in grouped(parameters)]
@@ -132,7 +130,6 @@ class ExactGroups:
         self.further: dict[int, GradientGroup] = {}  # sums of gradients after a microbatch's first
         self.totals: dict[str, torch.Tensor] = {}
         self.used: set[str] = set()  # parameters that a microbatch here has used
-        self.squares, self.counts_squares = 0.0, counts_squares
         self.earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
         self.begin(False)
 
@@ -213,8 +210,6 @@ class ExactGroups:
             return
         term = _term_of(name, gradient)
         self.used.add(name)
-        if self.counts_squares:
-            self.squares += float(term.abs().double().square().sum())
         self.rounds.add(group.own[name], term)
 
     def exchange(self) -> None:

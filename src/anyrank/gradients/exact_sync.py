@@ -9,7 +9,7 @@ groups (`exact_groups`), in the rounds that `exact_rounds` says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -34,12 +34,11 @@ from anyrank.gradients.exact_watch import (
     changed_attributes,
     note_of,
 )
+from anyrank.gradients.fsdp_groups import check_names, parameter_groups, reduction_dtype
 from anyrank.gradients.gradient_sync import (
     GRADIENT,
     GradientSync,
-    check_not_exchanged,
     check_trainable,
-    units,
 )
 from anyrank.gradients.ordered_reduce import OrderedGroup
 from anyrank.world.ranks import Ranks
@@ -52,7 +51,6 @@ class PassRecord(NamedTuple):
 
     Attributes:
         states: of each parameter that `ExactGroups` adds up.
-        squares: of its terms; 0 where they are not counted.
         complete: of each FSDP2 unit, whether all of its gradients were exchanged.
         used: of each unit, the parameters that a microbatch has used.
         changed: names of parameters and buffers that the loop has changed.
@@ -63,7 +61,6 @@ class PassRecord(NamedTuple):
     """
 
     states: bytes
-    squares: float
     complete: list[bool]
     used: list[set[int]]
     changed: list[str]
@@ -81,8 +78,7 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         rounds: of the step.
-        is_first: check that the gradients are not exchanged already, and exchange after the
-            backward then: what fails in a first step is told before.
+        is_first: exchange after the backward: what fails in a first step is told before.
         exact: what is known of the run's models, to which this object adds.
         notes: gets a sentence about attributes that forward passes change.
 
@@ -101,6 +97,7 @@ class ExactSync(GradientSync):
         notes: list[str],
     ) -> None:
         super().__init__(model, ranks)
+        check_names(self.fsdp, is_exact=True)
         check_wrappers(self, ranks)
         self.model, self.ranks, self.rounds, self.is_first = model, ranks, rounds, is_first
         self.exact, self.notes = exact, notes
@@ -122,7 +119,7 @@ class ExactSync(GradientSync):
             if id(parameter) not in reduced
         }
         everybody = OrderedGroup(group, rounds.count, [[index] for index in range(ranks.size)])
-        self.sums = ExactGroups(summed, rounds, everybody, self.rounded(summed), is_first)
+        self.sums = ExactGroups(summed, rounds, everybody, self.rounded(summed))
         # FSDP2's own collectives in the backward may not come between those of the groups.
         self.is_early = ranks.size > 1 and not self.fsdp and not is_first
         self.is_unsynced = False
@@ -130,18 +127,17 @@ class ExactSync(GradientSync):
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
         """To what FSDP2 would round the sums of parameters that are summed here instead."""
         dtypes = {
-            id(parameter.sharded_param): policy.reduce_dtype or policy.param_dtype
-            for _, unit_group in self.trainable_units()
-            for policy in (unit_group.mp_policy,)
-            if policy.reduce_dtype or policy.param_dtype
-            for parameter in unit_group.fsdp_params
+            id(parameter.sharded_param): reduction_dtype(parameter)
+            for _, group in self.trainable_units()
+            for parameter in group.fsdp_params
         }
-        return {name: dtypes[id(p)] for name, p in summed.items() if id(p) in dtypes}
+        rounded = {name: dtypes.get(id(parameter)) for name, parameter in summed.items()}
+        return {name: dtype for name, dtype in rounded.items() if dtype is not None}
 
     def trainable_units(self) -> Iterator[tuple[Any, Any]]:
         """The FSDP2 modules that train parameters, each with its group of parameters."""
         for unit in self.fsdp:
-            for group in units(unit):
+            for group in parameter_groups(unit):
                 if any(param.sharded_param.requires_grad for param in group.fsdp_params):
                     yield unit, group
 
@@ -192,7 +188,14 @@ class ExactSync(GradientSync):
     def has_gradients(self) -> bool:
         return bool(self.sums.used) or super().has_gradients()
 
-    def finish(self, ranks: Ranks, group: Any, factor: float | None, is_first: bool) -> bool:
+    def finish(
+        self,
+        ranks: Ranks,
+        group: Any,
+        factor: float | None,
+        is_first: bool,
+        losses: Sequence[float],
+    ) -> bool:
         """Exchange the sums, then scale them. All data-parallel ranks, after the last microbatch.
 
         Arguments, result and errors are those of `GradientSync.finish`.
@@ -211,7 +214,6 @@ class ExactSync(GradientSync):
         reductions = [reduction for _, _, reduction in self.reductions]
         return PassRecord(
             self.sums.states(),
-            self.sums.squares,
             [reduction.is_complete for reduction in reductions],
             [reduction.used for reduction in reductions],
             self.watch.changed(),
@@ -254,7 +256,6 @@ class ExactSync(GradientSync):
                 "the losses for one step.backward, and run each module that fully_shard wraps "
                 "inside of another once in it, or wrap the outermost module alone"
             )
-        check_not_exchanged([row.squares for row in rows])
         every = zip(names, *(row.states for row in rows), strict=True)
         used = {name for name, *there in every if GRADIENT in there}
         if late := used - self.sums.place.keys():

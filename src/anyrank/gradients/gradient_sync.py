@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
+from anyrank.gradients.fsdp_groups import check_names, drop_accumulated, parameter_groups
 from anyrank.wording import count
 from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks
@@ -48,6 +49,7 @@ class GradientSync:
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
         self.ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in modules if isinstance(module, FSDPModule)]
+        check_names(self.fsdp, is_exact=False)
         for module in self.fsdp:
             module.reshard()
         self.named = dict(model.named_parameters())
@@ -88,7 +90,9 @@ class GradientSync:
     def sizes(self) -> list[int]:
         """The number of ranks over which each wrapper averages."""
         groups: list[Any] = [module.process_group for module in self.ddp]
-        meshes = {group.mesh_info.mesh for module in self.fsdp for group in units(module)}
+        meshes = {
+            group.mesh_info.mesh for module in self.fsdp for group in parameter_groups(module)
+        }
         return [group.size() for group in groups] + [mesh.size() for mesh in meshes]
 
     @contextmanager
@@ -123,13 +127,16 @@ class GradientSync:
     def drop_unfinished(self) -> None:
         """Drop gradients that FSDP2 has not exchanged yet, which `zero_grad` does not reset."""
         for module in self.fsdp:
-            for parameter in (param for group in units(module) for param in group.fsdp_params):
-                parameter.unsharded_accumulated_grad = None
-                whole = getattr(parameter, "unsharded_param", None)
-                if whole is not None:
-                    whole.grad = None
+            drop_accumulated(module)
 
-    def finish(self, ranks: Ranks, group: Any, factor: float | None, is_first: bool) -> bool:
+    def finish(
+        self,
+        ranks: Ranks,
+        group: Any,
+        factor: float | None,
+        is_first: bool,
+        losses: Sequence[float],
+    ) -> bool:
         """Scale and exchange what the wrappers have not. All data-parallel ranks.
 
         Args:
@@ -137,6 +144,7 @@ class GradientSync:
             group: the user's group, whose backend supports the model's device.
             factor: multiplies all gradients; None for 1.
             is_first: check that each gradient is exchanged once.
+            losses: of this rank's microbatches, where `is_first`.
 
         Returns:
             Whether it was checked.
@@ -146,8 +154,8 @@ class GradientSync:
         """
         if factor is not None:
             self.scale(factor)
-        self.average_unwrapped(ranks, group, is_first)
-        return is_first and self.check_exchanged(ranks)
+        is_judged = self.average_unwrapped(ranks, group, is_first, losses)
+        return is_first and self.check_exchanged(ranks) and is_judged
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -156,25 +164,31 @@ class GradientSync:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def average_unwrapped(self, ranks: Ranks, group: Any, is_first: bool) -> None:
+    def average_unwrapped(
+        self, ranks: Ranks, group: Any, is_first: bool, losses: Sequence[float]
+    ) -> bool:
         """Average the gradients of parameters without a wrapper. All data-parallel ranks.
 
         Args:
             ranks: the data-parallel ranks.
             group: the user's group, whose backend supports the model's device.
             is_first: check that the gradients were not exchanged already.
+            losses: of this rank's microbatches, where `is_first`.
+
+        Returns:
+            Whether that could be determined.
 
         Raises:
             ValueError: the gradients were exchanged already, or ranks have different parameters or
                 freeze different ones; on all ranks.
         """
         if not self.unwrapped or ranks.size == 1:
-            return
+            return True
         states = bytes(map(state_of, self.unwrapped.values()))
         norm = sum(map(squares, self.unwrapped.values())) if is_first else 0.0
-        rows = ranks.gather((states, norm))
+        rows = ranks.gather((states, norm, losses))
         check_trainable(list(self.unwrapped), [row[0] for row in rows], ranks)
-        check_not_exchanged([row[1] for row in rows])
+        is_judged = _check_not_exchanged([row[1] for row in rows], [row[2] for row in rows])
         every = zip(self.unwrapped.values(), *(row[0] for row in rows), strict=True)
         for parameter, *there in every:
             if GRADIENT in there:  # a gradient that no rank has stays None, as on one rank
@@ -183,6 +197,7 @@ class GradientSync:
                 part = local(parameter.grad)
                 dist.all_reduce(part, group=group)
                 part.div_(ranks.size)
+        return is_judged
 
     def has_gradients(self) -> bool:
         """Whether any gradient on this rank is not zero."""
@@ -245,30 +260,29 @@ def check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks)
             )
 
 
-def check_not_exchanged(norms: Sequence[float]) -> None:
+def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float]]) -> bool:
     """Refuse gradients that a wrapper has exchanged already.
 
     Args:
         norms: of each rank's gradients before the exchange; 0 where nothing is to be checked.
+        losses: of each rank's microbatches.
+
+    Returns:
+        Whether this could be determined: not where the losses are equal on all ranks, as in a run
+        on dummy data, since the gradients may then be equal by themselves.
 
     Raises:
-        ValueError: they are equal on all ranks; on all ranks.
+        ValueError: they are equal on all ranks, and the losses are not; on all ranks.
     """
     # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.
     if len(norms) > 1 and norms[0] and math.isfinite(norms[0]) and len(set(norms)) == 1:
+        if all(list(row) == list(losses[0]) for row in losses):
+            return False
         raise ValueError(
             "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
             "them: give microbatches() the wrapped model (DistributedDataParallel)"
         )
-
-
-def units(module: Any) -> Sequence[Any]:
-    """The parameter groups of an FSDP2 module, each exchanged together."""
-    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.13
-        groups = [state._fsdp_param_group]  # pyright: ignore[reportPrivateUsage]
-    return [group for group in groups if group]
+    return True
 
 
 def reshard(model: nn.Module) -> None:

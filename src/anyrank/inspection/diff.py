@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import committed, list_step, recognises
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.inspect import name_of
-from anyrank.inspection.plain_values import plain_differences
+from anyrank.inspection.records import Ignore, record_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows
@@ -65,8 +66,11 @@ class DiffReport:
             optimizer's groups, values in the state of a scheduler or of a part of your own, the
             epoch -> both values; "absent" for none.
         data: of two steps: what differs between the states of their ElasticLoaders -> both values.
-        step: of two runs: the first step that both have and in which they differ, which the other
-            fields are of; None if there is none.
+        step: of two runs: the first step that both have and in which they differ, which the fields
+            above are of; None if there is none.
+        newest: of two runs: the newest step that both have; None if there is none.
+        parts: of two runs: part of the state -> whether it is equal in the newest step that both
+            have, however they came there. Of two steps: whether it is equal.
         steps_equal: of two runs: the steps that are equal.
         steps_only: of two runs: the steps that only one of them has, which are not compared.
         unreadable: tensors that were not compared, as they are not dense -> what they are; such
@@ -86,6 +90,8 @@ class DiffReport:
     numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     step: int | None = None
+    newest: int | None = None
+    parts: dict[str, bool] = field(default_factory=dict[str, bool])
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
@@ -115,13 +121,24 @@ class DiffReport:
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [_in_words(name, each) for name, each in self.values.items()]),
-            ("data", data_in_words(self.data) if self.data or self.digests else []),
-            ("number", numbers_in_words(self.numbers)),
+            ("data", _data_in_words(self.data) if self.data or self.digests else []),
+            ("number", _numbers_in_words(self.numbers)),
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ]
-        return "\n".join([*lines, *rows(groups, 10, SHOWN)])
+        lines += rows(groups, 10, SHOWN)
+        if self.newest is not None and not self:
+            lines.append(f"  step {self.newest}, the newest that both have, by part:")
+            lines += rows(
+                [
+                    ("equal", [part for part, same in self.parts.items() if same]),
+                    ("different", [part for part, same in self.parts.items() if not same]),
+                ],
+                10,
+                SHOWN,
+            )
+        return "\n".join(lines)
 
     def _verdict(self) -> str:
         steps = f" in {count(len(self.steps_equal), 'step')}" if self.steps_equal else ""
@@ -134,7 +151,7 @@ class DiffReport:
         return f"different{before}; {same} equal"
 
 
-def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """What differs between the data of two steps, a line each."""
     if not data:
         return ["the same samples up to this step"]
@@ -142,7 +159,7 @@ def data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
-def numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def _numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Numbers, and other plain values, that differ, a line each."""
     return [f"{name}: {_shown(x)} and {_shown(y)}" for name, (x, y) in numbers.items()]
 
@@ -156,14 +173,15 @@ def _in_words(name: str, each: Difference) -> str:
     return f"{name}: {each.elements:,} of {each.of:,} values, by {each.largest:.3g} at most"
 
 
-def diff(a: Source, b: Source) -> DiffReport:
+def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffReport:
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
     Two runs are compared step by step, with all tensors and plain values of all their parts; the
-    report is of the first step that differs. Not compared are what differs between equal runs (id,
-    time, rank counts, layouts, versions) and the random streams. The tensors of runs with
-    exact=True are compared by their receipts, and none is read; give the folders of two steps to
-    compare their values. Of other pairs the weights are compared.
+    report is of the first step that differs, and says of each part whether it is equal in the
+    newest step that both have. Not compared are what differs between equal runs (id, time, rank
+    counts, layouts, versions) and the random streams. The tensors of runs with exact=True are
+    compared by their receipts, and none is read; give the folders of two steps to compare their
+    values. Of other pairs the weights are compared.
 
     Called by one process.
 
@@ -177,29 +195,41 @@ def diff(a: Source, b: Source) -> DiffReport:
 
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
+        ignore: patterns, as of file names, of what is left out: a part of the state ("timer"), or
+            names as the report has them ("*.bias", "scheduler.step_size"), with all below them.
 
     Returns:
         The report, which is true if nothing differs.
 
     Raises:
         LoadError, UnsafeFile: a source that cannot be read.
-        TypeError: neither path, list of paths nor dict of tensors.
+        TypeError: neither path, list of paths nor dict of tensors; `ignore` is not text.
     """
     check_source(a)
     check_source(b)
-    steps_a, steps_b = committed_steps(a), committed_steps(b)
+    ignored = _ignored(ignore)
+    steps_a, steps_b = _committed_steps(a), _committed_steps(b)
     if steps_a is not None and steps_b is not None:
-        return _diff_runs(name_of(a), name_of(b), steps_a, steps_b)
+        return _diff_runs(name_of(a), name_of(b), steps_a, steps_b, ignored)
     in_a, in_b = list_source(a), list_source(b)
     wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
-    return _diff(name_of(a), name_of(b), wide_a, wide_b)
+    return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
+
+
+def _ignored(given: object) -> Ignore:
+    """Whether a name, or a table that it is in, is of one of the patterns."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnknownVariableType]
+        raise TypeError(f"ignore={given!r}: give a pattern or a list of patterns")
+    both = [text for each in patterns for text in (str(each), f"{each}.*")]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return lambda name: any(fnmatchcase(IN_PART.sub("", name), text) for text in both)
 
 
 def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
     return {name: stored.dtype for name, stored in listing.tensors.items()}
 
 
-def committed_steps(source: Source) -> dict[int, str] | None:
+def _committed_steps(source: Source) -> dict[int, str] | None:
     """Of a run or a step: step -> folder; None for other sources."""
     if not isinstance(source, (str, os.PathLike)):
         return None
@@ -213,47 +243,68 @@ def committed_steps(source: Source) -> dict[int, str] | None:
 
 
 def _diff_runs(
-    a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str]
+    a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str], ignore: Ignore
 ) -> DiffReport:
     if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
-        return _diff_steps(a, b, read=True)  # of whatever step
+        return _diff_steps(a, b, ignore, read=True)  # of whatever step
     equal: list[int] = []
     only = sorted(steps_a.keys() ^ steps_b.keys())
-    tensors = 0
-    for step in sorted(steps_a.keys() & steps_b.keys()):
-        found = _diff_steps(steps_a[step], steps_b[step])
+    both = sorted(steps_a.keys() & steps_b.keys())
+    report = DiffReport(a, b, 0, [], [], {}, {}, {}, {})
+    parts: dict[str, bool] = {}
+    for step in both:
+        found = _diff_steps(steps_a[step], steps_b[step], ignore)
+        parts = found.parts
         if not found:
-            return replace(found, step=step, steps_equal=equal, steps_only=only)
+            report = replace(found, step=step)
+            break
         equal.append(step)
-        tensors += found.equal
-    found = DiffReport(a, b, tensors, [], [], {}, {}, {}, {})
-    return replace(found, steps_equal=equal, steps_only=only)
+        report = replace(report, equal=report.equal + found.equal)
+    if report.step is not None and report.step != both[-1]:
+        parts = _diff_steps(steps_a[both[-1]], steps_b[both[-1]], ignore).parts
+    newest = both[-1] if both else None
+    return replace(report, newest=newest, parts=parts, steps_equal=equal, steps_only=only)
 
 
-def _diff_steps(a: str, b: str, read: bool = False) -> DiffReport:
+def _diff_steps(a: str, b: str, ignore: Ignore, read: bool = False) -> DiffReport:
     """Two steps: tensors by the receipts where both have one, else or to be `read` by values."""
     of_a, of_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
     if read or not (of_a.receipt and of_b.receipt):
         listings = [list_step(storage_for(m), m, of) for m, of in ((a, of_a), (b, of_b))]
-        found = _diff(a, b, *listings)
+        found = _diff(a, b, listings[0], listings[1], ignore)
     else:
-        found = _diff_receipts(a, b, of_a, of_b)
-    plain = plain_differences(of_a, of_b)
+        found = _diff_receipts(a, b, of_a, of_b, ignore)
+    plain = record_differences(of_a, of_b, ignore)
     told = {IN_PART.sub("", name) for name in (*found.only_a, *found.only_b)}
-    return replace(
+    report = replace(
         found,
         only_a=[*plain.only_a, *found.only_a],
         only_b=[*plain.only_b, *found.only_b],
         numbers={name: pair for name, pair in plain.numbers.items() if name not in told},
         data=plain.data,
     )
+    differing = _differing_parts(report)
+    names = [part for part in {**of_a.parts, **of_b.parts} if not ignore(part)]
+    return replace(report, parts={part: part not in differing for part in names})
 
 
-def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest) -> DiffReport:
+def _differing_parts(report: DiffReport) -> set[str]:
+    """The parts of two steps that differ, by what their names begin with."""
+    tables = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
+    names = {name for table in tables for name in table}
+    names |= {*report.only_a, *report.only_b, *report.digests, *report.renamed.values()}
+    parts = {IN_PART.sub("", name).partition(".")[0] for name in names}
+    return parts | ({"data"} if report.data else set[str]())
+
+
+def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest, ignore: Ignore) -> DiffReport:
     """The tensors of two steps, by their digests."""
-    mine, other = of_a.receipt["tensors"], of_b.receipt["tensors"]
+    mine, other = (
+        {name: digest for name, digest in of.receipt["tensors"].items() if not ignore(name)}
+        for of in (of_a, of_b)
+    )
     same = [name for name in mine if mine[name] == other.get(name)]
-    digests = tensor_differences(of_a.receipt, of_b.receipt)
+    digests = [n for n in tensor_differences(of_a.receipt, of_b.receipt) if not ignore(n)]
     only_a, only_b = (
         [name for name in one if name not in two and not IN_PART.search(name)]
         for one, two in ((mine, other), (other, mine))
@@ -261,11 +312,15 @@ def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest) -> DiffReport
     return DiffReport(a, b, len(same), only_a, only_b, {}, {}, {}, {}, digests)
 
 
-def _diff(name_a: str, name_b: str, a: Listing, b: Listing) -> DiffReport:
+def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> DiffReport:
+    a, b = (
+        each.with_tensors({n: t for n, t in each.tensors.items() if not ignore(n)})
+        for each in (a, b)
+    )
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     values: dict[str, Difference] = {}
-    unread = {**a.unreadable, **b.unreadable}
+    unread = {n: what for n, what in {**a.unreadable, **b.unreadable}.items() if not ignore(n)}
     only_a = [name for name in a.tensors if name not in b.tensors and name not in unread]
     only_b = [name for name in b.tensors if name not in a.tensors and name not in unread]
     equal = 0

@@ -1,7 +1,7 @@
-"""anyrank inside other people's training loops: one thin module for each framework.
+"""anyrank inside other people's training loops.
 
 A module is imported by its name, `anyrank.integrations.lightning` say, and imports its framework,
-which the user has. It uses the public names of anyrank alone.
+which the user has. It uses the public names of anyrank, and the ranks' agreements (`world`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import accelerate
 import torch
@@ -28,7 +28,7 @@ from anyrank.integrations.accelerate_run import (
     step_as_trained,
     warn_of_other_schedule,
 )
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 log = logging.getLogger("anyrank.integrations")
 warn_if_untested("accelerate", "1.15", "1.15")
@@ -98,7 +98,7 @@ class Accelerator(_Accelerator):
         keep: int = 3,
         keep_every: int | None = None,
         background: bool = False,
-        verify: Literal["size", "full", "off"] = "full",
+        verify: bool = True,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("gradient_accumulation_steps", 1) == 1:

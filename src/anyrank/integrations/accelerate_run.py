@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -86,21 +85,8 @@ class AccelerateRun:
 
     def load(self, given: Any) -> None:
         """Resume what `load_state` was given. All ranks."""
-        which = self._which(given)
-        self.report = self._open().resume(which)
+        self.report = self._open().resume("auto" if given is None else given)
         self._is_resumed = True
-
-    def _which(self, given: Any) -> str | int:
-        """`load_state`'s argument, as `Checkpoints.resume` takes it."""
-        if given is None or given == "must" or isinstance(given, int):
-            return "auto" if given is None else given
-        path, folder = map(os.path.abspath, (os.fspath(given), self._folder))
-        above, name = os.path.split(path)
-        if path == folder:
-            return "must"
-        if above == folder and name.removeprefix("step-").isdigit():
-            return int(name.removeprefix("step-"))
-        return os.fspath(given)  # from elsewhere
 
     def close(self) -> None:
         """Save the last step that was trained, if one was, and release the folder. All ranks.

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import anyrank
 from anyrank.integrations.dataloaders import elastic_loader
@@ -24,7 +24,7 @@ from anyrank.integrations.lightning_loops import (
     Steps,
     problems_of,
 )
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -115,7 +115,7 @@ class Elastic(_Callback):
         keep: int = 3,
         keep_every: int | None = None,
         background: bool = False,
-        verify: Literal["size", "full", "off"] = "full",
+        verify: bool = True,
         resume: str | int | os.PathLike[str] = "auto",
     ) -> None:
         super().__init__()

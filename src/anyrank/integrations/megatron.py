@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 __all__ = ["layout"]
 

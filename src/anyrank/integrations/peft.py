@@ -6,21 +6,22 @@ Tested with peft 0.21. A run that leaves the frozen base out is `anyrank.TrainSt
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
 from anyrank.integrations.peft_names import keys_in_folder
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
+from anyrank.world.arguments import same_arguments
+from anyrank.world.ranks import Ranks, open_ranks
 
 __all__ = ["load", "merge", "save"]
 
@@ -59,8 +60,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
         adapter: its name in the model; default: the active one.
 
     Raises:
-        ValueError: no PeftModel; no such adapter; several are active, and none is named.
-        CheckpointError: the first rank could not write; on all ranks.
+        ValueError: no PeftModel; no such adapter; several are active, and none is named; a method
+            of which PEFT saves what it computes.
+        CheckpointError: the first rank could not write.
+        RankError: a rank failed otherwise, had no memory for a tensor say.
+        All of them on all ranks; the folder is as it was then.
 
     Example::
 
@@ -71,17 +75,19 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
         anyrank.integrations.peft.save(model, "adapter")
         anyrank.integrations.peft.load(model, "adapter")
     """
-    inner = _peft_model(model)
-    adapter = _named(inner, adapter)
-    own = inner.state_dict()
-    weights: dict[str, torch.Tensor] = {}
-    is_first = _rank() == 0
-    for key, name in keys_in_folder(inner, own, adapter).items():
-        tensor: Any = own[name].detach()
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if is_first:  # a copy: several keys may share memory, which the format does not take
-            weights[key] = whole.cpu().clone(memory_format=torch.contiguous_format)
-    _on_first_rank(lambda: _write(os.fspath(folder), weights, inner.peft_config[adapter]))
+    path = os.fspath(folder)
+    with open_ranks(call="peft.save()", about=path) as ranks:
+        chosen = _agreed(ranks, "peft.save", model, path, adapter)
+        is_first = ranks.index == 0
+        weights = ranks.own(
+            "making room for the adapter", chosen.room if is_first else lambda: None
+        )
+    anyrank.sync(weights, chosen.tensors)
+    with open_ranks(call="peft.save()", about=path) as ranks:
+        ranks.own(
+            "writing the adapter",
+            lambda: None if weights is None else _write(path, weights, chosen.config),
+        )
 
 
 def load(
@@ -116,29 +122,14 @@ def load(
         report = anyrank.integrations.peft.load(adapted(), "adapter")
         assert report.tensors == 2
     """
-    inner = _peft_model(model)
-    adapter, path = _named(inner, adapter), os.fspath(folder)
-    if adapter not in inner.active_adapters:
-        raise ValueError(f"{adapter!r} is not active: call model.set_adapter({adapter!r}) first")
-    saved = PeftConfig.from_pretrained(path).to_dict()
-    mine = inner.peft_config[adapter].to_dict()
-    for name in sorted((mine.keys() | saved.keys()) - set(FREE)):
-        if _plain(mine.get(name)) != _plain(saved.get(name)):
-            raise ValueError(
-                f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
-                f"{mine.get(name)!r}: make the adapter with PeftConfig.from_pretrained(folder)"
-            )
-    file = os.path.join(path, WEIGHTS)
-    with safe_open(file, framework="pt") as stored:
-        missing = sorted(
-            set(keys_in_folder(inner, inner.state_dict(), adapter)) - set(stored.keys())
+    path = os.fspath(folder)
+    with open_ranks(call="peft.load()", about=path) as ranks:
+        chosen = _agreed(ranks, "peft.load", model, path, adapter)
+        saved, keys = ranks.from_one("reading the adapter's folder", lambda: _read(path))
+        same_arguments(
+            ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys)
         )
-    if missing:
-        raise anyrank.LoadError(
-            f"{file}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}: give "
-            "the adapter the target_modules and modules_to_save of the folder's configuration"
-        )
-    return anyrank.load(model, file, missing="keep")
+    return anyrank.load(model, os.path.join(path, WEIGHTS), missing="keep")
 
 
 def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
@@ -191,7 +182,9 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         finite = True
         for layer in layers:  # twice, as nothing may change before all are known to be finite
             finite &= bool(_sum(layer, adapter).isfinite().all())
-        if not all(_gathered(finite)):
+        with open_ranks(call="peft.merge()") as ranks:
+            finite = not ranks.any(not finite, "adding the adapter")
+        if not finite:
             raise ValueError(f"{adapter!r}: the merged weights have NaN or infinite values")
         for layer in layers:
             _local(layer.get_base_layer().weight).copy_(_sum(layer, adapter))
@@ -245,17 +238,107 @@ def _named(model: PeftModel, adapter: str | None) -> str:
     return names[0]
 
 
+@dataclass(frozen=True)
+class _Adapter:
+    """An adapter of a model: its PeftModel, its name, and its tensors by their keys in a folder."""
+
+    model: PeftModel
+    name: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def config(self) -> PeftConfig:
+        """What it was made with."""
+        return self.model.peft_config[self.name]
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """Memory of this process for the whole tensors."""
+        return {
+            key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for key, tensor in self.tensors.items()
+        }
+
+    def check(self, path: str, saved: dict[str, Any], keys: set[str]) -> None:
+        """Compare it with a folder.
+
+        Raises:
+            ValueError: it is not active, or its configuration computes otherwise.
+            LoadError: the folder lacks tensors.
+        """
+        if self.name not in self.model.active_adapters:
+            raise ValueError(
+                f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
+            )
+        mine = self.config.to_dict()
+        for name in sorted((mine.keys() | saved.keys()) - set(FREE)):
+            if _plain(mine.get(name)) != _plain(saved.get(name)):
+                raise ValueError(
+                    f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
+                    f"{mine.get(name)!r}: make the adapter with PeftConfig.from_pretrained(folder)"
+                )
+        missing = sorted(self.tensors.keys() - keys)
+        if missing:
+            raise anyrank.LoadError(
+                f"{path}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}: "
+                "give the adapter the target_modules and modules_to_save of the folder's "
+                "configuration"
+            )
+
+
+def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str | None) -> _Adapter:
+    """The adapter that all ranks mean. All ranks.
+
+    Raises:
+        ValueError: as `save`, on all ranks.
+        LoadError: ranks give another folder or adapter.
+    """
+    found: list[_Adapter] = []
+
+    def check() -> None:
+        inner = _peft_model(model)
+        name = _named(inner, adapter)
+        own = inner.state_dict()
+        keys = keys_in_folder(inner, own, name)
+        found.append(_Adapter(inner, name, {key: own[keys[key]].detach() for key in keys}))
+
+    same_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
+    return found[0]
+
+
+def _read(folder: str) -> tuple[dict[str, Any], set[str]]:
+    """The configuration in a folder of PEFT, and the keys of its tensors.
+
+    Raises:
+        LoadError: there is none, or it cannot be read.
+    """
+    try:
+        config = PeftConfig.from_pretrained(folder).to_dict()
+        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as stored:
+            return config, set(stored.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise anyrank.LoadError(
+            f"{folder}: is no folder of an adapter, which holds adapter_config.json and {WEIGHTS}: "
+            f"{error}"
+        ) from error
+
+
 def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) -> None:
-    """Write the files of an adapter; each is replaced once it is whole, the configuration last."""
-    os.makedirs(folder, exist_ok=True)
+    """Write the files of an adapter; each is replaced once it is whole, the configuration last.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
     path = os.path.join(folder, WEIGHTS)
-    save_file(weights, f"{path}.part", metadata={"format": "pt"})
-    with open(f"{path}.part", "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(f"{path}.part", path)
     was, config.inference_mode = config.inference_mode, True  # as PEFT writes it
     try:
+        os.makedirs(folder, exist_ok=True)
+        save_file(weights, f"{path}.part", metadata={"format": "pt"})
+        with open(f"{path}.part", "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(f"{path}.part", path)
         config.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise anyrank.CheckpointError(f"{folder}: cannot write the adapter: {error}") from error
     finally:
         config.inference_mode = was
 
@@ -265,36 +348,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         value = sorted(value)
     return value or None
-
-
-# -- ranks ----------------------------------------------------------------------------------------
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _gathered(value: Any) -> list[Any]:
-    """A value of every rank. All ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _on_first_rank(work: Callable[[], None]) -> None:
-    """Work of the first rank, whose error is every rank's. All ranks.
-
-    Raises:
-        CheckpointError: the work failed.
-    """
-    error: Exception | None = None
-    if _rank() == 0:
-        try:
-            work()
-        except Exception as raised:
-            error = raised
-    told = _gathered(None if error is None else f"{type(error).__name__}: {error}")[0]
-    if told is not None:
-        raise anyrank.CheckpointError(f"rank 0 could not write the adapter: {told}") from error

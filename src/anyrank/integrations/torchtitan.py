@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import anyrank
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 warn_if_untested("torchtitan", "0.3", "0.3")
 

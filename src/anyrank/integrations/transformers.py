@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from transformers import Trainer
 
@@ -18,13 +18,13 @@ from anyrank.integrations.trainer_loop import ElasticTrainer
 from anyrank.integrations.trainer_run import Asked, ElasticRun, Training
 from anyrank.integrations.transformers_loss import tiled_loss
 from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps
-from anyrank.integrations.versions import warn_if_untested
+from anyrank.versions import warn_if_untested
 
 __all__ = ["ElasticRun", "elastic", "enable_recompute", "tile_mlps", "tiled_loss"]
 
 T = TypeVar("T", bound=Trainer)
 
-warn_if_untested("transformers", "5.23.0", "5.23.0")
+warn_if_untested("transformers", "5.23", "5.23")
 
 
 def elastic(
@@ -37,7 +37,7 @@ def elastic(
     keep: int = 3,
     keep_every: int | None = None,
     background: bool = False,
-    verify: Literal["size", "full", "off"] = "full",
+    verify: bool = True,
     on_commit: Callable[[Any], object] | None = None,
     base: str | os.PathLike[str] | Sequence[str] | None = None,
     **parts: Any,

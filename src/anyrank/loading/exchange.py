@@ -15,12 +15,12 @@ import torch
 
 from anyrank import faults
 from anyrank.files.listing import Fill, Listing
+from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import Job, Reader, copy_into
 from anyrank.loading.strategy import Decision
 from anyrank.tensors.plan import GAP_BYTES, JointRead, Read, joint_reads, plan_reads
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
-from anyrank.world.pages import use_large_pages
 from anyrank.world.ranks import Interrupted, Ranks
 
 MIN_BLOCK_BYTES = 64 << 10
@@ -106,9 +106,13 @@ def joint_reads_of(
         coordinates: of every rank, by global rank.
         listing: what the source holds. In memory, no rank reads what it does not want.
     """
+    return joint_reads(stored, replicas(index, held, coordinates), gap_bytes(stored, listing))
+
+
+def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
+    """How long rows may be that are read whole for columns of them; in memory nothing is."""
     in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
-    groups = replicas(index, held, coordinates)
-    return joint_reads(stored, groups, 0 if in_memory else GAP_BYTES)
+    return 0 if in_memory else GAP_BYTES
 
 
 def _plan_transfers(

@@ -18,14 +18,12 @@ from anyrank.loading.exchange import move
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.progress import Progress, progress_for
 from anyrank.loading.report import LoadReport
-from anyrank.model.adapter_base import is_token_row, recompute_token_rows
 from anyrank.model.buffers import rebuilt_values
-from anyrank.model.dora import is_magnitude, recompute_magnitudes, untrained_magnitudes
+from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
-from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.model.synced import forget_synced
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import as_sharded
@@ -52,7 +50,7 @@ class LoadResult:
         rules: tensors that were initialised -> the rule.
         rebuilt: non-persistent buffers -> the rule or rank that filled them.
         renewed: tensors whose objects could not be kept.
-        own_code: the modules' own code that was run.
+        own_code: what became of the modules' own code.
         measured: of every rank.
     """
 
@@ -135,7 +133,6 @@ class _Executor:
         self.share = ModelShare(model, plan.match, plan.seed, meter)
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         self.bytes_read = self.bytes_sent = 0
-        self.magnitudes = [t for t in self._targets(plan.match.initialise) if is_magnitude(t)]
 
     def _targets(self, indices: Iterable[int]) -> list[ModelTensor]:
         return [self.match.tensors[index] for index in indices]
@@ -148,8 +145,6 @@ class _Executor:
         On all ranks files are opened, and found unchanged, and memory is there before any tensor is
         written to, or passed on.
         """
-        kept = [t for t in self._targets(self.match.keep) if is_magnitude(t)]
-        self.magnitudes += untrained_magnitudes(kept)
         share = sum(self._stored_bytes(index) for index in self.match.stored)
         first = self.ranks.index == 0
         with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
@@ -177,10 +172,10 @@ class _Executor:
             if info.tensor is not None:
                 held = as_sharded(info.path, info.tensor)
                 sources[number] = SourceMemory(held, held.local(), info.tensor.stride())
-        apart = set[int]()
         if sources:
-            apart = SharedMemory(self.match, self.share.real(), sources).filled_apart()
-        self.share.allocate(apart)
+            match = self.match
+            check_memory(match.tensors, match.stored, self.share.real(), sources)
+        self.share.allocate()
         for index in self.match.compared:
             self.to_compare[index] = self.share.memory_for(index)
 
@@ -247,25 +242,13 @@ class _Executor:
         self.ranks.together("comparing frozen parts", self._compare_frozen)
         answers = self.ranks.together("putting the weights in place", commit)
         ran = self.ranks.own(
-            "running the modules' own code", lambda: own_code.run(self.share.filled())
+            "handing over extra state", lambda: own_code.hand_over(self.share.filled())
         )
-        if ran.ran:
-            self.share.remember_frozen()
-        self._recompute_adapters()
         self._make_adapters_alike()
         self.share.move_buffers()
         renewed = sorted({name for _, names in answers for name in names})
         measured = [each for each, _ in answers]
         return LoadResult(self.share.rules, rebuilt, renewed, ran, measured)
-
-    def _recompute_adapters(self) -> None:
-        """Compute what new adapters have of the base weights, of which all ranks have the same."""
-        self.share.rules.update(recompute_magnitudes(self.magnitudes))
-        rows = [target for target in self.match.tensors if is_token_row(target)]
-        if rows:
-            filled = {id(target.tensor) for target in self.share.filled()}
-            for rules in self.ranks.gather(recompute_token_rows(rows, filled)):
-                self.share.rules.update(rules)
 
     def _make_adapters_alike(self) -> None:
         """New adapters that each rank drew for itself take the first rank's values."""

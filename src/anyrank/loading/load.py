@@ -15,7 +15,7 @@ from anyrank.loading.load_live import load_live
 from anyrank.loading.plan_load import AgreedPlan, look_at_sources, plan_load
 from anyrank.loading.report import LoadReport
 from anyrank.model.given_layouts import GivenLayout
-from anyrank.model.memory_meter import Meter, collector_paused
+from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.model.verify import (
@@ -31,7 +31,6 @@ from anyrank.world.ranks import Ranks, open_ranks
 log = logging.getLogger("anyrank.load")
 
 
-@collector_paused()
 def load(
     model: nn.Module,
     source: Source | None,

@@ -14,7 +14,7 @@ from anyrank.loading.report import LoadReport
 from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.model.own_code import OwnCode
+from anyrank.model.own_code import NOT_RUN, OwnCode
 from anyrank.model.report import FillReport
 from anyrank.model.synced import forget_synced
 from anyrank.syncing.execute import execute_sync
@@ -45,11 +45,7 @@ def load_live(
     shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}
     return LoadReport(
         **shared,
-        own_code_not_run={
-            name or "the model": "is given sharded tensors, and its own load_state_dict code was "
-            "not run"
-            for name, _ in own
-        },
+        own_code_not_run={name: NOT_RUN for name, _ in own},
         format="sharded tensors in memory",
         strategy="sync",
         reason="no rank has all bytes of the source",

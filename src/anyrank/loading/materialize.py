@@ -14,8 +14,7 @@ from anyrank.errors import LoadError
 from anyrank.loading.report import LoadReport
 from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.buffers import rebuilt_values
-from anyrank.model.dora import is_magnitude, recompute_magnitudes
-from anyrank.model.fits import shared_on_meta
+from anyrank.model.fits import parametrised, shared_on_meta
 from anyrank.model.initialise import Initialiser
 from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement, replace
@@ -77,15 +76,19 @@ def materialize(
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
         same_arguments(ranks, "materialize", {"init": init}, LoadError, check)
         seed = ranks.gather(torch.initial_seed())[0]
-        tensors = ranks.own("looking at the model", lambda: find_tensors(model))
-        default = default_device(tensors) if device is None else _device_of(device)
+
+        def look() -> tuple[list[ModelTensor], torch.device]:
+            tensors = find_tensors(model)
+            return tensors, default_device(tensors) if device is None else _device_of(device)
+
+        tensors, default = ranks.own("looking at the model", look)
         meter.watch({default, *(tensor.tensor.device for tensor in tensors)})
         initialiser = Initialiser(model, seed, None if init == "auto" else init)
         filled = ranks.own("initialising", lambda: _fill(tensors, initialiser, default, meter))
         rebuilt, replacements = rebuilt_values(tensors, ranks, initialiser, default)
         replacements += [Replacement(tensor, local) for tensor, local in filled.locals_]
         renewed = ranks.together("putting the values in place", lambda: replace(replacements))
-        rules = filled.rules | recompute_magnitudes(filled.magnitudes)
+        rules = filled.rules
         peaks = ranks.gather((*meter.peaks(), meter.seconds()))
     host, device_peaks, seconds = zip(*peaks, strict=True)
     return LoadReport(
@@ -109,14 +112,12 @@ class _Filled:
     """First values on this rank, not in place yet.
 
     Attributes:
-        rules: tensor -> the rule that gave its values, magnitudes aside.
+        rules: tensor -> the rule that gave its values.
         locals_: tensors that were on meta, with this rank's share.
-        magnitudes: those of DoRA, which are computed from what is put in place.
     """
 
     rules: dict[str, str]
     locals_: list[tuple[ModelTensor, torch.Tensor]]
-    magnitudes: list[ModelTensor]
 
 
 def _fill(
@@ -127,19 +128,16 @@ def _fill(
     Raises:
         LoadError: tensors without a rule; names each of them. One of a frozen part with a source.
     """
-    filled = _Filled({}, [], [])
+    filled = _Filled({}, [])
     without: list[str] = []
     wanted = [tensor for tensor in tensors if tensor.is_meta and tensor.kind != "derived"]
     for tensor in wanted:
         _check_no_source(tensor)
-    if shared := shared_on_meta(tensors):
-        raise LoadError("\n".join(shared))
+    if problems := shared_on_meta(tensors) + parametrised(wanted):
+        raise LoadError("\n".join(problems))
     for tensor in wanted:
         local = allocate(tensor, device_for(tensor, default))
         filled.locals_.append((tensor, local))
-        if is_magnitude(tensor):
-            filled.magnitudes.append(tensor)
-            continue
         rule = initialiser.fill(tensor, local)
         if rule is None:
             without.append(tensor.name)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_choice, check_int
+from anyrank.files.checksums import checked_bytes
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.formats.sources import Source, check_source, list_source
@@ -154,9 +155,7 @@ def _dtypes(match: ModelMatch) -> list[_Tensor]:
 
 def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
     """The plan of a load that compares the files with their checksums first, each byte once."""
-    checked = sum(info.size for info in listing.files if info.sha256)
-    checked += sum(record.stop - record.start for record in listing.checksums)
-    checked += sum(listing.files[number].size for number in listing.sums)
+    checked = checked_bytes(listing)
     seconds = made.seconds + checked / made.nodes / READ_BYTES_PER_SEC
     each = checked // made.world_size
     return replace(

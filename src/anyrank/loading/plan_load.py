@@ -14,19 +14,18 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import Source, list_source
-from anyrank.frozen.freeze import frozen_parts
-from anyrank.loading.exchange import joint_reads_of
+from anyrank.formats.sources import Source, list_source, with_ends
+from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
+from anyrank.loading.exchange import gap_bytes
 from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.allocate import default_buffer
-from anyrank.model.dora import is_magnitude
 from anyrank.model.given_layouts import apply_layouts
-from anyrank.model.initialise import check_adapters
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import check_alike
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
+from anyrank.tensors.plan import wanted_rows
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 
 
@@ -123,11 +122,17 @@ def plan_load(
     sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
     list_own = functools.cache(lambda: list_source(_given(source)))
-    listing = known or ranks.from_one(
-        "reading the headers",
-        lambda: list_own().without_memory() if ranks.size > 1 else list_own(),
-        first,
-    )
+
+    def to_send(listed: Listing) -> Listing:
+        return with_ends(listed).without_memory() if ranks.size > 1 else listed
+
+    def read_headers() -> tuple[Listing | None, dict[FrozenSource, Listing]]:
+        own = None if known else to_send(list_own())
+        return own, {path: to_send(list_source(path)) for path in frozen_sources(model)}
+
+    read, parts = ranks.from_one("reading the headers", read_headers, first)
+    listing = known or read
+    assert listing is not None
 
     if options.layout is not None:
         tensors = ranks.own("looking at it", lambda: find_tensors(model))
@@ -136,9 +141,7 @@ def plan_load(
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         mine = list_own() if isinstance(source, Mapping) and source else listing
-        match = match_model(model, mine, options, tensors)
-        new = [match.tensors[index] for index in match.initialise]
-        check_adapters(model, [t for t in new if t.adapter and not is_magnitude(t)])
+        match = match_model(model, mine, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
     match, summaries = ranks.own_and_all("planning the load", match_here)
@@ -251,12 +254,12 @@ def _repeated(
     """Bytes that ranks with different page caches would each read."""
     if len(set(cache_of.values())) == 1:
         return 0
-    return sum(
-        joint.read.nbytes
-        for index, stored in match.stored.items()
-        for joint in joint_reads_of(index, match.tensors[index], stored, coordinates, match.listing)
-        if len({cache_of[rank] for rank in joint.takers}) > 1
-    )
+    total = 0
+    for index, stored in match.stored.items():
+        groups = replicas(index, match.tensors[index], coordinates)
+        for nbytes, ranks in wanted_rows(stored, groups, gap_bytes(stored, match.listing)):
+            total += nbytes if len({cache_of[rank] for rank in ranks}) > 1 else 0
+    return total
 
 
 def _digest(match: ModelMatch) -> str:

@@ -34,10 +34,9 @@ class LoadReport(FillReport):
         cast: tensor -> "dtype in the source -> dtype in the model".
         renewed: tensors on meta whose objects torch could not keep, as something else referred to
             them: the model has new objects, and an optimizer built before has the old ones.
-        own_code: modules whose own load_state_dict code (hooks, overrides, extra state) was run on
-            the loaded tensors.
-        own_code_not_run: modules whose code load_state_dict would have run as well -> why it was
-            not; values that it would have changed are those of the source.
+        own_code: extra state that was handed to its module.
+        own_code_not_run: modules whose code (hooks, overrides) load_state_dict would have run, and
+            extra state that was not handed over -> why; values are those of the source.
         frozen: parts passed to `freeze()` -> where their values came from.
         format: of the source.
         strategy: "own", "stripe" or "scatter".

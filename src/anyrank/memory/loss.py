@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from anyrank.checks import check_choice, check_function, check_int, check_number, check_type
 from anyrank.errors import RecomputeError
-from anyrank.memory.ambient_state import in_transform
-from anyrank.memory.arguments import name_of
-from anyrank.memory.captured import Captured
+from anyrank.memory.ambient import in_transform
+from anyrank.memory.call import name_of, unwrap
 from anyrank.memory.tile import Tiled
 from anyrank.memory.tile_weights import check_grad_dtype
 from anyrank.memory.tiling_dims import check_chunk_size
+from anyrank.memory.used_modules import used_modules
 
 
 def tiled_loss(
@@ -119,6 +119,7 @@ def tiled_loss(
         args = (flat, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
         total: Any = _FusedLoss.apply(*args, grad_dtype)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
+    uses = unwrap(fn, (), {})[0]
     if head is not None:
         fn = functools.partial(_head_loss, head, ignore_index, label_smoothing)
     more = [
@@ -129,9 +130,9 @@ def tiled_loss(
     def run(hidden: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
         return checked(fn, mesh, hidden, labels, *rest)
 
-    tiled = Tiled(run, name_of(head or fn), chunk_size, (0, 0, *cut), 0, grad_dtype, False)
-    tiled._module = head  # pyright: ignore[reportPrivateUsage]
-    tiled._label = f"tiled_loss({name_of(head or fn)})"  # pyright: ignore[reportPrivateUsage]
+    label = f"tiled_loss({name_of(uses)})"
+    options = (chunk_size, (0, 0, *cut), 0, grad_dtype, False)
+    tiled = Tiled(run, label, *options, uses=uses)
     losses = tiled(flat, target, *more)
     losses = torch.where(target != ignore_index, losses, 0)
     if reduction == "none":
@@ -228,7 +229,9 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     if not isinstance(hidden, DTensor):
         return None
     sharded = any(
-        isinstance(p, DTensor) for module in Captured(fn).modules for p in module.parameters()
+        isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)
+        for module in used_modules(unwrap(fn, (), {})[0])
+        for p in module.parameters()
     )
     return hidden.device_mesh if sharded else None
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool, copy_engine_for
-from anyrank.memory.uncompiled import uncompiled
 from anyrank.tensors.sharded_tensor import version_of
 
 
@@ -55,7 +54,6 @@ class OffloadEngine:
         self.pool.close()
         self.closed = True
 
-    @uncompiled
     def pack(
         self,
         tensors: Sequence[torch.Tensor],
@@ -88,7 +86,6 @@ class OffloadEngine:
                     self.sent.append(leaving)
         return block.restore
 
-    @uncompiled
     def release_sent(self) -> None:
         """After a block: free the device memory of what was sent while the block ran."""
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from anyrank.checks import check_bool, check_model, check_type
 from anyrank.memory.offload import Offload
-from anyrank.memory.recompute import RegionOptions, record_region, resident_in, sources
+from anyrank.memory.recompute import RegionOptions, as_sources, run_region
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.memory.tiling_dims import check_dims
@@ -25,20 +26,9 @@ Forward = Callable[..., Any]
 Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _Switch:
-    """Whether a patch is active: shared by all deep copies of the patched model."""
-
-    def __init__(self) -> None:
-        self.on = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Switch:
-        return self
-
-
 class PatchedForward:
     """Replaces the `forward` of an instance. An object rather than a function, so that a deep copy
-    of the module uses the copy's weights. It is pickled as the `forward` that it wraps: a file has
-    the unpatched model.
+    of the module uses the copy's weights.
     """
 
     def __init__(self, name: str, inner: Forward, wrapper: Wrapper, kind: str) -> None:
@@ -46,29 +36,20 @@ class PatchedForward:
         self.inner = inner
         self.run_with = wrapper
         self.kind = kind
-        self.switch = _Switch()
         functools.update_wrapper(self, inner, updated=())
 
-    @property
-    def active(self) -> bool:
-        return self.switch.on
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active:
-            return self.inner(*args, **kwargs)
         return self.run_with(self.name, self.inner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
-        twin = PatchedForward(self.name, copy.deepcopy(self.inner, memo), self.run_with, self.kind)
-        twin.switch = self.switch
-        return twin
+        inner = copy.deepcopy(self.inner, memo)
+        return PatchedForward(self.name, inner, self.run_with, self.kind)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        inner = self.inner
-        while isinstance(inner, PatchedForward):
-            inner = inner.inner
-        owner = getattr(inner, "__self__", None)
-        return (getattr, (owner, "forward")) if owner is not None else (functools.partial, (inner,))
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            f"{self.name} has a {self.kind} patch, which cannot be pickled: call remove() of its "
+            "handle first, or save model.state_dict()"
+        )
 
 
 class Handle:
@@ -80,29 +61,25 @@ class Handle:
 
     def __init__(self, modules: dict[str, nn.Module], patches: list[PatchedForward]) -> None:
         self.names = list(modules)
-        self._modules = list(modules.values())
-        self._patches = patches
+        self._patched = list(zip(modules.values(), patches, strict=True))
 
     def remove(self) -> None:
-        """Restore the modules' own `forward`, also in deep copies of the patched modules. A second
-        call does nothing.
+        """Restore the modules' own `forward`. A second call does nothing. Deep copies stay patched.
 
-        Below a later patch of the same module, the removed patch stays and forwards calls.
+        Raises:
+            ValueError: a module was patched again since: remove the later patch first.
         """
-        for module, patch in zip(self._modules, self._patches, strict=True):
-            patch.switch.on = False
-            while (
-                isinstance(top := module.__dict__.get("forward"), PatchedForward) and not top.active
-            ):
-                restore(module, top)
-
-
-def restore(module: nn.Module, patch: PatchedForward) -> None:
-    own = getattr(patch.inner, "__self__", None) is module
-    if own:  # the class's method: found without an entry in the instance
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = patch.inner
+        for name, (module, patch) in zip(self.names, self._patched, strict=False):
+            if vars(module).get("forward") is not patch:
+                raise ValueError(
+                    f"{name} was patched again after {patch.kind}: remove the later patch first"
+                )
+        for module, patch in self._patched:
+            if getattr(patch.inner, "__self__", None) is module:
+                del module.forward  # the class has it
+            else:
+                module.forward = patch.inner
+        self._patched = []
 
 
 def recompute_(
@@ -140,10 +117,12 @@ def recompute_(
         handle.remove()
     """
     modules = _find_modules(model, pattern)
-    settings = RegionOptions(offload, context_fn, sources(generators), resident_in(model))
+    options = RegionOptions(offload, context_fn, as_sources(generators))
+    if offload is not None:
+        options.leave_buffers_of(model)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return record_region(forward, args, kwargs, name, settings)
+        return run_region(forward, args, kwargs, name, options)
 
     return patch(modules, call, "recompute_")
 
@@ -192,12 +171,13 @@ def tile_(
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
     unchecked = set(modules) if check else set[str]()
     for name, module in modules.items():  # options that do not fit are refused here
-        Tiled(module.forward, name, chunk_size, ins, outs, grad_dtype, False)
+        Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype, False)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tiled = Tiled(forward, name, chunk_size, ins, outs, grad_dtype, name in unchecked)
+        options = (chunk_size, ins, outs, grad_dtype, name in unchecked)
+        tiled = Tiled(forward, f"tile({name})", *options)
         result = tiled(*args, **kwargs)
-        if not tiled._check:  # pyright: ignore[reportPrivateUsage]
+        if not tiled._is_unchecked:  # pyright: ignore[reportPrivateUsage]
             unchecked.discard(name)
         return result
 
@@ -209,7 +189,7 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
     for name, module in modules.items():
         inner = module.__dict__.get("forward")
         while isinstance(inner, PatchedForward):
-            if inner.active and inner.kind == kind:
+            if inner.kind == kind:
                 raise ValueError(
                     f"{name} has a {kind} patch already: call remove() of its handle first"
                 )

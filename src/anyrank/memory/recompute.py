@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,20 +13,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.checks import check_function, check_type
-from anyrank.errors import RecomputeError
-from anyrank.memory.ambient_state import AmbientState, in_transform
-from anyrank.memory.arguments import Call, TensorlessCall, name_of
-from anyrank.memory.captured import Captured
-from anyrank.memory.module_state import ModuleState
+from anyrank.memory.ambient import Ambient, in_transform
+from anyrank.memory.call import Call, name_of
 from anyrank.memory.offload import Offload, engine_of
-from anyrank.memory.region import Contexts, Region, SavedInputs
-from anyrank.memory.uncompiled import uncompiled
-from anyrank.random_state.streams import Source, source_of
+from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
+from anyrank.memory.used_modules import UsedModules
+from anyrank.random_state.streams import Source, ambient, source_of
 
 T = TypeVar("T")
 
 # They would be passed on to the function, which may swallow them.
-OF_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
+TORCH_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
 
 
 def recompute(
@@ -38,16 +37,20 @@ def recompute(
 ) -> T:
     """Activation checkpointing: call `fn(*args, **kwargs)`, keep only its arguments for backward.
 
-    Each backward pass runs `fn` again, up to the last tensor that backward needs. Each rank by
-    itself: nothing is communicated. The call is recorded in the caller's graph, so DDP and FSDP2
-    see each parameter once. Without gradients, and under torch.func's transforms, it is a plain
-    call.
+    Each backward pass runs `fn` again, up to the last tensor that backward needs: it is torch's
+    non-reentrant `checkpoint`, around arguments that are saved once. Each rank by itself: nothing
+    is communicated. The call is recorded in the caller's graph, so DDP and FSDP2 see each parameter
+    once. Without gradients, and under torch.func's transforms, it is a plain call.
 
-    The second run sees the same random state (of the CPU, the accelerator, the devices of all
-    tensors among the arguments, and of generators), autocast and default device. Tensors in lists,
-    tuples, dicts, types registered with pytree and `functools.partial` are recomputed by an outer
-    region and moved by an offload. Tensors in other containers, or captured by the function, stay
-    where they are.
+    The second run sees the same random state (of torch on the CPU, the accelerator and the devices
+    of all tensors among the arguments, and of the generators that are named), autocast and default
+    device. Tensors in lists, tuples, dicts, types registered with pytree and `functools.partial`
+    are recomputed by an outer region and moved by an offload. Tensors in other containers, or
+    captured by the function, stay where they are.
+
+    What `fn` captures must not change before its backward: a captured tensor, an index, a list or a
+    flag that is another one by then gives other gradients, without an error. Bind what changes as
+    an argument.
 
     Args:
         fn: a function or module that does the same when called again: it changes no state that it
@@ -56,7 +59,7 @@ def recompute(
         context_fn: returns a context for the first run and one for the others, as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
         generators: random generators (of torch, of numpy, `random.Random`) that `fn` uses, besides
-            those among its arguments, captured variables and modules' attributes.
+            those that are arguments; the modules `random` and `numpy.random` are their global ones.
 
     Returns:
         What `fn` returns.
@@ -64,9 +67,10 @@ def recompute(
     Raises:
         TypeError: `fn` is no function, or an option of another type, or one of torch's `checkpoint`
             (`use_reentrant`).
-        RecomputeError: `fn` changed an argument in place. From backward: `fn` did not do the same
-            when called again, or a parameter, an argument or a captured tensor that it reads was
-            changed in between.
+        RecomputeError: `fn` changed an argument or a parameter in place. From backward: an argument
+            or a parameter was changed in between, or a variable holds another module now.
+        torch.utils.checkpoint.CheckpointError: from backward: `fn` saved other tensors when called
+            again.
         MemoryError: the offload's pool is full and `on_full="raise"`, or the system has no host
             memory for it.
 
@@ -78,23 +82,25 @@ def recompute(
         y.sum().backward()
     """
     check_function("fn", fn, "a function or a module")
-    if foreign := kwargs.keys() & OF_CHECKPOINT:
+    if foreign := kwargs.keys() & TORCH_OPTIONS:
         raise TypeError(
             f"{min(foreign)} is an option of torch's checkpoint: leave it out, as recompute is "
             "never reentrant, sets random numbers back, and compares what the second run saves"
         )
-    settings = RegionOptions(offload, context_fn, sources(generators), resident_in(fn))
-    return record_region(fn, args, kwargs, name_of(fn), settings)
+    options = RegionOptions(offload, context_fn, as_sources(generators))
+    if offload is not None and isinstance(fn, torch.nn.Module):
+        options.leave_buffers_of(fn)
+    return run_region(fn, args, kwargs, name_of(fn), options)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RegionOptions:
-    """The options of `recompute`, and the ids of storages that an offload must not move."""
+    """The options of `recompute`, and the modules whose buffers an offload must not move."""
 
     offload: Offload | None
     context_fn: Callable[[], Contexts] | None
     generators: tuple[Source, ...]
-    resident: Callable[[], Collection[int]]
+    holders: Sequence[torch.nn.Module] = ()
 
     def __post_init__(self) -> None:
         offload: Any = self.offload
@@ -106,106 +112,92 @@ class RegionOptions:
                 "create_selective_checkpoint_contexts of torch.utils.checkpoint does"
             )
 
+    def leave_buffers_of(self, module: torch.nn.Module) -> None:
+        """Let an offload leave the buffers of a module and all in it on the device."""
+        parts = module.modules()
+        self.holders = [part for part in parts if any(True for _ in part.buffers(recurse=False))]
 
-def sources(generators: Iterable[Any]) -> tuple[Source, ...]:
+    def resident(self) -> set[int]:
+        """The ids of the storages of these buffers, as they are now."""
+        own = (buffer for part in self.holders for buffer in part.buffers(recurse=False))
+        return {id(buffer.untyped_storage()) for buffer in own}
+
+
+def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
     """Generators as sources of random numbers.
 
     Raises:
         TypeError: one is not a generator that can be set back.
     """
     check_type("generators", generators, Iterable, "a list of generators")
-    found = [(each, source_of(each)) for each in generators]
-    for each, source in found:
+    found: list[Source] = []
+    for each in generators:
+        source = _global_source(each) or source_of(each)
         if source is None:
             raise TypeError(
                 f"generators has a {type(each).__name__}: give a torch.Generator, a generator of "
-                "numpy or a random.Random"
+                "numpy or a random.Random, or the module random or numpy.random"
             )
-    return tuple(source for _, source in found if source is not None)
+        found.append(source)
+    return tuple(found)
 
 
-def resident_in(fn: Callable[..., Any]) -> Callable[[], Collection[int]]:
-    """A function that returns the ids of the storages of a module's buffers."""
-    owners = fn.modules() if isinstance(fn, torch.nn.Module) else ()
-    holders = [module for module in owners if any(True for _ in module.buffers(recurse=False))]
-    return lambda: {
-        id(buffer.untyped_storage())
-        for module in holders
-        for buffer in module.buffers(recurse=False)
-    }
+def _global_source(value: Any) -> Source | None:
+    """The global generator of the modules `random` and `numpy.random`."""
+    modules = {"python": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
+    named = (each for each in ambient() if value is modules.get(each.name, modules))
+    return next(named, None)
 
 
-def record_region(
+def run_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     label: str,
-    settings: RegionOptions,
+    options: RegionOptions,
 ) -> Any:
     """`recompute`, with a label for messages."""
     if not torch.compiler.is_compiling():
-        return _record_region_eagerly(fn, args, kwargs, label, settings)
-    if settings.offload is not None:  # copies run between the compiled parts
-        eagerly: Any = torch.compiler.disable(_record_region_eagerly)
-        return eagerly(fn, args, kwargs, label, settings)
+        return _run_eagerly(fn, args, kwargs, label, options)
+    if options.offload is not None:  # copies run between the compiled parts
+        eagerly: Any = torch.compiler.disable(_run_eagerly)
+        return eagerly(fn, args, kwargs, label, options)
     # The compiler knows torch's own region, and partitions the graph by it.
-    if settings.context_fn is not None:
-        kwargs = {**kwargs, "context_fn": settings.context_fn}
+    if options.context_fn is not None:
+        kwargs = {**kwargs, "context_fn": options.context_fn}
     return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
-def _record_region_eagerly(
+@uncompiled
+def _run_eagerly(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     label: str,
-    settings: RegionOptions,
+    options: RegionOptions,
 ) -> Any:
-    """Record one region, outside of torch.compile."""
     if not torch.is_grad_enabled() or in_transform():
         return fn(*args, **kwargs)
-    engine = engine_of(settings.offload) if settings.offload else None
-    context_fn = settings.context_fn
     call = Call(fn, args, kwargs)
-    captured = Captured(call.fn, call.leaves)
-    _refuse_cache(call, captured.modules, label)
-    tensorless = TensorlessCall(call)
-    tensors = tensorless.tensors
-    tensorless.drop_tensors()
+    used = UsedModules(call.fn, call.leaves, label)
+    given = (source for leaf in call.leaves if (source := source_of(leaf)) is not None)
+    ambient = Ambient({tensor.device for tensor in call.tensors}, (*given, *options.generators))
     pack = None
+    engine = engine_of(options.offload) if options.offload else None
     if engine is not None:
-        resident = settings.resident()
-        pack = partial(engine.pack, names=tensorless.tensor_name, label=label, resident=resident)
-    inputs = SavedInputs(tensors, tensorless.tensor_name, label, pack=pack)
-    generators = (*captured.generators, *settings.generators)
-    region = Region(
-        lambda values: tensorless.run(tensorless.with_tensors(values)),
+        resident = options.resident()
+        pack = partial(engine.pack, names=call.tensor_name, label=label, resident=resident)
+    first_run = partial(call.fn, *call.args, **call.kwargs)
+    inputs = SavedInputs(call, label, pack)
+    result = record_region(
+        first_run,
+        lambda tensors: call.run(call.filled(tensors)),
         inputs,
-        AmbientState.now({tensor.device for tensor in tensors}, generators),
-        ModuleState(captured),
-        contexts=context_fn() if context_fn else None,
+        ambient,
+        used,
+        context_fn=options.context_fn,
     )
-    result = region.run(call)
-    inputs.check(tensors)
+    inputs.check_first_run()
     if engine is not None:
         engine.release_sent()
     return result
-
-
-@uncompiled
-def _refuse_cache(call: Call, modules: Iterable[torch.nn.Module], label: str) -> None:
-    """Refuse a key-value cache of transformers in training: each run of the block would update it.
-
-    Raises:
-        RecomputeError: names the argument.
-    """
-    trained = [module for module in modules if module.training]
-    if not trained or any(getattr(each, "_can_checkpoint_with_cache", False) for each in trained):
-        return  # the block declares that it only reads the cache
-    for n, leaf in enumerate(call.leaves):
-        if callable(getattr(leaf, "get_seq_length", None)) and hasattr(leaf, "update"):
-            raise RecomputeError(
-                f"{label} is given a cache, {call.name(n)}, which would be filled again when "
-                "backward recomputes it: call the model with use_cache=False (or set use_cache of "
-                "its config to False)"
-            )

@@ -7,23 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.checks import check_bool, check_function
 from anyrank.errors import RecomputeError
-from anyrank.memory.ambient_state import AmbientState, in_transform
-from anyrank.memory.arguments import Call, TensorlessCall, flatten, name_of
-from anyrank.memory.captured import Captured
-from anyrank.memory.module_state import ModuleState
-from anyrank.memory.region import Region, SavedInputs
+from anyrank.memory.ambient import Ambient, in_transform
+from anyrank.memory.call import Call, module_of, name_of
+from anyrank.memory.region import SavedInputs, record_region, uncompiled
 from anyrank.memory.tile_checks import (
-    SideResults,
-    TileCountCheck,
+    called_units,
     check_independence,
+    check_side_results,
     check_tile_counts,
 )
-from anyrank.memory.tile_weights import WideWeights, check_grad_dtype, clone_view_grads
+from anyrank.memory.tile_weights import WideWeights, check_grad_dtype, with_own_gradients
 from anyrank.memory.tiling_dims import (
     JoinedResults,
     TakeTile,
@@ -32,7 +29,8 @@ from anyrank.memory.tiling_dims import (
     check_chunk_size,
     check_dims,
 )
-from anyrank.memory.uncompiled import uncompiled
+from anyrank.memory.used_modules import UsedModules, used_modules
+from anyrank.random_state.streams import source_of
 from anyrank.tensors.sharded_tensor import version_of
 
 
@@ -57,9 +55,9 @@ def tile(
     Calls of at most `chunk_size` rows, and those under torch.func's transforms, are plain calls.
     Without gradients the tiles are plain calls.
     Ranks may have different numbers of tiles, unless `fn` runs collectives: then every rank must
-    call with the same number. That is checked for modules whose parameters are sharded when they
-    are called: `fn` itself before the call, modules that a function calls after its first tile.
-    With FSDP2, put the tiles inside the unit, as `tile_` does.
+    call with the same number. That is checked where `fn` is a unit of FSDP2, or a module with units
+    in it; a function that calls one is not looked into. Put the tiles inside the unit, as `tile_`
+    does.
 
     Args:
         chunk_size: rows of a tile; the last may have fewer. Best equal on all ranks and steps.
@@ -92,11 +90,19 @@ def tile(
         y = anyrank.tile(mlp, chunk_size=256)(x)  # 4 tiles along dim 1
         y.sum().backward()
     """
-    return Tiled(fn, name_of(fn), chunk_size, in_dims, out_dims, grad_dtype, check)
+    label = f"tile({name_of(fn)})"
+    return Tiled(fn, label, chunk_size, in_dims, out_dims, grad_dtype, check)
 
 
 class Tiled:
-    """The function that `tile` returns."""
+    """The function that `tile` returns.
+
+    Args:
+        fn: what runs on the tiles.
+        label: the call, for messages.
+        uses: what the user gave, where `fn` is a function around it: its modules are looked for.
+        The others are as of `tile`.
+    """
 
     def __init__(
         self,
@@ -107,50 +113,48 @@ class Tiled:
         out_dims: Any,
         grad_dtype: torch.dtype | None,
         check: bool,
+        *,
+        uses: Callable[..., Any] | None = None,
     ) -> None:
         check_function("fn", fn, "a function or a module")
         check_bool(check=check)
         check_chunk_size(chunk_size, "row")
         check_dims("out_dims", out_dims)
         check_grad_dtype(grad_dtype)
-        self._label = f"tile({label})"
-        self._arguments = TiledArguments(fn, in_dims, self._label)
-        self._module = _module_of(self._arguments.fn)
-        if grad_dtype is not None and not Captured(fn).modules:
+        self._label = label
+        self._arguments = TiledArguments(fn, in_dims, label)
+        self._uses = uses or self._arguments.fn
+        if grad_dtype is not None and not used_modules(self._uses, self._arguments.values()):
             raise TypeError(
-                f"grad_dtype needs the parameters of a module, and none was found in {label}: "
-                "pass the module, or a function that captures it, or leave grad_dtype out"
+                "grad_dtype needs the parameters of a module, and none was found in "
+                f"{name_of(self._uses)}: pass the module, or a function that captures it, or leave "
+                "grad_dtype out"
             )
         self._chunk_size = chunk_size
         self._out_dims = out_dims
         self._grad_dtype = grad_dtype
-        self._check = check
+        self._is_unchecked = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, dims = self._arguments.call(args, kwargs)
         tiling = Tiling(call, dims, self._chunk_size, self._label)
-        if self._module is not None:
-            check_tile_counts(self._module, len(tiling.starts), self._label)
-        else:
-            call.fn = TileCountCheck(call.fn, len(tiling.starts), self._label)
+        check_tile_counts(self._uses, len(tiling.starts), self._label)
         if len(tiling.starts) == 1 or (not torch.compiler.is_compiling() and in_transform()):
             return call()
         joined = JoinedResults(self._out_dims, tiling, self._label)
-        if self._check:
+        if self._is_unchecked:
             check_independence(call, tiling, self._out_dims, self._label)
-            self._check = False
+            self._is_unchecked = False
         if not torch.is_grad_enabled():
-            side = SideResults(Captured(self._arguments.fn, call.leaves).modules)
             for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
-                versions = versions_of(leaves)
+                versions = _versions_of(leaves)
                 joined.add(k, call.run(leaves))
                 self._check_unchanged(call, leaves, versions)
-                side.check(self._label)
         elif not torch.compiler.is_compiling():
-            self._record_region(call, tiling, joined)
+            self._record(call, tiling, joined)
         elif self._grad_dtype is not None:  # compiled, gradients are summed in the weights' dtype
-            eagerly: Any = torch.compiler.disable(self._record_region)
+            eagerly: Any = torch.compiler.disable(self._record)
             eagerly(call, tiling, joined)
         else:
             # The compiler knows torch's own region, and partitions the graph by it.
@@ -159,80 +163,63 @@ class Tiled:
             return joined.cat([region(tiling.tile(k, call.leaves)) for k in tiles])
         return joined.result()
 
-    def _record_region(self, call: Call, tiling: Tiling, joined: JoinedResults) -> None:
-        """Record each tile as a region. All share one set of inputs, saved before the first: an
-        outer region that runs again for the inputs stops there.
-        """
-        tensorless = TensorlessCall(call)
-        inputs = SavedInputs(tensorless.tensors, tensorless.tensor_name, self._label)
-        tensors = tensorless.tensors
-        tensorless.drop_tensors()
-        devices = {tensor.device for tensor in tensors}
-        captured = Captured(self._arguments.fn, call.leaves)
-        weights = None
-        if self._grad_dtype is not None:
-            weights = WideWeights(captured.modules, call.fn, self._grad_dtype)
-        side = SideResults(captured.modules)
-        state = None
-        chains = list(call.leaves)
-        for k in range(len(tiling.starts)):
-            again = functools.partial(_run_again, tensorless, tiling, k)
-            state = ModuleState(captured, state)
-            region = Region(
-                again, inputs, AmbientState.now(devices, captured.generators), state, reader=k
-            )
-            leaves = take(chains, tiling, k)
-            versions = versions_of(leaves)
-            args, kwargs = call.arguments(leaves)
-            if weights is None:
-                first = functools.partial(call.fn, *args, **kwargs)
-            else:
-                first = functools.partial(weights.call, k == 0, args, kwargs)
-            result = self._run_first(region, first)
-            side.check(self._label)
-            self._check_unchanged(call, leaves, versions)
-            if weights is None and k == len(tiling.starts) - 1:
-                clone_view_grads(flatten(result)[0], leaves)
-            joined.add(k, result)
-            inputs.check(tensors)
-            del args, kwargs, first, leaves, result
-
-    def _run_first(self, region: Region, first: Callable[[], Any]) -> Any:
-        """Run a tile.
-
-        Raises:
-            RecomputeError: it changes a tile that autograd knows, which torch refuses in its words.
-        """
-        try:
-            return region.run(first)
-        except RuntimeError as error:
-            if TakeTile.__name__ not in str(error):
-                raise
-            raise _changes(self._label, "an argument") from error
-
     @uncompiled
+    def _record(self, call: Call, tiling: Tiling, joined: JoinedResults) -> None:
+        """Record each tile as a region. All share one set of inputs."""
+        sources = (source_of(leaf) for leaf in call.leaves)
+        generators = [source for source in sources if source is not None]
+        ambient = Ambient({tensor.device for tensor in call.tensors}, generators)
+        used = UsedModules(self._uses, call.leaves, self._label)
+        wide = None
+        if self._grad_dtype is not None:
+            wide = WideWeights(used.modules, call.fn, self._grad_dtype)
+        owner = None if called_units(self._uses) else module_of(self._uses)
+        chains = list(call.leaves)
+        inputs = SavedInputs(call, self._label)
+        for k in range(len(tiling.starts)):
+            leaves = _cut_tile(chains, tiling, k)
+            versions = _versions_of(leaves)
+            first_run = functools.partial(call.run, leaves)
+            if wide is not None:
+                first_run = functools.partial(wide.call, k == 0, *call.arguments(leaves))
+            elif owner is not None and k == len(tiling.starts) - 1:
+                first_run = functools.partial(
+                    with_own_gradients, owner, call.fn, *call.arguments(leaves)
+                )
+            again = functools.partial(_run_again, call, tiling, k)
+            try:
+                result = record_region(first_run, again, inputs, ambient, used, tile_index=k)
+            except RuntimeError as error:
+                if TakeTile.__name__ not in str(error):
+                    raise
+                # Torch's words for a change of a tile, which autograd knows as a view.
+                raise self._changes("an argument") from error
+            self._check_unchanged(call, leaves, versions)
+            if k == 0:
+                check_side_results(used.modules, self._label)
+            joined.add(k, result)
+            del first_run, leaves, result
+        inputs.check_first_run()
+
     def _check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
         """Raises RecomputeError: the function changed a tile in place, which is lost in a copy."""
-        for n, (now, before) in enumerate(zip(versions_of(leaves), versions, strict=True)):
+        for n, (now, before) in enumerate(zip(_versions_of(leaves), versions, strict=True)):
             if now != before:
-                raise _changes(self._label, call.name(n))
+                raise self._changes(call.name(n))
+
+    def _changes(self, what: str) -> RecomputeError:
+        return RecomputeError(
+            f"{self._label} changes {what} in place: clone the argument inside, or use the "
+            "operation that returns a new tensor"
+        )
 
 
-def _changes(label: str, what: str) -> RecomputeError:
-    return RecomputeError(
-        f"{label} changes {what} in place: clone the argument inside, or use the operation that "
-        "returns a new tensor"
-    )
-
-
-@uncompiled
-def versions_of(leaves: list[Any]) -> list[int]:
+def _versions_of(leaves: list[Any]) -> list[int]:
     return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
-@uncompiled
-def take(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
-    """The leaves of tile `k`; each chain advances by one link."""
+def _cut_tile(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
+    """The leaves of tile `k`. Each of `chains` becomes the tensor to cut the next tile from."""
     leaves = list(chains)
     for n, dim in enumerate(tiling.dims):
         if dim is not None:
@@ -242,17 +229,9 @@ def take(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
     return leaves
 
 
-def _run_again(
-    tensorless: TensorlessCall, tiling: Tiling, k: int, tensors: Sequence[torch.Tensor]
-) -> Any:
-    leaves = tiling.tile(k, tensorless.with_tensors(tensors))
+def _run_again(call: Call, tiling: Tiling, k: int, tensors: Sequence[torch.Tensor]) -> Any:
+    leaves = tiling.tile(k, call.filled(tensors))
     for n, dim in enumerate(tiling.dims):
         if dim is not None:  # a leaf, as in the first run it is not a view of a leaf
             leaves[n] = leaves[n].detach().requires_grad_(leaves[n].requires_grad)
-    return tensorless.run(leaves)
-
-
-def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module that `fn` is, or of which it is a method."""
-    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
+    return call.run(leaves)

@@ -1,4 +1,4 @@
-"""Weight gradients of many tiles: summed in a wider dtype, or in place from the first tile on.
+"""Weight gradients of many tiles, summed in a wider dtype.
 
 Autograd sums the gradients of the tiles in the dtype in which they arrive: 32 tiles in bfloat16 are
 32 roundings. With `grad_dtype`, each tile gets a stand-in for each parameter, and the stand-ins
@@ -8,8 +8,8 @@ see the total.
 
 Without `grad_dtype`, autograd adds gradients in place once it owns their sum. The first gradient of
 a linear layer's weight is a view (of a transposed product), which autograd does not own, so the
-second would be added into a third tensor of the weight's size. `clone_view_grads` copies the first
-one, when nothing else is alive.
+second would be added into a third tensor of the weight's size. `with_own_gradients` copies those of
+the tile that backward visits first, when nothing else is alive.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-
-from anyrank.memory.uncompiled import uncompiled
-
-Maybe = torch.Tensor | None
 
 
 def check_grad_dtype(dtype: Any) -> None:
@@ -37,7 +33,7 @@ class _WideSum:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.total: Maybe = None
+        self.total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
         if self.total is None:
@@ -62,7 +58,7 @@ class _StandIn(torch.autograd.Function):
         return weight.view_as(weight), weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         mine, later = grads
         wide: _WideSum = ctx.wide
         if later is None:  # no later link ran in this pass; a failed pass may have left a sum
@@ -106,7 +102,6 @@ class WideWeights:
         """Run the function on the next tile, with stand-ins in place of its parameters."""
         return functional_call(self.body, self.next(first), args, kwargs)
 
-    @uncompiled
     def next(self, first: bool) -> dict[str, torch.Tensor]:
         """Stand-ins for one tile; each chain advances by one link."""
         mine: dict[str, torch.Tensor] = {}
@@ -119,59 +114,39 @@ class WideWeights:
 
 
 class _Body(nn.Module):
-    """Modules, and the function that runs them."""
+    """Modules, and the function that runs them. Called without hooks, which are not its own."""
 
     def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
         super().__init__()
         self.modules_of = nn.ModuleList(modules)
         self.body = (forward,)  # in a tuple: a module would be registered as a child again
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body[0](*args, **kwargs)
 
 
-MAX_NODES = 2000  # of the graph to search; a tile has some tens
+class _OwnGradient(torch.autograd.Function):
+    """(weight) -> weight. Its gradient is a tensor that nothing else refers to."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        (grad,) = grads
+        return None if grad is None else grad.clone()
 
 
-@uncompiled
-def clone_view_grads(results: Iterable[Any], inputs: Iterable[Any]) -> None:
-    """In the graph of the tile that backward visits first, clone leaf gradients that are views.
-
-    Args:
-        results: the tile's results, flat.
-        inputs: its arguments, flat: the graph before them is not searched.
-    """
-    border = {node_of(each) for each in inputs}
-    waiting = [node for each in results if (node := node_of(each)) is not None]
-    seen: set[Any] = set()
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
-        if node in seen or node in border:
-            continue
-        seen.add(node)
-        leaves = [n for n, (after, _) in enumerate(node.next_functions) if _is_leaf(after)]
-        if leaves:
-            node.register_hook(_CloneViewGrads(leaves))
-        waiting += [after for after, _ in node.next_functions if after and not _is_leaf(after)]
-
-
-class _CloneViewGrads:
-    """Post hook of a node: clones its gradients for leaves that are views."""
-
-    def __init__(self, leaves: list[int]) -> None:
-        self.leaves = leaves
-
-    def __call__(self, results: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            each.clone() if n in self.leaves and each is not None and each._is_view() else each
-            for n, each in enumerate(results)
-        )
-
-
-def node_of(value: Any) -> Any:
-    return value.grad_fn if isinstance(value, torch.Tensor) else None
-
-
-def _is_leaf(node: Any) -> bool:
-    """Whether a node accumulates the gradient of a leaf."""
-    return node is not None and hasattr(node, "variable")
+def with_own_gradients(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a function of one module, whose weights get gradients that autograd can add to."""
+    body = _Body([module], forward)
+    weights = {
+        name: _OwnGradient.apply(parameter)
+        for name, parameter in body.named_parameters()
+        if parameter.requires_grad and type(parameter) is nn.Parameter
+    }
+    return functional_call(body, weights, args, kwargs, tie_weights=False)

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from anyrank.memory.arguments import Call, flatten, unflatten, unwrap
-from anyrank.memory.uncompiled import uncompiled
+from anyrank.memory.call import Call, flatten, unflatten, unwrap
 
 Dims = list[int | None]  # an entry for each leaf
 
@@ -34,18 +33,17 @@ class Tiling:
         sizes: dict[int, int] = {}
         self.dims: Dims = []
         for n, (leaf, dim) in enumerate(zip(call.leaves, dims, strict=True)):
-            tiled = dim is not None and isinstance(leaf, torch.Tensor)
-            if tiled and isinstance(leaf, DTensor):
+            if dim is None or not isinstance(leaf, torch.Tensor):
+                self.dims.append(None)
+                continue
+            if isinstance(leaf, DTensor):
                 raise ValueError(
                     f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
                     f"{leaf.device_mesh}, and only plain tensors can be tiled: tile an "
                     "inner module, which gets plain tensors, or pass to_local() or full_tensor()"
                 )
-            self.dims.append(
-                nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}") if tiled else None
-            )
-            if tiled:
-                sizes[n] = leaf.shape[self.dims[n] or 0]
+            self.dims.append(nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}"))
+            sizes[n] = leaf.shape[dim]
         if not sizes:
             raise ValueError(f"{label}: in_dims names no tensor among the arguments of this call")
         if len(set(sizes.values())) > 1:
@@ -135,6 +133,10 @@ class TiledArguments:
         ):
             self.check_names(cast("dict[str, Any]", in_dims))
 
+    def values(self) -> list[Any]:
+        """The arguments that a `functools.partial` gave."""
+        return [*self.args, *self.kwargs.values()]
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Dims]:
         """The call, and the dims of its leaves."""
         positional, named = self.entries(args, kwargs)
@@ -206,7 +208,6 @@ class JoinedResults:
         self.dims: list[int | None] = []
         self.spec: Any = None
 
-    @uncompiled
     def add(self, k: int, result: Any) -> None:
         leaves, spec = flatten(result)
         if k == 0:
@@ -284,9 +285,6 @@ class JoinedResults:
         return unflatten(self.leaves, self.spec)
 
 
-Maybe = torch.Tensor | None
-
-
 class TakeTile(torch.autograd.Function):
     """(x) -> (tile of x, x)."""
 
@@ -300,7 +298,7 @@ class TakeTile(torch.autograd.Function):
         return rows_of(x, dim, start, length), x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         tile, rest = grads
         dim, start, length = ctx.cut
         if tile is None and rest is None:
@@ -328,7 +326,7 @@ class PlaceTile(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         (grad,) = grads
         # Returned whole: each earlier link uses its own rows only.
         return grad, None if grad is None else rows_of(grad, *ctx.cut), None, None

@@ -22,6 +22,7 @@ from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
+from anyrank.versions import warn_if_untested
 
 # Formats that transformers writes, always in its file naming. Others may hold live names as well.
 FILE_NAMED = ("safetensors",)
@@ -102,6 +103,7 @@ class _Converter:
     """transformers' renamings and converters for one model, on symbolic tensors."""
 
     def __init__(self, model: Any, live: set[str]) -> None:
+        warn_if_untested("transformers", "5.23", "5.23")
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 

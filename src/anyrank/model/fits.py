@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
+from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.sharded_tensor import lazy_view
+from anyrank.tensors.box import Box
+from anyrank.tensors.sharded_tensor import ShardedTensor, lazy_view
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import first_few
 
 
 def unwritable(target: ModelTensor) -> str | None:
@@ -33,6 +38,113 @@ def unwritable(target: ModelTensor) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class SourceMemory:
+    """A tensor that others are filled from.
+
+    Attributes:
+        held: as this rank holds it.
+        memory: of its elements here.
+        strides: of a chunk that is all of it in order.
+    """
+
+    held: ShardedTensor
+    memory: torch.Tensor
+    strides: tuple[int, ...]
+
+
+def check_memory(
+    tensors: Sequence[ModelTensor],
+    stored: Mapping[int, StoredTensor],
+    filled: Mapping[int, torch.Tensor],
+    sources: Mapping[int, SourceMemory],
+) -> None:
+    """Refuse memory that is filled, and of which another tensor has a part in another way: the same
+    elements in the same order are one tensor in two objects.
+
+    Args:
+        tensors: of the model.
+        stored: tensor -> what fills it.
+        filled: memory of the real ones that are filled, by position; {} where they are all filled
+            apart, and put in place when everything has been read.
+        sources: this rank's tensors that others are filled from, by the number that `Chunk.file`
+            counts.
+
+    Raises:
+        LoadError: names the two tensors.
+    """
+    targets, givers = list(filled.items()), list(sources.items())
+    memory = [*filled.values(), *(source.memory for source in sources.values())]
+    for one, other in _touching(memory):
+        if one >= len(targets):
+            continue  # sources are only read
+        index, mine = targets[one]
+        if other < len(targets):
+            second, others = targets[other]
+            if not _is_same_memory(mine, others):
+                raise LoadError(
+                    f"{tensors[index].name} and {tensors[second].name} of dst share a part of "
+                    "their memory, or lie between each other's elements, and are filled one after "
+                    "the other: leave out one of them, or give it memory of its own (.clone())"
+                )
+        else:
+            number, source = givers[other - len(targets)]
+            if not _is_itself(tensors[index], mine, stored[index], number, source):
+                raise LoadError(
+                    f"{tensors[index].name}: has memory of {source.held.name} in the source, which "
+                    "it is not filled from as it is, so it would be written to before that is "
+                    "read: give dst memory of its own (copy.deepcopy, .clone())"
+                )
+
+
+def _is_itself(
+    target: ShardedTensor,
+    memory: torch.Tensor,
+    stored: StoredTensor,
+    number: int,
+    source: SourceMemory,
+) -> bool:
+    """Whether a tensor is filled by all of one source in order, and both are one memory."""
+    first, *others = stored.chunks
+    held = source.held
+    return (
+        not others
+        and first.file == number
+        and first.offset == 0
+        and first.box == Box.whole(held.shape)
+        and first.strides == source.strides
+        and (target.shape, target.layout, target.coordinate)
+        == (held.shape, held.layout, held.coordinate)
+        and _is_same_memory(memory, source.memory)
+    )
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
+def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs, in the order given, of which neither ends before the other starts in memory."""
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            start, size = tensor.data_ptr(), tensor.element_size()
+            span = (start, start + (_last(tensor) - _first(tensor) + 1) * size, number)
+            by_device.setdefault(tensor.device, []).append(span)
+    for spans in by_device.values():
+        opened: list[tuple[int, int, int]] = []
+        for span in sorted(spans):
+            opened = [each for each in opened if each[1] > span[0]]
+            for *_, number in opened:
+                yield min(number, span[2]), max(number, span[2])
+            opened.append(span)
+
+
 def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
     """The problems of tensors that are several, and would have the same memory but for meta.
 
@@ -45,9 +157,9 @@ def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
             by_storage.setdefault(tensor.untyped_storage(), []).append(target)
     found: list[str] = []
     for several in by_storage.values():
-        several = sorted((t for t in several if t.tensor.numel()), key=_first)
+        several = sorted((t for t in several if t.tensor.numel()), key=lambda t: _first(t.tensor))
         for one, other in pairwise(several):
-            if _first(other) <= _last(one):
+            if _first(other.tensor) <= _last(one.tensor):
                 found.append(
                     f"{one.name} and {other.name} share memory, which tensors on meta have not: "
                     "tie the parameters themselves (head.weight = embed.weight), or build the "
@@ -56,14 +168,32 @@ def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
     return found
 
 
-def _first(target: ModelTensor) -> int:
-    return int(target.tensor.storage_offset())
+def _first(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
 
 
-def _last(target: ModelTensor) -> int:
+def _last(tensor: torch.Tensor) -> int:
     """The last element of its storage that a tensor has."""
-    steps = zip(target.tensor.shape, target.tensor.stride(), strict=True)
-    return _first(target) + sum((size - 1) * stride for size, stride in steps)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return _first(tensor) + sum((size - 1) * stride for size, stride in steps)
+
+
+def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
+    """The problem of tensors that need a first value, and that a parametrisation has in place of
+    those that the rules of their modules know.
+    """
+    names = [
+        target.name
+        for target in targets
+        if isinstance(target.registrations[0].module, ParametrizationList)
+    ]
+    if not names:
+        return []
+    return [
+        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrised tensors "
+        "(weight_norm, ...): build these modules on the CPU (without anyrank.meta()), or load "
+        "their weights"
+    ]
 
 
 def misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:

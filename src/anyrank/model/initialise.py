@@ -7,26 +7,21 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.adapter_rules import BASE_FIRST, adapter_rule, is_adapter_layer
-from anyrank.model.parametrised import before_parametrisation, originals_of, plain_stand_in
-from anyrank.model.tensors import ModelTensor, Registration
-from anyrank.model.wrappers import plain_class, plain_copy
+from anyrank.model.peft import is_adapter_layer, lora_rule
+from anyrank.model.tensors import ModelTensor
+from anyrank.model.wrappers import Registration, plain_class, plain_copy
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import derive
 
 Init = Callable[[nn.Module], object]
 Rule = tuple[str, Callable[[], object]]
-SENTINEL = 77  # marks unwritten integers, which have no NaN
-NO_ADAPTER_RULE = (
-    f"is not in the source, and no reset_* of its PEFT layer gives it a first value: {BASE_FIRST}"
-)
 OWN_RULES = ("reset_parameters", "_reset_parameters")
 
 
@@ -59,49 +54,30 @@ class Initialiser:
         """
         if 0 in target.shape:
             return "nothing to fill"
-        before = before_parametrisation(target)
-        if before is not None:
-            return self._fill_parametrised(target, before, local)
-        blank = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-        _blank(blank)
-        is_parameter = target.kind == "parameter"
-        wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
-        on_meta = [self._swap(place, wanted) for place in target.registrations]
-        try:
-            name = self._run(target, local.device)
-            value = getattr(
-                self._stand_in(target.registrations[0].module), target.registrations[0].attribute
-            )
-        finally:
-            # Backwards: two places are the same one in a module that is registered twice.
-            for place, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
-                self._swap(place, old)
-        if value.shape != blank.shape or value.is_meta or _is_blank(value):
+        written = [self._written(target, local.device, each) for each in _fills(target.dtype)]
+        name, value = written[0]
+        if value is None or any(_differ(value, other) for _, other in written):
             return None
         _give(target, local, value)
         return name
 
-    def _fill_parametrised(
-        self, target: ModelTensor, before: ModelTensor, local: torch.Tensor
-    ) -> str | None:
-        """As `fill`, of what a parametrised tensor is computed from."""
-        self._stand_in(target.registrations[0].module)
+    def _written(
+        self, target: ModelTensor, device: torch.device, fill: float
+    ) -> tuple[str | None, torch.Tensor | None]:
+        """The rule that ran last, and what the rules make of a tensor that is full of `fill`."""
+        blank = torch.full(target.shape, fill, dtype=target.dtype, device=device)
+        is_parameter = target.kind == "parameter"
+        wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+        on_meta = [self._swap(place, wanted) for place in target.registrations]
         try:
-            with plain_stand_in(self.stand_ins, before, local.device) as wanted, torch.no_grad():
-                _blank(wanted)
-                name = self._run(before, local.device)
-                if _is_blank(wanted):
-                    return None
-                value = originals_of(self.stand_ins, target, wanted.detach())
-        except LoadError:
-            raise
-        except Exception as error:  # of the parametrisation
-            raise LoadError(
-                f"{target.name}: its parametrisation gives it no first value ({error}): build and "
-                "initialise this module on the CPU, or load its weights"
-            ) from error
-        _give(target, local, value)
-        return f"{name}, parametrised"
+            name = self._run(target, device)
+            place = target.registrations[0]
+            value = getattr(self._stand_in(place.module), place.attribute)
+        finally:
+            # Backwards: two places are the same one in a module that is registered twice.
+            for place, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
+                self._swap(place, old)
+        return name, None if value.shape != blank.shape or value.is_meta else value
 
     def _run(self, target: ModelTensor, device: torch.device) -> str | None:
         """Run the rules under the tensor's seed; the global generators keep their states."""
@@ -119,7 +95,7 @@ class Initialiser:
                     raise LoadError(
                         f"{target.name}: {last} fails while it initialises "
                         f"({type(error).__name__}: {error}): "
-                        + (BASE_FIRST if target.adapter else "pass init= to anyrank.materialize")
+                        "pass init= to anyrank.materialize"
                     ) from error
         return last
 
@@ -131,12 +107,13 @@ class Initialiser:
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
             return
         for module in reversed(place.path):
-            if target.adapter and is_adapter_layer(module):
-                rule = adapter_rule(module, self._stand_in(module), place)
+            if not is_adapter_layer(module):
+                yield from self._own_rules(module)
+            elif target.adapter:
+                rule = lora_rule(module, self._stand_in(module), place)
                 if rule is not None:
                     yield rule
                 return  # adapters are added after the base model's rules have run
-            yield from self._own_rules(module)
         if not target.adapter:
             yield from self._model_rules(place)
 
@@ -175,25 +152,6 @@ class Initialiser:
         return old
 
 
-def check_adapters(model: nn.Module, targets: Iterable[ModelTensor]) -> None:
-    """Try the rules of new adapters, on one tensor of each kind.
-
-    Raises:
-        LoadError: one has no rule, or none that can run without the base weights.
-    """
-    initialiser = Initialiser(model, 0)
-    kinds: dict[tuple[type, type, str], ModelTensor] = {}
-    for target in targets:
-        place = target.registrations[0]
-        table = place.names[0].removesuffix(f".{place.attribute}").rpartition(".")[2]
-        layer = next(m for m in reversed(place.path) if is_adapter_layer(m))
-        kinds.setdefault((type(layer), type(place.module), table), target)
-    for target in kinds.values():
-        local = torch.empty(target.local_shape, dtype=target.dtype, device="cpu")
-        if initialiser.fill(target, local) is None:
-            raise LoadError(f"{target.name}: {NO_ADAPTER_RULE}")
-
-
 def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None:
     """Put a rank's share of a value into its memory."""
     for piece in target.pieces:
@@ -205,18 +163,16 @@ def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
     return lambda: model._init_weights(stand_in)
 
 
-def _blank(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype != torch.bool:
-        tensor.fill_(SENTINEL)
+def _fills(dtype: torch.dtype) -> tuple[float, ...]:
+    """What a tensor is full of before its rules run, once for each: what they write is no NaN, or
+    the same whatever was there.
+    """
+    return (float("nan"),) if dtype.is_floating_point or dtype.is_complex else (0, 1)
 
 
-def _is_blank(tensor: torch.Tensor) -> bool:
-    """Whether a part was left unwritten."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype != torch.bool and bool((tensor == SENTINEL).any())
+def _differ(value: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether an element was left unwritten in one of two runs."""
+    return other is None or not bool((value == other).all())
 
 
 def _stand_ins_of(model: nn.Module) -> dict[int, nn.Module]:

@@ -13,15 +13,13 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
-from anyrank.formats.sources import list_source
-from anyrank.frozen.freeze import frozen_parts
-from anyrank.model.adapter_base import stale_adapters
-from anyrank.model.adapter_rules import BASE_FIRST
+from anyrank.frozen.freeze import FrozenSource, frozen_parts
 from anyrank.model.conversions import converted, declared_ignorable
-from anyrank.model.fits import misfit, shared_on_meta, unwritable
+from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict, merged_layers
+from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
@@ -35,7 +33,6 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
 SHOWN = 10
-STALE = "PEFT may have computed these adapters from the base weights, which would be replaced"
 AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
@@ -56,7 +53,6 @@ class ModelMatch:
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
         ignored: unexpected keys that need no tensor; `_ignorable` says which.
         frozen: frozen parts -> the source of their own that fills them.
-        retie: tensor whose declared tie was broken -> the tensor that takes its place.
         own_code: code of modules that load_state_dict would have run.
     """
 
@@ -71,7 +67,6 @@ class ModelMatch:
     duplicates: dict[str, str]
     ignored: list[str]
     frozen: dict[str, str]
-    retie: dict[int, int]
     own_code: OwnCode
 
     def of(self, tensors: list[ModelTensor]) -> ModelMatch:
@@ -101,6 +96,7 @@ def match_model(
     listing: Listing,
     options: LoadOptions,
     tensors: list[ModelTensor] | None = None,
+    parts: Mapping[FrozenSource, Listing] | None = None,
 ) -> ModelMatch:
     """Match a model with a listing, by this rank alone.
 
@@ -110,6 +106,7 @@ def match_model(
             a checkpoint, frozen parts need no source, and no code of the modules is run.
         options: what the caller allows.
         tensors: of the model, if they are known.
+        parts: what the sources of its frozen parts hold; not asked for where `listing` is live.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
@@ -126,10 +123,10 @@ def match_model(
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
-    listing, frozen, compared = _frozen_sources(model, tensors, stored, listing)
+    listing, frozen, compared = _fill_frozen(model, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
     empty = {loadable[n] for n in found.missing}.difference(stored, compared)
-    missing, retie = _retied(model, tensors, sorted(empty), stored, is_live)
+    missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
     own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
@@ -141,9 +138,11 @@ def match_model(
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
     problems = _problems(tensors, filled, absent, unexpected, options)
+    problems += _untied(model, tensors, missing)
+    problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
     problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
-    problems += _of_adapters(tensors, filled, stale_adapters(tensors, stored, keep, is_live))
+    problems += _of_adapters(tensors, filled, unknown_adapters(tensors, stored, initialise, keep))
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
@@ -158,7 +157,6 @@ def match_model(
         duplicates=found.duplicates,
         ignored=ignored,
         frozen=frozen,
-        retie=retie,
         own_code=own_code,
     )
 
@@ -205,8 +203,12 @@ def _is_beside(key: str, held: Mapping[str, torch.dtype], listing: Listing) -> b
     return is_table and is_other_part(key) and key not in held
 
 
-def _frozen_sources(
-    model: nn.Module, targets: list[ModelTensor], stored: dict[int, StoredTensor], listing: Listing
+def _fill_frozen(
+    model: nn.Module,
+    targets: list[ModelTensor],
+    stored: dict[int, StoredTensor],
+    listing: Listing,
+    parts: Mapping[FrozenSource, Listing],
 ) -> tuple[Listing, dict[str, str], dict[int, StoredTensor]]:
     """Fill frozen parts from their own sources; what the source holds of them is for comparison.
 
@@ -221,7 +223,7 @@ def _frozen_sources(
         if source is None or not indices:
             continue
         inner = in_state_dict(find_tensors(part))
-        own = dequantised(list_source(source), _held(inner))
+        own = dequantised(parts[source], _held(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         lacking = [targets[i].name for i in indices if id(targets[i].tensor) not in keys]
@@ -249,41 +251,19 @@ def is_pinned(target: ModelTensor) -> bool:
     return info.tensors is not None and not target.is_meta
 
 
-def _retied(
-    model: nn.Module,
-    targets: list[ModelTensor],
-    empty: list[int],
-    stored: Mapping[int, StoredTensor],
-    is_live: bool,
-) -> tuple[list[int], dict[int, int]]:
-    """Of the tensors that no bytes fill: those that are missing, and those that are tied again."""
-    missing = [i for i in empty if not (is_live and is_pinned(targets[i]))]
-    ties = _declared_ties(model, targets, missing, stored)
-    return [i for i in missing if i not in ties], ties
-
-
-def _declared_ties(
-    model: nn.Module,
-    targets: list[ModelTensor],
-    missing: list[int],
-    stored: Mapping[int, StoredTensor],
-) -> dict[int, int]:
-    """Missing tensors that the model declares tied (to_empty unties them): tied again, if plain."""
+def _untied(model: nn.Module, targets: list[ModelTensor], missing: list[int]) -> list[str]:
+    """Missing tensors that the model declares tied, and that are not: `to_empty` breaks ties."""
     declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    if not (declared and missing):
-        return {}
-    names = {name: i for i, target in enumerate(targets) for name in target.flat_names()}
-    ties: dict[int, int] = {}
-    for index in missing:
-        partner = next(
-            (declared[n] for n in targets[index].registrations[0].names if n in declared), None
-        )
-        source = names.get(partner) if partner is not None else None
-        if source is None or source not in stored:
-            continue
-        if targets[source].layout is None and targets[index].layout is None:
-            ties[index] = source
-    return ties
+    found = [
+        f"{name} = {declared[name]}"
+        for index in missing
+        for name in targets[index].registrations[0].names
+        if name in declared
+    ]
+    if not found:
+        return []
+    title = "missing in the source, and declared tied by the model, which has two tensors there"
+    return [listed(title, found) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
 
 
 def _ignorable(
@@ -370,16 +350,17 @@ def _quantised(
 
 
 def _of_adapters(
-    targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], stale: list[str]
+    targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], unknown: list[str]
 ) -> list[str]:
-    """Adapters that are in the base, or were computed from another one."""
+    """Adapters that are in the base, or that PEFT may compute from it."""
     lines: list[str] = []
     merged = merged_layers(targets[index] for index, _ in filled)
     if merged:
         title = "adapters are merged into these layers: call unmerge_adapter() first"
         lines.append(listed(title, merged))
-    if stale:
-        lines.append(listed(STALE, stale) + f"\n  to go on: {BASE_FIRST}")
+    if unknown:
+        title = "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
+        lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
     return lines
 
 

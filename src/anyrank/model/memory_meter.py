@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 
 import torch
 
 SAMPLE_SEC = 0.02
 PEAK_SAMPLE_SEC = 0.002
-
-
-@contextlib.contextmanager
-def collector_paused() -> Generator[None]:
-    """Without Python's cycle collector, which walks all plans again and again as they become more.
-
-    Nothing of a load is in a cycle. Half of the time of 20,000 small tensors. Used around a whole
-    function, so that its objects are gone when the collector starts again.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def rss_anon() -> int:

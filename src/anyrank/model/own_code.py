@@ -1,16 +1,14 @@
-"""Code of modules that runs in `load_state_dict` or `state_dict`: hooks, overrides, extra state.
+"""Code of modules that `load_state_dict` or `state_dict` would run: hooks, overrides, extra state.
 
-`load` moves bytes and does not go through `load_state_dict`. A module that would change values on
-the way is given the loaded values again, through its own code, where it holds its tensors whole;
-where it does not, the report and a WARNING name it. Code of torch itself, which only renames and
-counts versions, is not needed; transformers' own loader does not run its modules' either.
+`load` moves bytes and does not go through `load_state_dict`. Modules whose code might have changed
+values on the way are named in the report and at WARNING; extra state is handed to its module. Code
+of torch itself, which only renames and counts versions, is not needed; transformers' own loader
+does not run its modules' either.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -24,11 +22,15 @@ from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
-from anyrank.tensors.names import WRAPPERS, candidates
+from anyrank.tensors.names import candidates
 from anyrank.tensors.walk import places
 
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+SAVES = ("state_dict", "_save_to_state_dict")
+SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
+WHOLE = "the model"
+NOT_RUN = "has load_state_dict code of its own, which was not run"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class OwnCodeRun:
     """What became of the modules' own code.
 
     Attributes:
-        ran: names of the modules whose code was run.
-        not_run: modules whose code `load_state_dict` would have run as well -> why it was not.
+        ran: the extra state that was handed over.
+        not_run: modules whose code `load_state_dict` would have run, and extra state that was not
+            handed over -> why.
     """
 
     ran: list[str] = field(default_factory=list[str])
@@ -48,15 +51,17 @@ class OwnCode:
     """The modules of a model that have such code, and what a source holds for them.
 
     Attributes:
+        modules: those with code for `load_state_dict`, by name without wrappers.
         tensor_keys: keys of the source that are the extra state of a module, and tensors.
         extras: extra state by name, as `Listing.extras` has it.
     """
 
     def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
-        path, top = _below_wrappers(model)
-        own = _is_own(_definer(plain_class(top), "load_state_dict"))
-        self.whole = top if own else None
-        self.modules = list(_outermost(model, set())) if self.whole is None else [(path, top)]
+        self.modules = [
+            (_title(path), module)
+            for path, module in places(model)
+            if _loads_by_own_code(path, module)
+        ]
         self.takers = [(n, m) for n, m in places(model) if _takes_extra(type(m))]
         self.extras = {
             name: value for key, value in listing.extras.items() for name in candidates(rename(key))
@@ -66,61 +71,25 @@ class OwnCode:
         named = [(key, name, t) for key, t in found for name in candidates(rename(key))]
         self.tensor_keys = {key for key, name, _ in named if name in known}
         self.tensors = {name: stored for _, name, stored in named if name in known}
-        self.versions = {
-            name: version for path, version in listing.versions.items() for name in candidates(path)
-        }
 
     def read_extras(self, listing: Listing) -> dict[str, tuple[Any]]:
         """The extra state that is a tensor, by the names that a module may have for it."""
         with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
             return {name: (reader.read(stored),) for name, stored in self.tensors.items()}
 
-    def run(self, filled: list[ModelTensor]) -> OwnCodeRun:
-        """Run it on what was loaded, which is in place.
+    def hand_over(self, filled: Sequence[ModelTensor]) -> OwnCodeRun:
+        """Give modules their extra state, and name those above what was filled that have code.
 
         Raises:
-            LoadError: the code of a module fails.
+            LoadError: `set_extra_state` of a module fails.
         """
-        ours = {id(module): path for path, module in self.modules}
-        inside: dict[int, list[tuple[ModelTensor, str]]] = {}
-        for target in filled if ours else ():
-            for place in target.registrations:
-                owner = next((id(m) for m in place.path if id(m) in ours), None)
-                below = f"{ours[owner]}." if owner is not None and ours[owner] else ""
-                if owner is not None and place.names[0].startswith(below):
-                    entry = (target, place.names[0].removeprefix(below))
-                    inside.setdefault(owner, []).append(entry)
-        done = OwnCodeRun()
-        for path, module in self.modules:
-            mine = inside.get(id(module), [])
-            obstacle = _obstacle(mine)
-            if module is self.whole and _takes_others(module):
-                obstacle = "has a load_state_dict of other arguments, which was not run"
-            if obstacle:
-                done.not_run[_title(path)] = obstacle
-            elif mine:
-                # Copies: the code may exchange names, or give back views.
-                given = {name: target.tensor.detach().clone() for target, name in mine}
-                self._run(path, module, given)
-                done.ran.append(_title(path))
+        places_filled = [place for target in filled for place in target.registrations]
+        above = {id(module) for place in places_filled for module in place.path}
+        not_run = {name: NOT_RUN for name, module in self.modules if id(module) in above}
+        done = OwnCodeRun(not_run=not_run)
         for path, module in self.takers:
             self._give_extra(path, module, done)
         return done
-
-    def _run(self, path: str, module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        given: Any = OrderedDict(state)
-        given._metadata = {
-            inner: {"version": version}
-            for inner, _ in module.named_modules()
-            if (version := self.versions.get(_plain(f"{path}.{inner}".strip(".")))) is not None
-        }
-        try:
-            load = type(module) if module is self.whole else nn.Module
-            load.load_state_dict(module, given, strict=False)
-        except Exception as error:
-            raise LoadError(
-                f"{_title(path)}: its own load_state_dict code fails: {error}"
-            ) from error
 
     def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
         key = _extra_key(path)
@@ -185,61 +154,23 @@ def extra_states(model: nn.Module) -> list[str]:
     return [_title(_extra_key(path)) for path, m in places(model) if _gives_extra(type(m))]
 
 
+def _loads_by_own_code(path: str, module: nn.Module) -> bool:
+    methods = ["_load_from_state_dict"]
+    if _title(path) == WHOLE:  # of modules inside, torch does not call it
+        methods.append("load_state_dict")
+    return _has_own_code(module, methods, LOAD_HOOKS)
+
+
 def _saves_by_own_code(module: nn.Module) -> bool:
-    names = ("_state_dict_hooks", "_state_dict_pre_hooks")
+    return any(_has_own_code(inner, SAVES, SAVE_HOOKS) for inner in module.modules())
+
+
+def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
+    """Whether one of these methods, or a hook in one of these tables, is of the user's."""
+    entries = [_definer(plain_class(module), method) for method in methods]
     return any(
-        _is_own(_definer(plain_class(inner), method))
-        for inner in module.modules()
-        for method in ("state_dict", "_save_to_state_dict")
-    ) or any(_is_own(hook) for inner in module.modules() for hook in _hooks(inner, names))
-
-
-def _extra_key(path: str) -> str:
-    return f"{path}.{EXTRA_STATE}".lstrip(".")
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE
-
-
-def _below_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
-    """The module whose `load_state_dict` a user calls, below those of torch's."""
-    path: list[str] = []
-    while type(model).__module__.startswith("torch."):
-        inner = [(n, m) for n, m in model.named_children() if n in (*WRAPPERS, "module")]
-        if not inner:
-            break
-        (name, model), *_ = inner
-        path.append(name)
-    return ".".join(path), model
-
-
-def _takes_others(module: nn.Module) -> bool:
-    """Whether it has a `load_state_dict` that cannot be called as torch's."""
-    try:
-        inspect.signature(type(module).load_state_dict).bind(module, {}, strict=False)
-    except TypeError:
-        return True
-    return False
-
-
-def _outermost(
-    model: nn.Module, seen: set[nn.Module], path: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """The first modules from the root, each once, that have such code."""
-    override = _is_own(_definer(plain_class(model), "_load_from_state_dict"))
-    if model in seen:
-        return
-    seen.add(model)
-    if override or any(map(_is_own, _hooks(model))):
-        yield path, model
-        return
-    for name, child in model.named_children():
-        yield from _outermost(child, seen, f"{path}.{name}".lstrip("."))
-
-
-def _hooks(module: nn.Module, names: Sequence[str] = LOAD_HOOKS) -> list[Any]:
-    return [hook for name in names for hook in vars(module)[name].values()]
+        map(_is_own, (*entries, *(h for name in hooks for h in vars(module)[name].values())))
+    )
 
 
 def _is_own(entry: Any) -> bool:
@@ -252,6 +183,14 @@ def _definer(kind: type[nn.Module], method: str) -> type:
     return next(c for c in kind.__mro__ if method in vars(c))
 
 
+def _extra_key(path: str) -> str:
+    return f"{path}.{EXTRA_STATE}".lstrip(".")
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
 @cache
 def _gives_extra(kind: type[nn.Module]) -> bool:
     return kind.get_extra_state is not nn.Module.get_extra_state
@@ -262,24 +201,6 @@ def _takes_extra(kind: type[nn.Module]) -> bool:
     return kind.set_extra_state is not nn.Module.set_extra_state
 
 
-def _obstacle(mine: list[tuple[ModelTensor, str]]) -> str:
-    if any(target.layout is not None for target, _ in mine):
-        return "is sharded, and its own load_state_dict code was not run"
-    if any(_has_source(target.frozen) for target, _ in mine):
-        return "is frozen, and its own load_state_dict code was not run"
-    if any(WRAPPERS.intersection(name.split(".")) for _, name in mine):
-        return "has wrapped parts, and its own load_state_dict code was not run"
-    return ""
-
-
-def _has_source(part: Any) -> bool:
-    """Whether a frozen part's values are not its parent's to load."""
-    return part is not None and part.anyrank_frozen.source is not None
-
-
-def _plain(path: str) -> str:
-    return list(candidates(path))[-1]
-
-
 def _title(path: str) -> str:
-    return _plain(path) or "the model"
+    """A module's or a key's name without what wrappers add."""
+    return list(candidates(path))[-1] or WHOLE

@@ -10,7 +10,6 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import remember
 from anyrank.model.allocate import allocate, default_device, device_for
-from anyrank.model.dora import is_magnitude
 from anyrank.model.initialise import Initialiser
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
@@ -74,8 +73,6 @@ class ModelShare:
         """
         for index in self.match.initialise:
             target = self.match.tensors[index]
-            if is_magnitude(target):  # computed from the base weights, once they are in place
-                continue
             rule = self.initialiser.fill(target, self.local(index))
             if rule is None:
                 raise LoadError(
@@ -104,7 +101,6 @@ class ModelShare:
             if not tensors[index].is_meta:
                 self._own[index].copy_(values)
         renewed = replace([*replacements, *new])
-        self._tie_again()
         self.remember_frozen()
         return renewed
 
@@ -114,13 +110,6 @@ class ModelShare:
         for part in {module: None for path in paths for module in path}:
             if "anyrank_frozen" in part.__dict__:
                 remember(part)
-
-    def _tie_again(self) -> None:
-        targets = self.match.tensors
-        for index, source in self.match.retie.items():
-            for place in targets[index].registrations:
-                setattr(place.module, place.attribute, targets[source].tensor)
-                targets[source].registrations.append(place)
 
     def move_buffers(self) -> None:
         """Move real CPU buffers of a plain model to the device that its parameters got."""

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
-from anyrank.model.wrappers import (
-    Path,
-    is_adapter,
-    is_peft,
-    is_peft_class,
-    is_wrapping,
-    names_in_peft,
-    plain_of,
-)
+from anyrank.model.peft import is_adapter, is_peft, is_peft_class, is_peft_wrapping, names_in_peft
+from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_groups
@@ -29,25 +21,6 @@ from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_g
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
-
-
-class Registration(NamedTuple):
-    """A module's entry for a tensor: `module.<attribute>`.
-
-    Attributes:
-        names: the names that mean this entry, `named_parameters()`'s first.
-        path: the modules from the root to `module`, both included.
-    """
-
-    names: tuple[str, ...]
-    module: nn.Module
-    attribute: str
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The name below the wrappers: the one that the model's author knows."""
-        return self.names[1 if len(self.names) > 1 else 0]
 
 
 @dataclass
@@ -213,7 +186,9 @@ def describe(walk: Walk) -> Description:
         raw, clean = prefixes[parent] if prefixes else ("", "")
         if prefixes:
             raw += f"{name}."
-            clean += "" if is_wrapping(walk.modules[parent], name) else f"{name}."
+            above = walk.modules[parent]
+            hides = is_wrapping(above, name) or is_peft_wrapping(above, name)
+            clean += "" if hides else f"{name}."
         prefixes.append((raw, clean))
         if frozen is None and _is_packed(kind):
             raise LoadError(
@@ -273,17 +248,3 @@ def _is_packed(kind: type[nn.Module]) -> bool:
     """Whether a class is of those that torch.ao puts in place of a quantised layer."""
     path = plain_of(kind).__module__
     return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path
-
-
-def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
-    """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
-    base weights, or with other adapters, is not what was put in.
-    """
-    return sorted(
-        {
-            place.name.rpartition(".")[0]
-            for target in (targets if "peft" in sys.modules else ())
-            for place in target.registrations
-            if any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
-        }
-    )

@@ -103,21 +103,23 @@ def _in_words(described: Described | None) -> str:
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
-    """NaN and infinite values by tensor, over all ranks (replicas count once a rank). All ranks."""
+    """NaN and infinite values by tensor over all ranks, of replicas counted once. All ranks."""
 
-    def count() -> dict[str, int]:
-        found: dict[str, int] = {}
+    def count() -> dict[tuple[str, tuple[int, ...]], int]:
+        found: dict[tuple[str, tuple[int, ...]], int] = {}
         for target in targets:
             local = target.local()
             if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
                 rows = local.reshape(-1).split(BLOCK_BYTES)
                 bad = sum(int((~row.isfinite()).sum()) for row in rows)
-                if bad:
-                    found[target.name] = bad
+                if bad:  # ranks whose first elements are the same ones are replicas
+                    found[target.name, target.pieces[0].box.offsets] = bad
         return found
 
-    total: dict[str, int] = {}
+    by_share: dict[tuple[str, tuple[int, ...]], int] = {}
     for table in ranks.together("looking for NaN", count):
-        for name, bad in table.items():
-            total[name] = max(total.get(name, 0), bad)
+        by_share |= table
+    total: dict[str, int] = {}
+    for (name, _), bad in by_share.items():
+        total[name] = total.get(name, 0) + bad
     return total

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from anyrank.errors import RankError
 from anyrank.tensors.hashing import derive
 from anyrank.world.device import rank_device
 
@@ -208,7 +209,10 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
 
 def own_accelerator() -> list[torch.device]:
     """The rank's own accelerator where the process uses it already, else nothing."""
-    device = rank_device()
+    try:
+        device = rank_device()
+    except RankError:  # ranks that share devices have none of their own
+        return []
     return [device] if is_in_use(device) else []
 
 

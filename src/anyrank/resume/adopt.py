@@ -17,8 +17,8 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
-from anyrank.formats.foreign import ForeignCheckpoint
-from anyrank.formats.foreign_formats import read_foreign
+from anyrank.formats.tools.foreign import ForeignCheckpoint
+from anyrank.formats.tools.read import read_foreign
 from anyrank.loading.execute_load import execute_load
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.model.memory_meter import Meter
@@ -31,8 +31,7 @@ from anyrank.resume.restore import Resuming
 from anyrank.resume.select_step import Candidate, Selected
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
-from anyrank.state.optimizer import match_optimizer
-from anyrank.state.optimizer_groups import Names
+from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.stateful import match_stateful
@@ -55,7 +54,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the middle.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path))
+    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path, ranks.size > 1))
     adopting = _Adopting(state, source, path, arguments, ranks)
     adopting.match()
     adopting.fill()
@@ -245,7 +244,7 @@ class _Adopting(Resuming):
         source = self.source
         return {*source.weights, *source.optimizers, *source.states}
 
-    def report(self, folder: RunFolder, verify: str) -> ResumeReport:
+    def report(self, folder: RunFolder, verify: bool) -> ResumeReport:
         """What was done. All ranks."""
         made = super().report(folder, verify)
         return replace(made, path=self.path, verified="headers and sizes")

@@ -6,10 +6,8 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.data.position import check_same_on_ranks
@@ -21,13 +19,11 @@ from anyrank.resume.loop import (
     Loop,
     StepCounter,
     StepHooks,
-    left_by_break,
     loader_of,
     stop_condition,
 )
-from anyrank.resume.one_thread import one_thread
 from anyrank.resume.options import ResumeArguments, RunOptions
-from anyrank.resume.replay import writer_of
+from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord
@@ -47,8 +43,8 @@ log = logging.getLogger("anyrank.resume")
 class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
-    Every rank makes one with the same arguments. Any rank may call `latest`, `saved` and `stats`,
-    all the other methods are for all ranks together.
+    Every rank makes one with the same arguments, and calls it from one thread. Any rank may call
+    `latest`, `saved` and `stats`, all the other methods are for all ranks together.
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
@@ -58,8 +54,8 @@ class Checkpoints:
         every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
             first rank; None saves at the end, when asked, and on SIGTERM and SIGUSR1.
         background: hold the training only for a copy; at most one save is in flight.
-        verify: what a resume compares: "full" every byte that it reads with its checksum, "size"
-            all files' sizes and the small ones' checksums, "off" the small files' checksums only.
+        verify: compare every byte that a resume reads with its checksum; False: all files' sizes,
+            and the small ones' checksums.
         keep_every: steps that are multiples of it, or for which a function of it is true, stay.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
@@ -94,7 +90,7 @@ class Checkpoints:
         keep: int = 3,
         every: int | str | None = None,
         background: bool = False,
-        verify: Literal["size", "full", "off"] = "full",
+        verify: bool = True,
         keep_every: int | Callable[[int], bool] | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
         peers: bool | int | str = False,
@@ -110,20 +106,19 @@ class Checkpoints:
                 self.path, keep, every, background, verify, keep_every, peers
             )
             self._folder = RunFolder(store_for(self.path), self.path)
-            self._writer = writer_of(self._folder, state, self._options, on_commit)
+            self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._state = state
         self._process_group = process_group
         self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
-        self._calling = threading.RLock()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None
         self._counter = StepCounter(state)
+        self._has_stepped = False
         self._is_training = False  # on all ranks alike: whether a loop was begun
 
     # -- resume -----------------------------------------------------------------------------------
 
-    @one_thread
     def resume(
         self,
         which: str | int | os.PathLike[str] = "auto",
@@ -137,14 +132,15 @@ class Checkpoints:
         The newest step that verifies is restored; damaged ones are renamed `.bad-...` and reported.
         Everything is compared before anything is changed. Random streams are restored last.
 
-        A path begins this run with a checkpoint from elsewhere: a step of another run, or what
-        another tool saved. Of that, what is there comes over, and the report has the rest. Once the
+        A path into this run means that step, and the run's own path its newest. Any other path
+        begins this run with a checkpoint from elsewhere: a step of another run, or what another
+        tool saved. Of that, what is there comes over, and the report has the rest. Once the
         run has steps of its own these are resumed, so that a job that restarts goes on.
 
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
-                error; a number: that step. Newer ones are set aside at the next save. Anything
-                else is a path or URL.
+                error; a number: that step. Newer ones are set aside at the next save. Or a path or
+                URL that is there.
             skip: parts of the state that stay as they are; with a path, where the run begins with
                 it, and not once the run has steps of its own.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
@@ -155,6 +151,7 @@ class Checkpoints:
             The report, equal on all ranks; None when there is nothing to resume.
 
         Raises:
+            ValueError: `which` is none of these.
             CheckpointError: the step does not fit the state, which is unchanged then; ranks give
                 other arguments, or their data differs; or reading failed in the middle, and the
                 state may not be used before it is resumed again.
@@ -175,20 +172,20 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = self._writer.arguments(ResumeArguments(which, skip, fresh, rename))
+        arguments = ResumeArguments(which, skip, fresh, rename)
         arguments.agree(ranks)
         self.wait()
         return self._writer.resume(arguments, ranks)
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterable[Step]:
+    def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
         """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
 
-        A step counts when the loop's body ends. A body that is left by `break` or `return` counts
-        if the optimizer has stepped in it; an exception counts nothing and saves nothing, and after
-        the optimizer's step the state has to be resumed then. Goes from epoch to epoch; a run that
-        is at its end already gets no step. All ranks.
+        A step counts when it is whole: its microbatches ran, and an optimizer of the state stepped.
+        However the body is left then, by `break`, `return` or an exception, the step counts; one
+        that is left before comes again. An exception that leaves the `with` block saves nothing.
+        Goes from epoch to epoch; a run that is at its end already gets no step. All ranks.
 
         Args:
             until: optimizer steps of the whole run, earlier processes included.
@@ -223,7 +220,7 @@ class Checkpoints:
         self._counter.leave_body()  # of a loop whose iterator is still held
         ranks, state = self._open("steps"), self._state
         same_arguments(ranks, "steps", limits, CheckpointError, run_parts(state).check_usable)
-        self._is_training, self._counter.was_broken_off = True, False
+        self._is_training = True
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
@@ -231,7 +228,7 @@ class Checkpoints:
                     try:
                         yield step
                     except GeneratorExit:
-                        self._counter.leave_body(left_by_break())
+                        self._counter.leave_body()
                         raise
                     self._counter.end_body(step)
                     self.step_done()
@@ -240,7 +237,6 @@ class Checkpoints:
         if self._counter.completed:
             self.save(unless_saved=True)
 
-    @one_thread
     def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
 
@@ -270,6 +266,9 @@ class Checkpoints:
         with self._counter.at_boundary():
             reports = ranks.together("completing the step", here)
             self._counter.count()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._writer.warn_of_refusal(ranks)
         mine, due = reports[ranks.index], reports[0].due  # the first rank's clock decides
         signals = {report.signal for report in reports} - {None}
         try:
@@ -292,7 +291,6 @@ class Checkpoints:
 
     # -- save -------------------------------------------------------------------------------------
 
-    @one_thread
     def save(self, *, unless_saved: bool = False) -> None:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
@@ -317,7 +315,6 @@ class Checkpoints:
         self._writer.save(ranks, self._writers, unless_saved)
         self._writer.last_save = time.monotonic()
 
-    @one_thread
     def wait(self) -> None:
         """Return when no save is in flight. All ranks.
 
@@ -357,7 +354,6 @@ class Checkpoints:
             self._ranks = ranks
         return self._ranks
 
-    @one_thread
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
 
@@ -384,16 +380,34 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            # A generator around the `with` is closed by GeneratorExit when its loop is left.
-            is_left = isinstance(error, GeneratorExit) and not self._counter.was_broken_off
-            if error is not None and not is_left:
+            self._counter.leave_body()  # of a loop whose iterator is still held
+            if error is not None:
                 self._writer.leave(self._ranks is not None and self._ranks.index == 0)
                 return
-            self._counter.leave_body()  # of a loop whose iterator is still held
-            ranks = self._ranks if self._is_training else None
-            if ranks is not None and self._counter.has_whole_steps(ranks, self._writer):
+            if self._is_training and self._ranks is not None and self._has_whole_steps(self._ranks):
                 self.save(unless_saved=True)
             self.wait()
         finally:
             self._release()
         self._signals.pass_on()
+
+    def _has_whole_steps(self, ranks: Ranks) -> bool:
+        """Whether there is a step to save on leaving. All ranks.
+
+        Raises:
+            CheckpointError: a step moved the state of some rank, and does not count.
+        """
+
+        def here() -> tuple[bool, bool]:
+            run_parts(self._state).check_usable()
+            return self._counter.completed > 0, self._writer.is_within_step
+
+        flags = ranks.together("leaving the loop", here)
+        if any(is_within for _, is_within in flags):
+            log.warning(
+                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
+                "checkpoint stays the one before",
+                self._state.step,
+            )
+            return False
+        return any(has_counted for has_counted, _ in flags)

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
-from anyrank.formats.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
-from anyrank.state.opaque import is_opaque
-from anyrank.state.optimizer import UNKNOWN
-from anyrank.state.optimizer_groups import Names
+from anyrank.formats.tools.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
+from anyrank.state.optimizer import UNKNOWN, Names
 from anyrank.state.part_types import listed
+from anyrank.state.stateful import has_own_methods
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 
@@ -55,7 +54,7 @@ def record_of(
 
     def put(where: str, value: Any) -> Any:
         tensors[where] = value.renamed(where)
-        return {"~plain": [where, ""]}
+        return {"~whole": [where, ""]}
 
     expected = _state_of_class(optimizer)
     state: dict[str, Any] = {}
@@ -130,7 +129,7 @@ def count_in_tensors(optimizer: Optimizer) -> None:
 def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer) -> list[str]:
     """Signs that another kind of optimizer saved it."""
     name = type(optimizer).__name__
-    if is_opaque(optimizer):
+    if has_own_methods(optimizer):
         return [
             f"{part}: a {name} keeps state that only its own methods know, and another tool's "
             f"checkpoint has no such state: leave it as it is with skip=[{part!r}]"

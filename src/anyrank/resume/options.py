@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyrank.checks import check_bool, check_choice, check_int, check_names
+from anyrank.checks import check_bool, check_int, check_names
 from anyrank.errors import CheckpointError
 from anyrank.resume.cadence import Cadence, cadence
-from anyrank.resume.select_step import VERIFY
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
@@ -85,14 +84,13 @@ class RunOptions:
     keep: int
     every: int | str | None
     background: bool
-    verify: str
+    verify: bool
     keep_every: int | Callable[[int], bool] | None
     peers: bool | int | str = False
 
     def __post_init__(self) -> None:
         check_int("keep", self.keep, 2)  # the newest may turn out damaged
-        check_bool(background=self.background)
-        check_choice("verify", self.verify, VERIFY)
+        check_bool(background=self.background, verify=self.verify)
         if self.keep_every is not None and not callable(self.keep_every):
             check_int("keep_every", self.keep_every, 1)
         cadence(self.every)

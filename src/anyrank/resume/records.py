@@ -17,10 +17,10 @@ BY_METHODS = {
     "tree": ANY,
     "by_rank": Optional([ANY]),
     "opaque": Optional(bool),
-    "kept": Optional([str]),
+    "unsaved": Optional([str]),
 }
-WHOLE = ("~whole", "~tensor", "~plain", "~like", "~laid")  # marks of a tensor in a record
-OWN = "~own"  # the mark of a tensor that a rank alone held, named `<name>@<rank>`
+WHOLE = ("~whole", "~like", "~laid")  # marks of a tensor in a record
+OWN = "~rank"  # the mark of a tensor that a rank alone held, named `<name>@<rank>`
 RECORDS = {
     "module": {
         "kind": str,

@@ -258,6 +258,7 @@ class Resuming:
             for name, outcome in streams.items()
             if outcome.how != "exact"
         ]
+        notes += [note for part in self.matched.values() for note in part.notes]
         notes += _differed_in_words(self.found.manifest.differed)
         data = self.state.data
         if isinstance(data, Position):
@@ -268,7 +269,7 @@ class Resuming:
             notes += data.notes
         return notes
 
-    def report(self, folder: RunFolder, verify: str) -> ResumeReport:
+    def report(self, folder: RunFolder, verify: bool) -> ResumeReport:
         """What was done. All ranks."""
         streams = self.outcomes
         found, manifest = self.found, self.found.manifest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from anyrank.errors import CheckpointError
-from anyrank.files.storage import absolute
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import is_step, steps_of
 from anyrank.resume.adopt import adopt
@@ -41,16 +41,20 @@ def resume_run(
     state: TrainState,
     folder: RunFolder,
     arguments: ResumeArguments,
-    verify: str,
+    verify: bool,
     ranks: Ranks,
     memory: PeerMemory | None = None,
 ) -> Resumed | None:
     """Restore a state; None where there is nothing to resume. All ranks.
 
     Raises:
+        ValueError: a path where nothing is, or `rename` with a run's path.
         CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
     """
-    which, path = arguments.which, arguments.path
+    path, which = arguments.path, arguments.which
+    meant = None if path is None else _agree_on_path(path, folder, arguments, ranks)
+    if meant is not None and meant.own is not None:
+        path, which = None, meant.own
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
     search = StepSearch(folder, own, verify, ranks, memory)
     began = path is not None  # this run is past it, and so past its skip= as well
@@ -65,8 +69,8 @@ def resume_run(
         leaves_newer = isinstance(which, int) or bool(resuming.found.left)
         resumed = _resumed(resuming, report, ranks, held is None, leaves_newer)
         return replace(resumed, snapshot=None if held is None else held.name)
-    if path is not None:
-        return _from_elsewhere(state, folder, path, arguments, verify, ranks)
+    if path is not None and meant is not None:
+        return _from_elsewhere(state, folder, path, meant.step, arguments, verify, ranks)
     if which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume('must') never starts anew: "
@@ -79,19 +83,15 @@ def _from_elsewhere(
     state: TrainState,
     folder: RunFolder,
     path: str,
+    found: tuple[str, int] | None,
     arguments: ResumeArguments,
-    verify: str,
+    verify: bool,
     ranks: Ranks,
 ) -> Resumed:
     """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
-    found = ranks.from_one("looking at the checkpoint", lambda: _step_of_a_run(path))
     if found is None:
         resuming = adopt(state, path, arguments, ranks)
         return _resumed(resuming, resuming.report(folder, verify), ranks)
-    if arguments.rename is not None:
-        raise ValueError(
-            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMED}"
-        )
     other = RunFolder(store_for(found[0]), found[0])
     search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
     resuming = resume_newest(state, search, ranks, arguments)
@@ -100,20 +100,73 @@ def _from_elsewhere(
     return _resumed(resuming, resuming.report(other, verify), ranks)
 
 
-def _step_of_a_run(path: str) -> tuple[str, int] | None:
-    """Folder of a run, and step, that a path means; None for another tool's. One rank."""
+class _Meant(NamedTuple):
+    """What a path means: a step of this run (`own`), one of another run, or neither.
+
+    Attributes:
+        own: "must" for the run's own folder, or a number of one of its steps.
+        step: of another run: its folder, and the number.
+        problem: why there is nothing to resume, in words.
+    """
+
+    own: str | int | None = None
+    step: tuple[str, int] | None = None
+    problem: str | None = None
+
+
+def _agree_on_path(
+    path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
+) -> _Meant:
+    """What a path means. All ranks.
+
+    Raises:
+        ValueError: nothing is there, or `rename` with a run's path.
+    """
+    meant = ranks.from_one("looking at the path", lambda: _meant_by(path, folder))
+    if meant.problem:
+        raise ValueError(meant.problem)
+    if arguments.rename is not None and (meant.own is not None or meant.step is not None):
+        raise ValueError(
+            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMED}"
+        )
+    return meant
+
+
+def _meant_by(path: str, folder: RunFolder) -> _Meant:
+    """What there is at a path. One rank."""
     path = path.rstrip("/")
     run = RunFolder(store_for(path), path)
     with reading(path):
+        if not run.store.is_file(path) and not run.store.is_dir(path):
+            return _Meant(problem=_nothing_there(path, folder))
         is_one = is_step(run.store, path)
+    parent, _, name = _resolved(path).rpartition("/")
+    number = steps_of([name])
+    if _resolved(path) == _resolved(folder.path):
+        return _Meant(own="must")
+    if number and parent == _resolved(folder.path):
+        return _Meant(own=number[0][0])
+    if is_one and not number:
+        raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
     if is_one:
-        parent, _, name = absolute(path).rpartition("/")
-        steps = steps_of([name])
-        if not steps:
-            raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
-        return parent, steps[0][0]
+        return _Meant(step=(parent, number[0][0]))
     steps = run.committed()
-    return (path, steps[0][0]) if steps else None
+    return _Meant(step=(path, steps[0][0]) if steps else None)
+
+
+def _nothing_there(path: str, folder: RunFolder) -> str:
+    """What is wrong with a path that means nothing."""
+    where = "" if "://" in path else f" (working directory {os.getcwd()})"
+    steps = ", ".join(str(step) for step, _ in folder.committed()[:10]) or "none"
+    return (
+        f"resume({path!r}): is not 'auto', not 'must', and no path that is there{where}; a step is "
+        f"given as a number, of those that {folder.path} has: {steps}"
+    )
+
+
+def _resolved(path: str) -> str:
+    """A path by which one folder is known, however it is written."""
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _resumed(

@@ -22,6 +22,7 @@ from anyrank.state.train_state import TrainState, run_parts
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
+saving_log = logging.getLogger("anyrank.saving")
 
 FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
 
@@ -57,9 +58,8 @@ class RunWriter:
         self._options = options
         self._background = Background(self._write) if options.background else None
         self._on_commit = on_commit
-        self._is_locked = False
+        self._is_locked = self._is_first = False
         self.last_save = self._last_snapshot = time.monotonic()
-        self._in_flight: Snapshot | None = None
         self.on_disk: tuple[int, str | None] | None = None
         self.branch: int | None = None
         self.memory: PeerMemory | None = None
@@ -83,13 +83,30 @@ class RunWriter:
         return isinstance(data, Position) and data.in_step
 
     def open(self, ranks: Ranks) -> None:
-        """Agree on what the ranks' writers have: callbacks, and the machines' memory. All ranks."""
+        """Look at the folder and at the optimizers, before hours of training. All ranks.
+
+        Raises:
+            CheckpointError: the folder is no place for a run, or an optimizer cannot be saved.
+        """
+        ranks.from_one("opening the run", self._folder.check_no_other)
+        check = run_parts(self._state).check_optimizers
+        ranks.together("opening the run", lambda: check(ranks.index))
+        self._is_first = ranks.index == 0
         self.has_callback = ranks.any(self.has_callback, "opening the run")
         self.memory = open_memory(self._folder.path, ranks) if self._options.peers else None
 
-    def arguments(self, given: ResumeArguments) -> ResumeArguments:
-        """What a resume restores, of what the script asks for."""
-        return given
+    def warn_of_refusal(self, ranks: Ranks) -> None:
+        """Say after the first step, when optimizers have their state, that no save can hold it.
+        All ranks.
+        """
+        problem: str | None = None
+        try:
+            run_parts(self._state).check_optimizers(ranks.index)
+        except CheckpointError as error:
+            problem = str(error)
+        found = [*filter(None, ranks.gather(problem, "looking at the optimizers"))]
+        if found and self._is_first:
+            saving_log.warning("after the first step: the next save will fail: %s", found[0])
 
     def resume(self, arguments: ResumeArguments, ranks: Ranks) -> ResumeReport | None:
         """Restore the state; None where there is nothing to resume. All ranks."""
@@ -134,20 +151,14 @@ class RunWriter:
             branch, self.branch = self.branch, None
             ranks.from_one("leaving newer steps", lambda: folder.abandon(branch))
         snapshot = self._collect(ranks)
+        state.run = snapshot.manifest.run
         if self._background is None:
             record = self._write(snapshot, ranks)
-            self._note(replace(record, stall_seconds=time.perf_counter() - start), snapshot)
+            self._note(replace(record, stall_seconds=time.perf_counter() - start))
             self._call_back_on_all(ranks)
             return
-        self._background.watch(run_parts(state).optimizers())
         assert writers is not None
-        self._in_flight = snapshot
-        try:
-            self._background.start(snapshot, ranks, writers)
-        finally:  # an interrupt (Ctrl-C) does not lose sight of a thread that has started
-            if not self._background.is_started:
-                self._in_flight = None
-        self._background.stall += time.perf_counter() - start
+        self._background.start(snapshot, ranks, writers, start)
 
     def _can_replace(self, ranks: Ranks) -> bool:
         """Whether a step that is saved can be saved again; where it cannot, a warning says so."""
@@ -176,8 +187,6 @@ class RunWriter:
         assert self.memory is not None
         start = time.perf_counter()
         snapshot = self._collect(ranks)
-        differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
-        snapshot = replace(snapshot, manifest=replace(snapshot.manifest, differed=differed))
         try:
             nbytes = self.memory.keep(snapshot)
         except CheckpointError as error:
@@ -224,34 +233,17 @@ class RunWriter:
         Raises:
             CheckpointError: the save that was in flight failed.
         """
-        if self._in_flight is not None:
-            self._join()
+        if self._background is not None and self._background.is_in_flight:
+            self._note(self._background.wait())
             self._call_back_on_all(ranks)
 
-    def _join(self, timeout: float | None = None) -> None:
-        """Wait for the save in flight. Each rank by itself.
-
-        Raises:
-            CheckpointError: it failed, or is not finished after `timeout` seconds.
-        """
-        if self._background is None or self._in_flight is None:
-            return
-        snapshot = self._in_flight
-        try:
-            record = self._background.wait(timeout)
-        except Exception:
-            self._in_flight = None
-            raise  # an interrupt (Ctrl-C) leaves the save in flight
-        self._in_flight = None
-        self._note(record, snapshot)
-
-    def _note(self, record: SaveRecord, snapshot: Snapshot) -> None:
-        self._state.run = snapshot.manifest.run
+    def _note(self, record: SaveRecord) -> None:
         if self.is_saved and self.memory is not None:
             self.memory.remove_but()  # has the step as it was before
         self.on_disk = (record.step, self._state.run)
         self.records.append(record)
-        log.info("saved step %d: %s", record.step, record.path)
+        if self._is_first:
+            saving_log.info("saved step %d: %s", record.step, record.path)
 
     def _call_back_on_all(self, ranks: Ranks) -> None:
         if self.has_callback:
@@ -268,16 +260,14 @@ class RunWriter:
         that ends the run is the one to see.
         """
         try:
-            if self._in_flight is not None:
-                self._join(FAILED_EXIT_SEC)
+            if self._background is not None and self._background.is_in_flight:
+                self._note(self._background.wait(FAILED_EXIT_SEC))
                 self._call_back(is_first)
         except Exception as error:  # whatever on_commit raises
             log.error("while an exception ends the run: %s", error)
 
     def release(self) -> None:
-        """Let go of the folder and the optimizers."""
-        if self._background is not None:
-            self._background.close()
+        """Let go of the folder."""
         if self._is_locked:
             self._lock.release()
         self._is_locked = False

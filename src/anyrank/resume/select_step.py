@@ -18,8 +18,6 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-VERIFY = ("size", "full", "off")
-
 
 class Unreadable(CheckpointError):
     """A disk or the network does not return a step's bytes, which is no proof of damage."""
@@ -94,7 +92,7 @@ class StepSearch:
         self,
         folder: RunFolder,
         which: str | int,
-        verify: str,
+        verify: bool,
         ranks: Ranks,
         memory: PeerMemory | None = None,
     ) -> None:
@@ -112,8 +110,7 @@ class StepSearch:
         All ranks.
 
         Raises:
-            CheckpointError: there are steps and none can be used, or not the one asked for; or
-                there is another tool's checkpoint.
+            CheckpointError: there are steps and none can be used, or not the one asked for.
         """
         while (candidate := self._candidate()) is not None:
             if candidate.damaged is None and candidate.unread is None:
@@ -127,7 +124,6 @@ class StepSearch:
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
                 f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
             )
-        self.ranks.from_one("looking for a checkpoint", self.folder.check_no_other)
         return None
 
     def _candidate(self) -> Candidate | None:
@@ -167,7 +163,7 @@ class StepSearch:
             raise CheckpointError(str(error), causes=error.causes) from error
 
     def _look(self) -> Candidate | None:
-        return _look(self.folder, self.which, self.left, self.verify != "off")
+        return _look(self.folder, self.which, self.left)
 
     def _selected(self, candidate: Candidate) -> Selected:
         manifest, listing = candidate.manifest, candidate.listing
@@ -182,7 +178,7 @@ class StepSearch:
             set_aside=self.set_aside,
             left=self.left,
             notes=self.notes,
-            verify=self.verify == "full",
+            verify=self.verify,
             memory=self.memory if candidate.held is not None else None,
         )
 
@@ -251,7 +247,7 @@ def _bad(folder: RunFolder) -> list[str]:
     return [name for name in folder.names() if name.startswith(".bad-")]
 
 
-def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> Candidate | None:
+def _look(folder: RunFolder, which: str | int, left: list[str]) -> Candidate | None:
     """The step to try, with what is wrong with it. One rank."""
     steps = [step for step in folder.claimed() if step[1] not in left]
     if which not in ("auto", "must"):
@@ -264,8 +260,8 @@ def _look(folder: RunFolder, which: str | int, left: list[str], sizes: bool) -> 
         return None
     step, name = steps[0]
     try:
-        manifest, small = folder.examine(name, sizes)
-        listing = list_step(folder.store, folder.join(name), manifest, small, sizes)
+        manifest, small = folder.examine(name)
+        listing = list_step(folder.store, folder.join(name), manifest, small)
         check_records(manifest, listing.tensors, folder.join(name))
         return Candidate(step, name, manifest, listing)
     except CorruptCheckpoint as error:
@@ -289,10 +285,8 @@ def _look_in_memory(memory: PeerMemory, held: Held) -> Candidate:
         return Candidate(held.step, held.name, damaged=str(error), held=held)
 
 
-def verified_in_words(verify: str) -> str:
+def verified_in_words(verify: bool) -> str:
     """What a resume has compared, for its report."""
-    return {
-        "full": "every byte that was read, by checksum",
-        "size": "sizes of all files, checksums of the small ones",
-        "off": "checksums of the small files only",
-    }[verify]
+    if verify:
+        return "every byte that was read, by checksum"
+    return "sizes of all files, checksums of the small ones"

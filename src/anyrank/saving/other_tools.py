@@ -1,102 +1,95 @@
-"""What another tool saved in a run's folder, found by names alone: no file is opened."""
+"""What else is in a folder that is to hold a new run, by names alone: no file is opened."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats.foreign_formats import FILES, recognises
-from anyrank.formats.run_folder import INDEX
+from anyrank.formats.run_folder import INDEX, is_step, steps_of
 from anyrank.formats.sources import checkpoint_among
+from anyrank.formats.tools.read import FILES, recognises
 
-LEVELS = 3  # lightning_logs/version_0/checkpoints
 MAX_FOLDERS = 200  # that are listed, each by one request in an object store
-# The names under which tools keep checkpoints. Other folders are the user's own, samples/ say, and
-# not looked into; below one of these they are listed last.
-LIKELY = re.compile(
-    r"^((lightning_logs|checkpoints?|ckpts?|best|last|latest)$"
-    r"|(version|global_?step|step|checkpoint|ckpt|epoch|iter|pytorch_model|optimizer).*\d)"
+MEGATRON = "latest_checkpointed_iteration.txt"
+# Weights within a folder of the folder. Files of a user's own data end in .bin and .pt as well.
+WEIGHTS = re.compile(
+    r".*\.(distcp|safetensors|index\.json|ckpt|pth)$|(pytorch_)?model.*\.(bin|pt)$", re.IGNORECASE
 )
 
 
-class Found(NamedTuple):
-    """Another tool's checkpoint: the path that reads it, and what shows that it is one."""
-
-    place: str
-    sign: str
-
-
-def checkpoint_of_another(names: list[str]) -> str | None:
+def checkpoint_of_another(names: Sequence[str]) -> str | None:
     """What shows that a folder with these entries is a checkpoint, if no save of a run began it."""
     begun = any(name in (MANIFEST, INDEX) or name.endswith(SUFFIX) for name in names)
     return None if begun else checkpoint_among(names)
 
 
-def find_checkpoint(storage: Storage, path: str, skip: re.Pattern[str]) -> Found | None:
-    """The uppermost checkpoint of another tool in a folder; of several the one with the highest
-    number in its name.
+def other_in(storage: Storage, path: str, own: re.Pattern[str]) -> str | None:
+    """Why a folder is no place for a new run, with the way out; None for a good place.
+
+    The folder and those in it are looked at, and none below.
 
     Args:
         storage: where it is.
         path: the folder.
-        skip: names in it that are the run's own.
+        own: names in it that a run's own save may have begun.
 
     Raises:
         OSError: the storage does not say what is in the folder.
     """
-    level: list[tuple[str, ...]] = [()]
-    listed: dict[tuple[str, ...], list[str]] = {}
-    for _ in range(LEVELS + 1):
-        below: list[tuple[str, ...]] = []
-        for parts in level[: MAX_FOLDERS - len(listed)]:
-            entries = _entries(storage, _under(path, parts))
-            names = listed[parts] = list(entries)
-            if sign := checkpoint_of_another(names):
-                return Found(_place(path, parts, sign, listed), sign)
-            if not checkpoint_among(names):  # else a step of another run of anyrank's
-                inner = [name for name in _folders(entries) if not skip.match(name)]
-                below += [(*parts, name) for name in inner if parts or _is_likely(name)]
-        level = below
+    if storage.is_file(path):
+        return _of_tool(path, "a file")
+    entries = _entries(storage, path)
+    names = [*entries]
+    if MANIFEST in names:
+        return "is one step of a run: give the run's folder"
+    sign = checkpoint_of_another(names)
+    if sign is not None and not recognises(names) and sign.lower().endswith(FILES):
+        return _of_tool(join_path(path, sign), sign)
+    if sign is not None or recognises(names) or MEGATRON in names:
+        return _of_tool(path, sign or "by the names in it")
+    folders = [name for name, is_dir in entries.items() if is_dir and name[0] != "."]
+    folders = [name for name in folders if not own.match(name)]
+    for name in sorted(folders, key=_by_number, reverse=True)[:MAX_FOLDERS]:
+        problem = _within(storage, join_path(path, name))
+        if problem is not None:
+            return problem
     return None
 
 
+def _within(storage: Storage, folder: str) -> str | None:
+    """As `other_in`, of a folder in the folder."""
+    names = [*_entries(storage, folder)]
+    steps = steps_of(names)
+    if any(is_step(storage, join_path(folder, name)) for _, name in steps[:1]):
+        return (
+            f"holds runs, and is none: {folder} is one: give Checkpoints({folder!r}) to go on with "
+            "it, or a folder that is not there yet for a new run"
+        )
+    weights = sorted(name for name in names if WEIGHTS.match(name))
+    if weights and checkpoint_of_another(names) and not recognises(names):
+        is_read = weights[0].lower().endswith(FILES)
+        return _of_tool(join_path(folder, weights[0]) if is_read else folder, weights[0])
+    return _of_tool(folder, "by the names in it") if recognises(names) else None
+
+
+def _of_tool(place: str, sign: str) -> str:
+    return (
+        f"holds no step of a run, but what another tool saved: {place} ({sign}); give Checkpoints "
+        f"a folder of its own, and go on from there with resume({place!r}), or for its weights "
+        f"alone call anyrank.load(model, {place!r})"
+    )
+
+
 def _entries(storage: Storage, folder: str) -> Mapping[str, bool]:
-    """Nothing for a folder that is closed to this user, as `lost+found` is, or gone since."""
+    """Nothing for a folder that is closed to this user, as `lost+found` is, or not there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         return storage.entries(folder)
     return {}
 
 
-def _folders(entries: Mapping[str, bool]) -> list[str]:
-    names = [name for name, is_folder in entries.items() if is_folder and name[0] != "."]
-    return sorted(names, key=_rank, reverse=True)
-
-
-def _rank(name: str) -> tuple[bool, list[int]]:
-    return _is_likely(name), [*map(int, re.findall(r"\d+", name))]
-
-
-def _is_likely(name: str) -> bool:
-    return LIKELY.match(name.lower()) is not None
-
-
-def _place(
-    path: str, parts: tuple[str, ...], sign: str, listed: Mapping[tuple[str, ...], list[str]]
-) -> str:
-    """What `resume` takes: the uppermost folder that a reader knows, else the file itself."""
-    above = [parts[:n] for n in range(len(parts) + 1)]
-    known = next((each for each in above if recognises(listed[each])), None)
-    if known is None and sign in listed[parts] and sign.lower().endswith(FILES):
-        return _under(path, (*parts, sign))
-    return _under(path, parts if known is None else known)
-
-
-def _under(path: str, parts: tuple[str, ...]) -> str:
-    for name in parts:
-        path = join_path(path, name)
-    return path
+def _by_number(name: str) -> list[int]:
+    return [*map(int, re.findall(r"\d+", name))]

@@ -12,8 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
-import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from datetime import UTC, datetime
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.listing import FileInfo, Listing, SumsFile
+from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path
 from anyrank.files.store import LocalStore, digest_of, storing, write_file
@@ -30,20 +28,10 @@ from anyrank.saving.peer_files import FileTransfer, make_folder, pass_on
 from anyrank.saving.rank_file import WrittenShare, write_share
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import Snapshot
-from anyrank.settings import PEERS_FOLDER, WARM_REQUEST
-from anyrank.world.processes import changed_variables
+from anyrank.settings import PEERS_FOLDER
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
-
-# Variables that torch and its libraries read while they are imported, before a script sets them.
-READ_AT_IMPORT = re.compile(
-    "(OMP|GOMP|KMP|MKL|OPENBLAS|ATEN|DNNL|ONEDNN|TORCH[A-Z]*|PYTORCH|LD)_|_?PYTHON"
-    # its compiler:
-    "|(AOT[A-Z]*|CUTEDSL|CUTLASS|DUMP|ENABLE|FAKE|INDUCTOR|LOG|PARTITIONER|PT2|UNSAFE)_"
-    "|(CI|CXX|HOME|TMP|TEMP|TMPDIR|USER|USERNAME|LOGNAME|LNAME)$"
-)
-COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # a process's first optimizer sets it to its default
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,6 @@ class PeerMemory:
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStore(), join_path(root, key))
         self.ranks = ranks
-        self._warm_request = join_path(root, WARM_REQUEST)
         self._tag = ranks.from_one("naming the memory", lambda: uuid.uuid4().hex[:8])
         self._count = 0
         machines = range(len(ranks.hosts))
@@ -110,9 +97,6 @@ class PeerMemory:
         with storing(self.folder.path):
             make_folder(self.folder.path)
         self.remove_but(*(name for _, name in self.folder.committed()))
-        if self._leads and not any(map(READ_AT_IMPORT.match, _changed_by_script())):
-            with contextlib.suppress(OSError), open(self._warm_request, "xb"):
-                pass  # `anyrank run` looks for it
 
     # -- keep -------------------------------------------------------------------------------------
 
@@ -244,15 +228,8 @@ class PeerMemory:
         infos, sums = [*listing.files], dict(listing.sums)
         for n in numbers:
             infos[n] = LocalStorage().info(_moved(infos[n].path, path))
-            sums[n] = SumsFile(_moved(sums[n].path, path), sums[n].size, sums[n].digest)
+            sums[n] = replace(sums[n], path=_moved(sums[n].path, path))
         return replace(listing, files=tuple(infos), sums=sums)
-
-
-def _changed_by_script() -> set[str]:
-    """Environment variables that are not as this process began, but for what torch itself sets."""
-    folder, name = os.path.split(os.environ.get(COMPILER_CACHE, ""))
-    is_torchs = folder == tempfile.gettempdir() and name.startswith("torchinductor_")
-    return changed_variables() - ({COMPILER_CACHE} if is_torchs else set())
 
 
 def _moved(path: str, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,20 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-from anyrank.errors import CheckpointError
-from anyrank.files.block_sums import SUFFIX, BlockDigester
+from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.manifest import FileRecord, record
+from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import copy_into, memory_of
 from anyrank.files.storage import join_path, split
 from anyrank.files.store import Sink, WritableStorage, storing, write_file
 from anyrank.formats.run_folder import SavedBox
-from anyrank.formats.torch_blob import ALIGN, wrap
+from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.state.digests import check_memory
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
-from anyrank.tensors.sharded_tensor import ShardedTensor, version_of
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import PIECE_BYTES, Write
-from anyrank.world.pages import use_large_pages
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Ranks
 
@@ -38,9 +38,6 @@ class Item:
         name, shape, dtype: of the whole tensor.
         box: the part of it.
         source: the box's elements, in memory of any device and stride.
-        steady: nothing but the optimizer's step changes it.
-        owner: the tensor that writes are counted on; a DTensor's are not counted on its local part.
-        version: torch's count of writes to it, when the state was collected.
     """
 
     name: str
@@ -48,9 +45,6 @@ class Item:
     dtype: torch.dtype
     box: Box
     source: torch.Tensor
-    steady: bool
-    owner: torch.Tensor
-    version: int
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +56,6 @@ def items_of(
     own: Sequence[ShardedTensor],
     writes: Sequence[Write],
     rank: int,
-    steady: set[str],
 ) -> list[Item]:
     """What this rank writes: its part of the plan, then what it alone holds."""
     items: list[Item] = []
@@ -71,79 +64,66 @@ def items_of(
             held, piece = tensors[write.index], write.piece
             inside = Box(piece.local, piece.box.sizes).slices()
             source = held.local()[inside] if piece.box.numel else held.local().new_empty(held.shape)
-            items.append(_item(held, piece.box, source, held.name in steady))
+            items.append(Item(held.name, held.shape, held.dtype, piece.box, source))
     for held in own:
         box = Box.whole(held.shape)  # one empty piece, where there is no element
         for whole in local_pieces(held.shape, None, None) or (Piece(box, box.offsets),):
             for part in whole.box.cut(PIECE_BYTES // held.dtype.itemsize):
-                items.append(_item(held, part, held.local()[part.slices()], False))
+                source = held.local()[part.slices()]
+                items.append(Item(held.name, held.shape, held.dtype, part, source))
     return items
-
-
-def _item(held: ShardedTensor, box: Box, source: torch.Tensor, steady: bool) -> Item:
-    version = version_of(held.tensor)
-    return Item(held.name, held.shape, held.dtype, box, source, steady, held.tensor, version)
 
 
 class Staging:
     """Memory of the size of a rank's share, pinned where the share is on an accelerator; reused."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def take(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
         """Copy every item; the copies, in the same order. The next call overwrites them.
 
         Raises:
-            CheckpointError: an item was written to while it was copied.
+            CheckpointError: a tensor's memory was released.
+            AnyrankError: there is no memory to lock.
         """
-        copies = self.begin(items, ranks)
-        for device in devices_of(items):
-            torch.accelerator.current_stream(device).synchronize()
-        return copies
-
-    def begin(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
-        """`take`, but copies from a device are only in its current stream when this returns."""
-        total = sum(-(-item.nbytes // ALIGN) * ALIGN for item in items)
-        if self.memory.numel() < total:
-            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # never two at a time
-            devices = devices_of(items)
-            if devices:
-                self.memory = page_locked(total, min(devices, key=str))
-            else:
-                self.memory = torch.empty(total, dtype=torch.uint8, device="cpu")
-                use_large_pages([self.memory], ranks.ranks_on_node)
+        devices = {item.source.device for item in items if not item.source.is_cpu}
+        self._reserve(sum(_room(item) for item in items), devices, ranks)
+        for device in devices:
+            stream = self._streams.setdefault(device, torch.Stream(device))
+            with torch.accelerator.device_index(device.index):  # no context on the current one
+                stream.wait_event(torch.accelerator.current_stream(device).record_event())
         copies: list[Item] = []
         position = 0
         for item in items:
             ranks.check()
-            part = self.memory[position : position + item.nbytes]
+            part = self._memory[position : position + item.nbytes]
             copy = part.view(item.dtype).view(item.box.sizes)
             check_memory(item.name, item.source)
-            copy_into(copy, item.source, non_blocking=True)
-            check_unwritten(item)
+            with self._streams.get(item.source.device, contextlib.nullcontext()):
+                copy_into(copy, item.source, non_blocking=True)
             copies.append(replace(item, source=copy))
-            position += -(-item.nbytes // ALIGN) * ALIGN
+            position += _room(item)
+        for device in devices:
+            self._streams[device].synchronize()
         return copies
 
+    def _reserve(self, nbytes: int, devices: set[torch.device], ranks: Ranks) -> None:
+        """Have this much memory, and never twice."""
+        if self._memory.numel() >= nbytes:
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if devices:
+            self._memory = page_locked(nbytes, min(devices, key=str))
+        else:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            use_large_pages([self._memory], ranks.ranks_on_node)
 
-def devices_of(items: Sequence[Item]) -> set[torch.device]:
-    """The accelerators that items are on."""
-    return {item.source.device for item in items if not item.source.is_cpu}
 
-
-def check_unwritten(item: Item) -> None:
-    """Raises CheckpointError: an item was written to since the state was collected."""
-    if version_of(item.owner) != item.version:
-        raise written_while_copied(item)
-
-
-def written_while_copied(item: Item) -> CheckpointError:
-    """The error of a copy that may hold other values than those of its step."""
-    return CheckpointError(
-        f"{item.name}: was written to between step_done and the optimizer's next step, while it "
-        "was copied: change parameters before step_done, or background=False"
-    )
+def _room(item: Item) -> int:
+    """Bytes that a copy of an item takes."""
+    return -(-item.nbytes // ALIGN) * ALIGN
 
 
 class WrittenShare(NamedTuple):
@@ -177,8 +157,9 @@ def write_share(
             output.sink.abandon()
             raise
         output.sink.finish()
-    sums = f"{name.removesuffix('.distcp')}{SUFFIX}"
-    written = write_file(store, join_path(folder, sums), output.digester.to_bytes())
+    sums = sums_name(name)
+    blocks = BlockSums(output.size, output.digester.finish())
+    written = write_file(store, join_path(folder, sums), blocks.to_bytes())
     files = {name: FileRecord(output.size, blocks=sums), sums: record(written)}
     return WrittenShare(boxes, files)
 
@@ -202,7 +183,6 @@ class _Output:
         length = sum(map(len, parts))
         self.parts += [*parts, bytes(-length % ALIGN)]
         self.kept.append(payload)
-        self.digester.expect(self.size + len(head), payload.nbytes)
         self.size += length + -length % ALIGN
         self.waiting += length
         if self.waiting >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
@@ -213,6 +193,6 @@ class _Output:
         """Write what waits, so little at a time that its checksum leaves it in the cache."""
         for group in split(self.parts, itertools.repeat(CACHED_BYTES)):
             for part in group:
-                self.digester.update(part)
+                self.digester.update(memoryview(part))
             self.sink.write(group)
         self.parts, self.kept, self.waiting = [], [], 0

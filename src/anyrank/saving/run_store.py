@@ -26,7 +26,7 @@ from anyrank.formats.run_folder import (
     is_step,
     steps_of,
 )
-from anyrank.saving.other_tools import Found, checkpoint_of_another, find_checkpoint
+from anyrank.saving.other_tools import checkpoint_of_another, other_in
 
 log = logging.getLogger("anyrank.saving")
 
@@ -105,24 +105,16 @@ class RunFolder:
         """Refuse a folder without steps that holds something other than the start of a run.
 
         Raises:
-            CheckpointError: it is a file, one step of a run, or another tool's checkpoint.
+            CheckpointError: it is a file, one step of a run, a folder of runs, or another tool's
+                checkpoint.
         """
-        names = self.names()
-        if MANIFEST in names:
-            raise CheckpointError(f"{self.path}: is one step of a run: give the run's folder")
+        if self.claimed():
+            return
         with reading(self.path):
             # In an object store a save that died leaves its files under the step's own name.
-            own = TEMPORARY if self.store.renames else STEP
-            found = Found(self.path, "a file")
-            if not self.store.is_file(self.path):
-                found = find_checkpoint(self.store, self.path, own)
-        if found is not None:
-            raise CheckpointError(
-                f"{self.path}: holds no step of a run, but what another tool saved: {found.place} "
-                f"({found.sign}); give Checkpoints a folder of its own, and go on from there with "
-                f"resume({found.place!r}), or for its weights alone call "
-                f"anyrank.load(model, {found.place!r})"
-            )
+            problem = other_in(self.store, self.path, TEMPORARY if self.store.renames else STEP)
+        if problem is not None:
+            raise CheckpointError(f"{self.path}: {problem}")
 
     def _of_another_tool(self, name: str) -> str | None:
         """The checkpoint in a folder within this one, if no save of a run began it."""
@@ -248,8 +240,8 @@ class RunFolder:
     def tidy(self, name: str, keep: int, keeps: Callable[[int], bool]) -> list[str]:
         """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
 
-        Never goes under two steps whose files all are there and have their sizes: bytes are
-        compared by `verify="full"` alone, as that reads everything.
+        Never goes under two steps whose files all are there and have their sizes: their
+        bytes are compared when they are read.
         """
         removed: list[str] = []
         try:
@@ -322,8 +314,8 @@ class RunFolder:
             self.store.rename(self.join(name), self.join(fresh))
         return fresh
 
-    def examine(self, name: str, sizes: bool = True) -> tuple[Manifest, dict[str, bytes]]:
-        """The manifest of a step, whose files all have the right sizes, or the small ones only.
+    def examine(self, name: str) -> tuple[Manifest, dict[str, bytes]]:
+        """The manifest of a step, whose files all have the right sizes.
 
         With it the contents of the small files, by name.
 
@@ -334,7 +326,7 @@ class RunFolder:
         path = self.join(name)
         with reading(path):
             manifest = read_manifest(self.store, path)
-            return manifest, check_sizes(self.store, path, manifest, data=sizes)
+            return manifest, check_sizes(self.store, path, manifest)
 
     def saved(self) -> list[SavedStep]:
         """The committed steps, the newest first; damaged ones are left out."""

@@ -35,14 +35,13 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.summary import (
     RankSummary,
     compare,
-    differing,
     records_of,
     summarize,
     tensors_of,
 )
 from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved
-from anyrank.state.replicas import History, Replicas, choose
+from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.steps.loader import ElasticLoader, is_exact
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
@@ -60,14 +59,12 @@ class Snapshot:
         items: this rank's boxes.
         manifest: of the step, without the files, which are not written yet.
         aliases: of tied tensors.
-        replicas: compared before anything is written.
         receipt: what the step's receipt is of; None for a run that keeps none.
     """
 
     items: list[Item]
     manifest: Manifest
     aliases: dict[str, str]
-    replicas: Replicas
     receipt: ReceiptOf | None = None
 
 
@@ -149,12 +146,17 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     for part, saved in parts.items():
         if saved.unsaved:
             records[part] = {**records[part], "unsaved": saved.unsaved}
+    coordinates = {
+        rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
+    }
+    differed = compare_replicas(parts, coordinates, summaries[0].saves, ranks)
+    run_parts(state).saves = summaries[0].saves + 1
     streams = _streams(summaries, states, ranks)
     own = [
         held
         for part, saved in parts.items()
         for held in saved.own
-        if not saved.by_rank or "by_rank" in records[part] or ranks.index == 0
+        if saved.agreement == "equal" or "by_rank" in records[part] or ranks.index == 0
     ]
     manifest = Manifest(
         run=state.run or ranks.from_one("naming the run", lambda: uuid.uuid4().hex),
@@ -167,36 +169,17 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
         files={},
         parts=records,
-        differed=differing(summaries, ranks),
+        differed=differed,
         streams=streams.to_json(),
     )
     aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
-    coordinates = {
-        rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
-    }
     items = _items(parts, own, coordinates, ranks.rank)
-    replicas = _replicas(state, parts, coordinates, summaries[0].compared, ranks)
     receipt = None
     if isinstance(state.data, ElasticLoader) and is_exact(state.data):
         by_rank = {name for name, record in records.items() if "by_rank" in record}
         left_out = {held.name for name in by_rank for held in parts[name].own}
         receipt = ReceiptOf(left_out, state.data.state_dict())
-    return Snapshot(items, manifest, aliases, replicas, receipt)
-
-
-def _replicas(
-    state: TrainState,
-    parts: Mapping[str, Saved],
-    coordinates: Mapping[int, Coordinates],
-    compared: History,
-    ranks: Ranks,
-) -> Replicas:
-    """What this save compares; what may change from now on is digested at once. All ranks."""
-    run_parts(state).compared = compared
-    unsynced = {name for saved in parts.values() for name in saved.unsynced}
-    replicas = Replicas(choose(parts, coordinates, ranks.rank, unsynced, compared), compared)
-    ranks.together("digesting the replicas", replicas.start(ranks, steady=False))
-    return replicas
+    return Snapshot(items, manifest, aliases, receipt)
 
 
 def _items(
@@ -207,11 +190,9 @@ def _items(
 ) -> list[Item]:
     """What this rank writes: its part of what all hold, and its own."""
     tensors = tensors_of(parts)
-    first = {name for saved in parts.values() for name in saved.unsynced}
-    first |= {h.name for saved in parts.values() if not saved.strict for h in saved.tensors}
-    steady = {name for saved in parts.values() for name in saved.steady}
+    first = {name for saved in parts.values() for name in saved.may_differ}
     writes = plan_writes(tensors, coordinates, by_first=first)
-    return items_of(tensors, own, writes, rank, steady)
+    return items_of(tensors, own, writes, rank)
 
 
 def _streams(
@@ -253,14 +234,13 @@ def write(
     """
     start = time.perf_counter()
     step = snapshot.manifest.step
-    differed = [*snapshot.manifest.differed, *snapshot.replicas.compare(ranks)]
     run = snapshot.manifest.run
     temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run, again))
     name = f"__{ranks.index}_0.distcp"
 
     def share() -> tuple[WrittenShare, dict[str, int]]:
         faults.point("save.write")
-        digests = tensor_digests(snapshot, ranks)
+        digests = _tensor_digests(snapshot, ranks)
         try:
             written = write_share(folder.store, temporary, name, snapshot.items, ranks.check)
             return written, digests
@@ -287,9 +267,7 @@ def write(
             receipt = receipt_of_step(
                 [digests for _, digests in shares], snapshot.receipt.data, snapshot.manifest.numbers
             )
-        manifest = replace(
-            snapshot.manifest, files=files, differed=differed, written=now, receipt=receipt
-        )
+        manifest = replace(snapshot.manifest, files=files, written=now, receipt=receipt)
         final = folder.commit(temporary, step, manifest)
         removed = folder.tidy(final, keep, keeps)
         nbytes = sum(file.size for file in files.values())
@@ -299,7 +277,7 @@ def write(
     return ranks.from_one("committing the checkpoint", commit)
 
 
-def tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
+def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
     """What this rank's boxes add to the digests of the receipt; nothing for a run without one."""
     digests = Digests()
     if snapshot.receipt is not None:

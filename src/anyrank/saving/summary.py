@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,9 @@ from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.random_state.saved_streams import RankCoords
 from anyrank.state.part_types import Saved, differences
-from anyrank.state.replicas import History
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.world.ranks import Ranks
-
-log = logging.getLogger("anyrank.saving")
 
 
 @dataclass(frozen=True)
@@ -31,9 +27,8 @@ class RankSummary:
         coordinates: of the rank on the meshes of its tensors.
         coords: of the rank itself.
         streams: random stream -> digest of its state.
-        unsynced: name -> digest of tensors that nothing keeps equal.
         step, run: of the state.
-        compared: which replicas earlier saves compared.
+        saves: of the state in the process.
     """
 
     shared: dict[str, str]
@@ -41,10 +36,9 @@ class RankSummary:
     coordinates: Coordinates
     coords: RankCoords
     streams: dict[str, str]
-    unsynced: dict[str, str]
     step: int
     run: str | None
-    compared: History
+    saves: int
 
 
 def summarize(
@@ -58,20 +52,17 @@ def summarize(
     _refuse_duplicates(parts)
     shared = {
         part: _digest(
-            [[held.describe() for held in saved.tensors], None if saved.by_rank else saved.record]
+            [
+                [held.describe() for held in saved.tensors],
+                saved.record if saved.agreement == "equal" else None,
+            ]
         )
         for part, saved in parts.items()
     }
     records = {
         part: _digest([saved.record, [content_hash(held.local()) for held in saved.own]])
         for part, saved in parts.items()
-        if saved.by_rank and not saved.first_rank
-    }
-    unsynced = {
-        held.name: content_hash(held.local())
-        for saved in parts.values()
-        for held in saved.tensors
-        if held.name in saved.unsynced
+        if saved.agreement == "per rank"
     }
     return RankSummary(
         shared=shared,
@@ -79,10 +70,9 @@ def summarize(
         coordinates=coordinates_of(tensors_of(parts)),
         coords=coords,
         streams=streams,
-        unsynced=unsynced,
         step=state.step,
         run=state.run,
-        compared=run_parts(state).compared,
+        saves=run_parts(state).saves,
     )
 
 
@@ -108,20 +98,6 @@ def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
             seen.add(name)
 
 
-def differing(answers: Sequence[RankSummary], ranks: Ranks) -> list[str]:
-    """Buffers that are not alike on all ranks; the first rank's are saved, with a warning."""
-    first = answers[0].unsynced
-    names = sorted(n for n in first if any(a.unsynced[n] != first[n] for a in answers))
-    if names and ranks.index == 0:
-        log.warning(
-            "%d buffers differ between the ranks; rank %d's are saved: %s",
-            len(names),
-            ranks.ranks[0],
-            ", ".join(names[:10]),
-        )
-    return names
-
-
 def compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
     """Raise, on all ranks, what differs between them. All ranks."""
     first = answers[0]
@@ -143,7 +119,9 @@ def compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: R
     part = wrong[0]
     mine = parts[part]
     tables = [[str(line) for line in held.describe()] for held in mine.tensors]
-    every = ranks.gather({"tensors": tables, "record": None if mine.by_rank else mine.record})
+    every = ranks.gather(
+        {"tensors": tables, "record": mine.record if mine.agreement == "equal" else None}
+    )
     for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
         if other != every[0]:
             raise CheckpointError(

@@ -102,8 +102,10 @@ def save_module(
     saved = Saved(None, [*named])
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
     saved.steady = {target.name for target in named if id(target.tensor) in stepped}
-    saved.unsynced = {t.name for t in named if t.kind == "buffer" and t.layout is None}
-    saved.strict = part == "model" or bool(saved.steady)
+    is_trained = part == "model" or bool(saved.steady)
+    saved.may_differ = {
+        t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
+    }
     layout, own = layout_digest(named), _with_extra(module, elsewhere)
     extra = {name: _save_extra(part, name, owner, saved) for name, owner in own}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
@@ -135,8 +137,8 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
         held = hold_to_save(where, tensor.detach())
         saved.tensors.append(held)
         if held.layout is None:
-            saved.unsynced.add(where)
-        return {"~tensor": where}
+            saved.may_differ.add(where)
+        return {"~whole": where}
 
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
 
@@ -228,7 +230,7 @@ def _fit_extra(
     """Modules with the extra state that they are to have; adds fills and what is wrong with it."""
 
     def take(table: Any) -> torch.Tensor:
-        saved = stored.listing.tensors[table["~tensor"]]
+        saved = stored.listing.tensors[table["~whole"]]
         held = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
         matched.fills.append(Fill(held, saved, held.tensor, stored.listing))
         return held.tensor

@@ -3,18 +3,24 @@
 torch's own helpers run `step()` on an optimizer without state, which moves what is not scaled by
 the learning rate, and drop what they do not know. Here absent state stays absent, state of any
 shape and type is kept, and hyperparameters belong to the parameters rather than to a group's index.
+
+A tensor of the state lies like its parameter, whole on each rank, or is each rank's own; beside a
+plain parameter, a DTensor lies as it says itself. What an optimizer keeps in its attributes is not
+in torch's `state_dict()`: it is named, and not saved. One with a `state_dict()` of its own goes
+through that (`state.stateful`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
@@ -23,23 +29,11 @@ from anyrank.files.listing import Fill
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
-from anyrank.state.opaque import (
-    is_opaque,
-    match_opaque,
-    overrides,
-    save_opaque,
-)
-from anyrank.state.optimizer_attributes import changed
-from anyrank.state.optimizer_groups import (
-    Names,
-    are_regrouped,
-    check_options,
-    fit_groups,
-)
 from anyrank.state.part_types import (
     Matched,
     Saved,
     Stored,
+    differences,
     hold_to_save,
     layout_digest,
     listed,
@@ -47,47 +41,25 @@ from anyrank.state.part_types import (
     own_name,
 )
 from anyrank.state.report import Outcome
+from anyrank.state.stateful import (
+    attribute_tensors,
+    has_own_methods,
+    match_own_methods,
+    overrides,
+    save_own_methods,
+)
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_like, placement_of
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import rank_device
 
-log = logging.getLogger("anyrank.state")
-
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
-How = Literal["like", "replicated", "plain"]  # as its parameter, or whole on the same mesh, or so
+Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
-def warn_of_copies(part: str, optimizer: Optimizer) -> None:
-    """Warn, on the first rank, of sharded parameters that an optimizer leaves as they are.
-
-    torch.view_as_real gives a replicated copy of a DTensor on several ranks.
-    """
-    if isinstance(optimizer, torch.optim.SGD):  # the only one of torch's that does without
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not (isinstance(parameter, DTensor) and parameter.is_complex()):
-                continue
-            is_sharded = any(isinstance(place, Shard) for place in parameter.placements)
-            if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
-                log.warning(
-                    "%s: group %d has complex parameters that are sharded, of shape %s, and "
-                    "torch's optimizers but SGD step a copy of these (torch.view_as_real), so the "
-                    "step is lost: make them real, and call torch.view_as_complex in the forward, "
-                    "or use DistributedDataParallel",
-                    part,
-                    number,
-                    list(parameter.shape),
-                )
-                return
-
-
-def save_optimizer(
-    part: str, optimizer: Optimizer, names: Names, rank: int, before: Mapping[str, object]
-) -> Saved:
+def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
     """What an optimizer contributes to a save. This rank's view; the ranks compare it.
 
     Args:
@@ -95,30 +67,37 @@ def save_optimizer(
         optimizer: as this rank holds it.
         names: of its parameters.
         rank: this process's own.
-        before: what its attributes held before it stepped.
 
     Raises:
         CheckpointError: a parameter that no module of the state has; state that cannot be saved.
     """
-    if is_opaque(optimizer):
-        _parameters(part, optimizer, names)
-        return save_opaque(part, optimizer, rank)
+    parameters = _parameters(part, optimizer, names)
+    if has_own_methods(optimizer):
+        return save_own_methods(part, optimizer, rank)
     saved = Saved({})
-    state: dict[str, Any] = {}
-    for parameter, name in _parameters(part, optimizer, names).items():
-        held = names[id(parameter)]
-        if parameter in optimizer.state:
-            put = _putter(saved, held, rank)
-            state[name] = to_json(optimizer.state[parameter], f"{part}.state.{name}", put)
-    groups: list[Any] = []
-    for number, group in enumerate(optimizer.param_groups):
-        where = f"{part}.param_groups.{number}"
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        put = _putter(saved, None, rank)
-        members = [names[id(parameter)].name for parameter in group["params"]]
-        groups.append({"params": members, "options": to_json(options, where, put)})
+    state = {
+        name: to_json(
+            optimizer.state[parameter],
+            f"{part}.state.{name}",
+            _putter(saved, names[id(parameter)], rank),
+        )
+        for parameter, name in parameters.items()
+        if parameter in optimizer.state
+    }
+    put = _putter(saved, None, rank)
+    groups = [
+        {
+            "params": [names[id(parameter)].name for parameter in group["params"]],
+            "options": to_json(
+                {key: value for key, value in group.items() if key not in NOT_OPTIONS},
+                f"{part}.param_groups.{number}",
+                put,
+            ),
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
     others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
-    extra = to_json(others, f"{part}.extra", _putter(saved, None, rank))
+    extra = to_json(others, f"{part}.extra", put)
     saved.record = {
         "kind": "optimizer",
         "class": type(optimizer).__name__,
@@ -128,7 +107,7 @@ def save_optimizer(
         "layout": layout_digest(saved.tensors),
     }
     saved.steady = {held.name for held in saved.tensors}
-    saved.unsaved = changed(optimizer, before, names)
+    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.tensors])
     return saved
 
 
@@ -159,11 +138,13 @@ def _putter(
         if held.layout is None and layout is not None and held.tensor.ndim:
             held.name = own_name(where, rank)
             saved.own.append(held)
-            return {"~own": [where, str(layout)]}
+            return {"~rank": [where, str(layout)]}
         saved.tensors.append(held)
         if held.layout is None:
-            return {"~plain": [where, ""]}
-        return {"~like" if held.layout == layout else "~laid": [where, str(layout)]}
+            return {"~whole": [where, ""]}
+        if parameter is not None and layout is None:
+            return {"~laid": [where, str(held.layout)]}
+        return {"~like" if held.layout == layout else "~whole": [where, str(held.layout)]}
 
     return put
 
@@ -183,47 +164,53 @@ def match_optimizer(
     part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
 ) -> Matched:
     """What fills an optimizer. Nothing is changed."""
-    if is_opaque(optimizer) or "opaque" in record:
-        if is_opaque(optimizer) and "opaque" in record:
-            return match_opaque(part, optimizer, record, stored, rank)
-        problem = other_class(part, type(optimizer).__name__, record["class"])
-        return Matched(stored.moved("", ""), problems=[problem])
+    name = type(optimizer).__name__
+    if has_own_methods(optimizer) and "opaque" in record:
+        return _with_notes(match_own_methods(part, optimizer, record, stored, rank), part, record)
     matched = Matched(stored.moved("", ""))
+    if has_own_methods(optimizer) or "opaque" in record:
+        matched.problems.append(other_class(part, name, record["class"]))
+        return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups, fresh = fit_groups(part, optimizer, record, names, stored, matched.problems)
-    matched.is_regrouped = are_regrouped(groups, len(record["groups"]))
+    groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
+    matched.is_regrouped = _are_regrouped(groups, len(record["groups"]))
     unknown = [name for name in record["state"] if name not in by_name]
     if unknown:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
-    if record["class"] not in (type(optimizer).__name__, UNKNOWN):
-        matched.problems.append(other_class(part, type(optimizer).__name__, record["class"]))
+    if record["class"] not in (name, UNKNOWN):
+        matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
         return matched
-    states: dict[str, Any] = {}
-    held_now: list[ShardedTensor] = []
-    for name, tree in record["state"].items():
-        taker = _Taker(stored, matched, names[id(by_name[name])], optimizer, rank)
-        states[name] = from_json(tree, taker.take)
-        held_now += taker.tensors
-    other = _Taker(stored, matched, None, optimizer, rank)
-    options = [_table(group["options"], other) for group in record["groups"]]
+    room = _Room(stored, matched, optimizer, rank)
+    states = {
+        key: from_json(tree, room.taker(names[id(by_name[key])], f"{part}.state.{key}"))
+        for key, tree in record["state"].items()
+    }
+    take = room.taker(None, part)
+    options = [_table(group["options"], take) for group in record["groups"]]
     pairs = [
         (group, options[number])
         for group, number in zip(optimizer.param_groups, groups, strict=True)
         if number is not None
     ]
     for number, (group, saved) in enumerate(pairs):
-        matched.problems += check_options(f"{part}: group {number}", saved, group)
-    extra = _table(record["extra"], other)
-    matched.outcome = stored.moved(record["layout"], layout_digest([*held_now, *other.tensors]))
-    unsaved = [f"{name}, of an attribute" for name in record.get("unsaved", ())]
+        matched.problems += _check_options(f"{part}: group {number}", saved, group)
+    extra = _table(record["extra"], take)
+    matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
-    elif unsaved:
-        text = "not in torch's state_dict(), so it begins anew"
-        matched.outcome = Outcome("derived", listed(text, unsaved))
     matched.commit = _NewState(optimizer, by_name, states, extra, pairs).commit
+    return _with_notes(matched, part, record)
+
+
+def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
+    """Say what the optimizer that was saved kept in attributes."""
+    if unsaved := record.get("unsaved"):
+        matched.notes.append(
+            f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out, so they "
+            "begin anew"
+        )
     return matched
 
 
@@ -268,120 +255,246 @@ class _NewState:
             self.place()
 
 
-def _table(tree: Any, taker: _Taker) -> dict[Any, Any]:
-    value = from_json(tree, taker.take)
+def _table(tree: Any, take: Callable[[Any], torch.Tensor]) -> dict[Any, Any]:
+    value = from_json(tree, take)
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{str(tree)[:80]} is not the state_dict() of an optimizer")
     return cast("dict[Any, Any]", value)
 
 
-class _Taker:
-    """Memory for the tensors of one parameter's state, laid out like it where they were."""
+# How memory is laid out: plain, as the part that a given parameter is, or on a DTensor's mesh.
+_Lie = ModelTensor | tuple[DTensor, Sequence[Any]] | None
 
-    def __init__(
-        self,
-        stored: Stored,
-        matched: Matched,
-        parameter: ModelTensor | None,
-        optimizer: Optimizer,
-        rank: int,
-    ) -> None:
-        self.stored, self.matched = stored, matched
-        self.parameter, self.optimizer, self.rank = parameter, optimizer, rank
+
+class _Room:
+    """Memory for the tensors of an optimizer, each laid out as it is here, or was.
+
+    Attributes:
+        tensors: of which all ranks have memory.
+    """
+
+    def __init__(self, stored: Stored, matched: Matched, optimizer: Optimizer, rank: int) -> None:
+        self.stored, self.matched, self.rank = stored, matched, rank
+        self.state = optimizer.state
         self.tensors: list[ShardedTensor] = []
+        self.counts_on_device = {
+            id(parameter)
+            for group in optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for parameter in group["params"]
+        }
+        self.meshes: dict[torch.device, DTensor] = {}  # an empty tensor on each
 
-    def take(self, table: Mapping[str, list[str]]) -> torch.Tensor:
+    def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
+        """What gives memory to each tensor of a parameter's state, or to those of no parameter."""
+        now: dict[str, torch.Tensor] = {}
+        if parameter is not None and parameter.tensor in self.state:
+            to_json(self.state[parameter.tensor], where, now.setdefault)
+        return lambda table: self._take(table, parameter, now)
+
+    def _take(
+        self,
+        table: Mapping[str, list[str]],
+        parameter: ModelTensor | None,
+        now: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
         ((kind, (where, layout)),) = table.items()
-        key = own_name(where, self.rank) if kind == "~own" else where
+        is_own = kind == "~rank"
+        key = own_name(where, self.rank) if is_own else where
         saved = self.stored.listing.tensors.get(key)
-        same_layout = self.parameter is not None and str(self.parameter.layout) == layout
-        moved = not (self.stored.same_ranks and same_layout)
-        if saved is None or (kind == "~own" and moved):
-            self.matched.problems.append(
-                f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of another "
-                "shape than its parameter: only as many ranks with the same layout can go on with "
-                "it"
-            )
+        same_layout = parameter is not None and str(parameter.layout) == layout
+        try:
+            if saved is None or (is_own and not (self.stored.same_ranks and same_layout)):
+                raise _Unplaced(
+                    f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of "
+                    "another shape than its parameter: only as many ranks with the same layout can "
+                    "go on with it"
+                )
+            device, here = self._device(where, parameter), now.get(where)
+            lie: _Lie = None
+            if isinstance(here, DTensor) and here.shape == saved.shape and not is_own:
+                lie = here, here.placements  # as the optimizer itself has laid it out
+            elif parameter is not None and parameter.layout is None:
+                lie = self._as_saved(where, layout, device) if kind == "~laid" else None
+            elif parameter is not None and not is_own:
+                lie = _by_parameter(parameter, kind, saved.shape, where, layout)
+        except _Unplaced as error:
+            self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
-        how = self._how(kind, saved.shape, where, same_layout)
-        if how is None:
-            assert self.parameter is not None
-            self.matched.problems.append(
-                f"{where}: has shape {list(saved.shape)}, its parameter "
-                f"{list(self.parameter.shape)} is sharded now: it does not say which part belongs "
-                "to which rank"
-            )
-            return torch.empty(0, device="cpu")
-        held = self._hold(key, how, saved.shape, self._dtype(saved, where), self._device(where))
-        self.tensors += [] if kind == "~own" else [held]
+        held = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
+        self.tensors += [] if is_own else [held]
         self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return held.tensor
 
-    def _dtype(self, saved: StoredTensor, where: str) -> torch.dtype:
-        mine = saved.dtype if self.parameter is None else self.parameter.dtype
+    def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
+        """How a tensor of a plain parameter lies that was a DTensor: on all ranks, as it did.
+
+        Raises:
+            _Unplaced: its mesh was not one axis of all ranks.
+        """
+        if not dist.is_initialized():
+            return None
+        found = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
+        if found is None or int(found[3]) != self.stored.ranks:
+            raise _Unplaced(
+                f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
+                "the optimizer knows its mesh: let the optimizer make its state before the resume"
+            )
+        if device not in self.meshes:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            empty = torch.empty(0, device=device)
+            self.meshes[device] = DTensor.from_local(empty, mesh, [Replicate()], run_check=False)
+        return self.meshes[device], [Shard(int(found[2])) if found[2] else Replicate()]
+
+    def _dtype(self, saved: StoredTensor, where: str, parameter: ModelTensor | None) -> torch.dtype:
+        mine = saved.dtype if parameter is None else parameter.dtype
         casts = self.stored.casts and not _is_count(where) and saved.dtype.is_floating_point
         return mine if casts and mine.is_floating_point else saved.dtype
 
-    def _how(self, kind: str, shape: tuple[int, ...], where: str, same_layout: bool) -> How | None:
-        """How a tensor lies in terms of its parameter; None where that is unknown."""
-        parameter = self.parameter
-        if parameter is None or parameter.layout is None or kind == "~own":
-            return "plain"
-        if kind in ("~like", "~laid"):
-            is_like = kind == "~like" and (shape == parameter.shape or same_layout)
-            whole: How = "replicated" if parameter.is_dtensor else "plain"
-            return "like" if is_like else whole
-        if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
-            return "plain"
-        pairs = zip(shape, parameter.shape, strict=False)
-        factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
-        fits = factored if parameter.is_dtensor else shape == parameter.shape
-        return "like" if fits else None
-
-    def _hold(
-        self, key: str, how: How, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> ShardedTensor:
-        parameter = self.parameter
-        if how == "plain" or parameter is None:
-            return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
-        if not parameter.is_dtensor:
-            part = local_shape(shape, parameter.layout, parameter.coordinate)
-            local = torch.empty(part, dtype=dtype, device=device)
-            return ShardedTensor(key, local, shape, parameter.layout, parameter.coordinate)
-        like: Any = parameter.tensor
-        mesh, placements = like.device_mesh, like.placements
-        if how == "replicated":
-            placements = replicated(like)
-        whole = torch.empty(shape, device="meta")
-        rules = tuple(placement_of(placement, "") for placement in placements)
-        layout = Layout(tuple(mesh.shape), rules)
-        local = torch.empty(
-            local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
-        )
-        tensor = dtensor_like(
-            like, local, placements=placements, shape=whole.shape, stride=whole.stride()
-        )
-        return as_sharded(key, tensor)
-
-    def _device(self, where: str) -> torch.device:
+    def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
         """State lives with its parameter; a step count only where a kernel reads it."""
-        if self.parameter is None:
+        if parameter is None:
             return torch.device("cpu")
-        device = device_for(self.parameter, rank_device())
-        if not _is_count(where):
-            return device
-        group = next(
-            group
-            for group in self.optimizer.param_groups
-            if any(parameter is self.parameter.tensor for parameter in group["params"])
+        if _is_count(where) and id(parameter.tensor) not in self.counts_on_device:
+            return torch.device("cpu")
+        return device_for(parameter, rank_device())
+
+
+class _Unplaced(Exception):
+    """A tensor that cannot be placed; becomes a problem of the part."""
+
+
+def _by_parameter(
+    parameter: ModelTensor, kind: str, shape: tuple[int, ...], where: str, layout: str
+) -> _Lie:
+    """How a tensor lies whose parameter is sharded.
+
+    Raises:
+        _Unplaced: it does not say which part belongs to which rank.
+    """
+    tensor = parameter.tensor
+    own: _Lie = (tensor, tensor.placements) if isinstance(tensor, DTensor) else parameter
+    if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
+        return own
+    if kind == "~laid" and shape == parameter.shape:
+        return own
+    if layout:
+        if isinstance(tensor, DTensor):
+            return tensor, [Replicate()] * tensor.device_mesh.ndim
+        return None
+    if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
+        return None
+    pairs = zip(shape, parameter.shape, strict=False)
+    factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
+    if factored if isinstance(tensor, DTensor) else shape == parameter.shape:
+        return own
+    raise _Unplaced(
+        f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "
+        "it does not say which part belongs to which rank"
+    )
+
+
+def _hold(
+    key: str, lie: _Lie, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> ShardedTensor:
+    """Memory that lies so."""
+    if lie is None:
+        return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
+    if isinstance(lie, ModelTensor):
+        part = local_shape(shape, lie.layout, lie.coordinate)
+        local = torch.empty(part, dtype=dtype, device=device)
+        return ShardedTensor(key, local, shape, lie.layout, lie.coordinate)
+    like, placements = lie
+    mesh: Any = like.device_mesh
+    layout = Layout(tuple(mesh.shape), tuple(placement_of(place, "") for place in placements))
+    local = torch.empty(
+        local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
+    )
+    whole = torch.empty(shape, device="meta")
+    tensor = dtensor_like(
+        like, local, placements=placements, shape=whole.shape, stride=whole.stride()
+    )
+    return as_sharded(key, tensor)
+
+
+def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of a saved group that are of another kind than the optimizer's.
+
+    Raises:
+        CorruptCheckpoint: its learning rate is absent, or none.
+    """
+    lr = saved.get("lr", ...)
+    if "lr" in now and _kind_of(lr) not in ("number", "None"):
+        found = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
+        raise CorruptCheckpoint(f"{where} has {found} in the checkpoint, which is damaged")
+    return [
+        f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
+        "optimizer as it was"
+        for key in sorted(saved.keys() & now.keys() - {*IMPLEMENTATION})
+        if len({_kind_of(saved[key]), _kind_of(now[key])} - {"None"}) > 1
+    ]
+
+
+def _kind_of(value: Any) -> str:
+    """The kind of a hyperparameter, within which its type may change."""
+    if isinstance(value, int | float | torch.Tensor):
+        return "number"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    return "None" if value is None else type(value).__name__
+
+
+def _fit_groups(
+    part: str,
+    optimizer: Optimizer,
+    record: Any,
+    names: Names,
+    stored: Stored,
+    problems: list[str],
+) -> tuple[list[int | None], list[str]]:
+    """For each group of the optimizer, the saved group whose hyperparameters it takes; and the
+    parameters that start fresh. A group of these alone keeps its own hyperparameters.
+    """
+    home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
+    chosen: list[int | None] = []
+    seen: set[str] = set()
+    fresh: list[str] = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = [names[id(parameter)].name for parameter in group["params"]]
+        seen.update(members)
+        new = [name for name in members if name not in home]
+        unasked = [name for name in new if not stored.is_fresh(name)]
+        if unasked:
+            problems.append(
+                listed(f"{part}: parameters that the checkpoint's had not", unasked)
+                + f": if they are to start anew, resume with fresh={unasked[:1]!r}, or a pattern"
+            )
+            continue
+        fresh += new
+        sources = sorted({home[name] for name in members if name in home})
+        if not sources:
+            alone = bool(members) or number >= len(record["groups"])
+            chosen.append(None if alone else number)
+            continue
+        first = record["groups"][sources[0]]["options"]
+        for other in sources[1:]:
+            options = record["groups"][other]["options"]
+            if options != first:
+                problems.append(
+                    f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
+                    f"of the checkpoint, whose hyperparameters differ ("
+                    f"{differences(first, options)}): group them as they were"
+                )
+        chosen.append(sources[0])
+    gone = [name for name in home if name not in seen]
+    if gone:
+        problems.append(
+            listed(f"{part}: parameters of the checkpoint's that it no longer has", gone)
         )
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        return device if on_device else torch.device("cpu")
+    return chosen, fresh
 
 
-def replicated(tensor: Any) -> Any:
-    """Placements that keep a tensor whole on every rank of another one's mesh."""
-    from torch.distributed.tensor import Replicate
-
-    return tuple(Replicate() for _ in tensor.placements)
+def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
+    """Whether groups are other than the checkpoint's, in order, and new ones after them."""
+    return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -25,17 +25,16 @@ class Saved:
     """What one part contributes to a save.
 
     Attributes:
-        record: JSON; equal on all ranks, or kept for each of them where `by_rank` says so.
+        record: JSON, of which `agreement` says how it is on the ranks.
         tensors: what the ranks hold together; the same list on all of them.
         own: what this rank alone holds; its names end with the rank.
         aliases: other name -> name, of tied tensors.
         steady: names of tensors that nothing but the optimizer's step changes.
-        unsynced: names of plain tensors that nothing keeps equal on the ranks (buffers); the first
-            rank's are saved.
-        strict: whether replicas that differ are an error. Else the first rank's are saved.
-        by_rank: whether a record that differs between ranks is kept for each.
-        first_rank: whether the first rank's record is kept alone, though others may differ.
-        unsaved: names of what changes in the part on this rank, and is in no record.
+        may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
+            one rank keeps); the first rank's are saved.
+        agreement: of the record: "equal" on all ranks, the "first" rank's where others may differ,
+            or kept "per rank" where it differs.
+        unsaved: names of attributes of an optimizer that hold tensors, and are in no record.
     """
 
     record: Any
@@ -43,10 +42,8 @@ class Saved:
     own: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     steady: set[str] = field(default_factory=set[str])
-    unsynced: set[str] = field(default_factory=set[str])
-    strict: bool = True
-    by_rank: bool = False
-    first_rank: bool = False
+    may_differ: set[str] = field(default_factory=set[str])
+    agreement: Literal["equal", "first", "per rank"] = "equal"
     unsaved: list[str] = field(default_factory=list[str])
 
 
@@ -59,6 +56,7 @@ class Matched:
         fills: memory that is filled, the same list on all ranks.
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
+        notes: for the report, in sentences.
         is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
         has_meta_buffers: whether buffers that no checkpoint holds are on meta.
     """
@@ -67,6 +65,7 @@ class Matched:
     fills: list[Fill] = field(default_factory=list[Fill])
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
     is_regrouped: bool = False
     has_meta_buffers: bool = False
 
@@ -118,8 +117,10 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
     try:
         plain = tensor if hasattr(tensor, "placements") else _resolved(tensor)
         held = as_sharded(name, plain)
+        if held.is_dtensor:
+            as_sharded(name, held.local())  # which may be of a class that hides its bytes
     except LoadError as error:
-        raise _cannot_be_saved(name, type(tensor).__name__) from error
+        raise _cannot_be_saved(name, _kind(tensor)) from error
     if lazy_view(held):
         raise _cannot_be_saved(name, "DTensor that is a conj or neg view")
     return held
@@ -139,6 +140,14 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
         raise _cannot_be_saved(name, f"{tensor.layout} tensor")
     if tensor.is_quantized:
         raise _cannot_be_saved(name, "quantised tensor")
+
+
+def _kind(tensor: Any) -> str:
+    """The class of a tensor, and of a DTensor's part."""
+    name = type(tensor).__name__
+    if not hasattr(tensor, "placements"):
+        return name
+    return f"{name} of {type(tensor.to_local()).__name__}"
 
 
 def _cannot_be_saved(name: str, kind: str) -> CheckpointError:

@@ -1,15 +1,16 @@
 """What several ranks hold alike, compared by digest before a save writes anything.
 
 A save takes each element from one rank. Where replicas differ there is no such thing as the run's
-value: for what is trained that is an error, for anything else the first rank's is saved.
+value: for what is trained that is an error, for anything else the first rank's is saved. Each save
+compares a ninth of every tensor, in turns, so that nine saves have compared all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,184 +24,127 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
 
-EVERY = 10  # saves: one compares everything, each of the others a part
+TURNS = 9  # saves that compare all of every tensor
 
-Key = tuple[str, tuple[int, ...]]  # a tensor's name, and the ranks that hold the same part of it
-
-
-@dataclass
-class History:
-    """What the saves of a state in this process have compared.
-
-    Attributes:
-        saves: that compared without an error; 0 compares everything.
-        differed: parts that were not alike at the last save, and are compared whole at the next.
-    """
-
-    saves: int = 0
-    differed: set[str] = field(default_factory=set[str])
+Members = tuple[int, ...]  # global ranks that hold the same part of a tensor
 
 
 @dataclass(frozen=True)
-class Replica:
-    """This rank's share of a tensor, which other ranks hold as well.
+class _Replica:
+    """What this save compares of a tensor that other ranks hold as well, as it is on this rank."""
 
-    Attributes:
-        part, name: the part of the state, and the tensor's name in a checkpoint.
-        local: the share.
-        members: global ranks that hold the same share.
-        strict: whether a difference is an error.
-        steady: whether nothing but the optimizer's step changes it.
-    """
-
-    part: str
     name: str
-    local: torch.Tensor
-    members: tuple[int, ...]
-    strict: bool
-    steady: bool
-
-    @property
-    def key(self) -> Key:
-        return self.name, self.members
+    members: Members
+    values: torch.Tensor
 
 
-class Replicas:
-    """The replicas that one save compares."""
-
-    def __init__(self, replicas: Sequence[Replica], history: History) -> None:
-        self.replicas = replicas
-        self.history = history
-        self.digests: dict[Key, int] = {}
-        devices = {replica.local.device for replica in replicas if not replica.local.is_cpu}
-        # What the training has asked of each device up to now: another thread waits for it.
-        self.written = {d: torch.accelerator.current_stream(d).record_event() for d in devices}
-
-    def start(self, ranks: Ranks, steady: bool = True) -> Callable[[], None]:
-        """Begin to digest this rank's replicas: those that any code may change, or all.
-
-        Returns:
-            What waits for the devices; the values may change before it is called.
-        """
-        for device, event in self.written.items():
-            torch.accelerator.current_stream(device).wait_event(event)
-        left = [replica for replica in self.replicas if replica.key not in self.digests]
-        now = [replica for replica in left if steady or not replica.steady]
-        found = start_digests([(replica.name, replica.local) for replica in now], ranks.check)
-
-        def finish() -> None:
-            self.digests |= {
-                replica.key: digest for replica, digest in zip(now, found(), strict=True)
-            }
-
-        return finish
-
-    def compare(self, ranks: Ranks) -> list[str]:
-        """Names of tensors that differ and may; the first rank's are saved. All ranks.
-
-        Raises:
-            CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
-        """
-
-        def here() -> dict[tuple[int, ...], str]:
-            self.start(ranks)()
-            return _by_members(self.digests)
-
-        answers = dict(
-            zip(ranks.ranks, ranks.together("comparing the replicas", here), strict=True)
-        )
-        alike = [
-            len({answers[rank].get(m) for rank in m}) == 1
-            for answer in answers.values()
-            for m in answer
-        ]
-        if all(alike):
-            self.history.saves += 1
-            self.history.differed.clear()
-            return []
-        groups = self._differing(ranks)
-        wrong = {name: held for name, (_, strict, held) in groups.items() if strict}
-        if wrong:
-            self.history.saves = 0  # the next save compares everything
-            raise CheckpointError(_in_words(wrong))
-        self.history.saves += 1
-        self.history.differed = {part for part, _, _ in groups.values()}
-        names = sorted(groups)
-        if ranks.index == 0:
-            log.warning(
-                "%d tensors differ between the ranks; the first rank's are saved: %s",
-                len(names),
-                ", ".join(names[:SHOWN]),
-            )
-        return names
-
-    def _differing(self, ranks: Ranks) -> dict[str, tuple[str, bool, list[list[int]]]]:
-        """Name -> part, whether it is an error, and the ranks by value. All ranks."""
-        mine = {
-            replica.key: (replica.part, replica.strict, self.digests[replica.key])
-            for replica in self.replicas
-        }
-        seen: dict[Key, dict[int, list[int]]] = {}
-        kinds: dict[str, tuple[str, bool]] = {}
-        for rank, table in zip(ranks.ranks, ranks.gather(mine), strict=True):
-            for key, (part, strict, digest) in table.items():
-                seen.setdefault(key, {}).setdefault(digest, []).append(rank)
-                kinds[key[0]] = (part, strict)
-        return {
-            name: (*kinds[name], list(held.values()))
-            for (name, _), held in seen.items()
-            if len(held) > 1
-        }
-
-
-def choose(
-    parts: Mapping[str, Saved],
-    coordinates: Mapping[int, Coordinates],
-    rank: int,
-    unsynced: Container[str],
-    history: History,
-) -> list[Replica]:
-    """What this save compares, as this rank holds it: the same tensors on all ranks.
+def compare_replicas(
+    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int, ranks: Ranks
+) -> list[str]:
+    """Names of tensors that differ and may; the first rank's are saved. All ranks.
 
     Args:
         parts: of the state.
         coordinates: of every rank, by global rank.
-        rank: this one.
-        unsynced: names of tensors that are compared elsewhere.
-        history: equal on all ranks.
+        turn: how many saves were before, equal on all ranks.
+        ranks: that save together.
+
+    Raises:
+        CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
     """
-    found: list[Replica] = []
-    whole = history.saves % EVERY == 0
-    named = [(part, saved, held) for part, saved in parts.items() for held in saved.tensors]
-    for index, (part, saved, held) in enumerate(named):
-        turn = whole or part in history.differed or (index + history.saves) % (EVERY - 1) == 0
-        if held.name in unsynced or not turn:
-            continue
+    mine = _replicas(parts, coordinates, turn, ranks.rank)
+
+    def here() -> tuple[list[int], dict[Members, str]]:
+        digests = start_digests([(one.name, one.values) for one in mine], ranks.check)()
+        return digests, _by_members(mine, digests)
+
+    digests, answers = ranks.own_and_all("comparing the replicas", here)
+    by_rank = dict(zip(ranks.ranks, answers, strict=True))
+    if all(
+        len({by_rank[rank].get(members) for rank in members}) == 1
+        for answer in answers
+        for members in answer
+    ):
+        return []
+    table = {(one.name, one.members): digest for one, digest in zip(mine, digests, strict=True)}
+    found: dict[tuple[str, Members], dict[int, list[int]]] = {}
+    for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
+        for key, digest in other.items():
+            found.setdefault(key, {}).setdefault(digest, []).append(rank)
+    differing = {name: [*held.values()] for (name, _), held in found.items() if len(held) > 1}
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    wrong = {name: held for name, held in differing.items() if name not in may_differ}
+    if wrong:
+        raise CheckpointError(_in_words(wrong, parts))
+    if ranks.index == 0:
+        log.warning(
+            "%d tensors differ between the ranks; the first rank's are saved: %s",
+            len(differing),
+            ", ".join(sorted(differing)[:SHOWN]),
+        )
+    return sorted(differing)
+
+
+def _replicas(
+    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int, rank: int
+) -> list[_Replica]:
+    """What a save compares of the tensors that this rank holds with others."""
+    found: list[_Replica] = []
+    tensors = [held for saved in parts.values() for held in saved.tensors]
+    for index, held in enumerate(tensors):
         for members in replicas(index, held, coordinates).values():
             if len(members) > 1 and rank in members:
-                steady = held.name in saved.steady
-                found.append(Replica(part, held.name, held.local(), members, saved.strict, steady))
+                found.append(_Replica(held.name, members, _ninth(held.local(), turn)))
     return found
 
 
-def _by_members(digests: Mapping[Key, int]) -> dict[tuple[int, ...], str]:
+def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Every element of a small tensor, of others the ninth whose turn it is."""
+    number = turn % TURNS
+    if tensor.numel() < TURNS:
+        return tensor
+    low, high = (tensor.numel() * n // TURNS for n in (number, number + 1))
+    return tensor.reshape(-1)[low:high]
+
+
+def _by_members(mine: Sequence[_Replica], digests: Sequence[int]) -> dict[Members, str]:
     """One digest of everything that the same ranks hold."""
-    tables: dict[tuple[int, ...], Any] = {}
-    for (_, members), digest in digests.items():
-        hashed = tables.setdefault(members, hashlib.blake2b(digest_size=16))
+    tables: dict[Members, Any] = {}
+    for one, digest in zip(mine, digests, strict=True):
+        hashed = tables.setdefault(one.members, hashlib.blake2b(digest_size=16))
         hashed.update(digest.to_bytes(9, "little", signed=True))
     return {members: hashed.hexdigest() for members, hashed in tables.items()}
 
 
-def _in_words(wrong: Mapping[str, list[list[int]]]) -> str:
+def _in_words(wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
+    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded."""
     found = [
         f"{name}: " + " unlike ".join(f"ranks {held}" for held in groups)
         for name, groups in wrong.items()
     ]
+    optimizers = [
+        part
+        for part, saved in parts.items()
+        if saved.record["kind"] == "optimizer"
+        and wrong.keys() & {held.name for held in saved.tensors}
+    ]
+    of_optimizers = {held.name for part in optimizers for held in parts[part].tensors}
+    each_its_own = all(len(held) == 1 for groups in wrong.values() for held in groups)
+    if each_its_own and wrong.keys() <= of_optimizers:
+        reason = (
+            f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "
+            "own share in plain tensors. Hold them as DTensors, which say what each rank has, or "
+            "give the optimizer a state_dict() and load_state_dict() of its own; if it is not "
+            "sharded, its ranks have diverged: resume the last step"
+        )
+    else:
+        reason = (
+            "the replicas have diverged (a forward around the wrapper, an update on one rank "
+            "alone): make them alike, or resume the last step"
+        )
     lines = [
         "nothing was saved, as ranks hold different values of what they should hold alike:",
         *(f"  {line}" for line in first_few(found, SHOWN)),
-        "the replicas have diverged (a forward around the wrapper, an update on one rank alone): "
-        "make them alike, or resume the last step",
+        reason,
     ]
     return "\n".join(lines)

@@ -1,15 +1,22 @@
-"""Anything with `state_dict()` and `load_state_dict()` as a part of the state."""
+"""Anything with `state_dict()` and `load_state_dict()` as a part of the state.
+
+Optimizers with methods of their own are such parts too: wrappers and sharded optimizers have slow
+weights, inner optimizers or partitions besides torch's state, which only their methods know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim import Optimizer
 
 from anyrank.data.position import Position, check_state_dict
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.state.part_types import (
@@ -18,12 +25,21 @@ from anyrank.state.part_types import (
     Stored,
     hold_to_save,
     layout_digest,
+    listed,
     other_class,
     own_name,
 )
 from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 
+HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
+NESTED = 6  # containers within each other that are looked into
 POSITIONS = ("ElasticLoader", "ElasticSampler")  # each continues where the other was saved
 
 
@@ -45,14 +61,14 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     Raises:
         CheckpointError: a value that is neither tensor nor plain; names its key.
     """
-    saved = Saved({}, strict=False, by_rank=True)
+    saved = Saved({}, agreement="per rank")
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         held = hold_to_save(where, tensor.detach())
         if held.layout is None:
             held.name = own_name(where, rank)
             saved.own.append(held)
-            return {"~own": where}
+            return {"~rank": where}
         saved.tensors.append(held)
         return {"~whole": own_name(where, 0)}
 
@@ -65,6 +81,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     }
     for held in saved.tensors:  # as where they are plain: receipts compare them by name
         held.name = own_name(held.name, 0)
+    saved.may_differ = {held.name for held in saved.tensors}
     return saved
 
 
@@ -94,12 +111,12 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     if stored.fresh and isinstance(current, dict):
         record = record | {"tree": _with_new_groups(record["tree"], current)}
     own = rank if "by_rank" in record else 0
-    now = cache(lambda: tensors_now(part, thing))
+    now = cache(lambda: _tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, written),) = table.items()
-        key = own_name(written, own) if kind == "~own" else written
+        key = own_name(written, own) if kind == "~rank" else written
         where = written.removesuffix(own_name("", 0))
         saved = stored.listing.tensors[key]
         like = now().get(where)
@@ -159,7 +176,7 @@ def _with_new_groups(tree: Any, current: Mapping[str, Any]) -> Any:
     return saved
 
 
-def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
     """The tensors that the object has now: what it loads is where they are, and laid out so."""
     found: dict[str, torch.Tensor] = {}
 
@@ -168,3 +185,110 @@ def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
 
     to_json(thing.state_dict(), part, put)
     return found
+
+
+# -- optimizers with methods of their own ---------------------------------------------------------
+
+
+def has_own_methods(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's `state_dict()` is not torch's own alone."""
+    return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
+
+
+def overrides(optimizer: Optimizer, method: str) -> bool:
+    """Whether a method of an optimizer is not torch's own."""
+    own = getattr(type(optimizer), method) is getattr(Optimizer, method)
+    return not own or method in vars(optimizer)
+
+
+def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> Saved:
+    """What such an optimizer contributes to a save: its state_dict(). This rank's view.
+
+    Raises:
+        CheckpointError: it has no state_dict() for this rank, or one with sharded tensors.
+    """
+    name = type(optimizer).__name__
+    try:
+        saved = save_stateful(part, optimizer, rank)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{part}: a {name} has no state_dict() on this rank ({error}): it cannot be saved; use "
+            "a torch optimizer, with fully_shard (FSDP2) where its state is to be sharded"
+        ) from error
+    if saved.tensors:
+        raise CheckpointError(
+            f"{part}: a {name} keeps more than torch's state, and its state_dict() has sharded "
+            f"tensors ({saved.tensors[0].name}), which it alone could lay out: it cannot be saved; "
+            "use a torch optimizer with sharded parameters"
+        )
+    saved.record["kind"] = "optimizer"
+    saved.record["opaque"] = True
+    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.own])
+    return saved
+
+
+def match_own_methods(
+    part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
+) -> Matched:
+    """What fills such an optimizer: its load_state_dict(). Nothing is changed.
+
+    It is "derived" where its state_dict() then has other values than it was given, as of an inner
+    optimizer that the call leaves out.
+    """
+    matched = match_stateful(part, optimizer, record, stored, rank)
+    load = matched.commit
+
+    def commit() -> None:
+        load()
+        now = _tensors_now(part, optimizer)
+        given = {fill.held.name: fill.local for fill in matched.fills}
+        lost = [key for key, value in given.items() if not _is_same(now.get(key), value)]
+        if lost:
+            call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
+            matched.outcome = Outcome("derived", listed(call, lost))
+
+    matched.commit = commit
+    return matched
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    if one is None or one.dtype != other.dtype:
+        return False
+    return one is other or content_hash(one) == content_hash(other)
+
+
+def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
+    """Names of an optimizer's attributes that hold tensors, or optimizers with state, that are
+    not among the saved ones, nor copies of them: a resume does not bring them back.
+    """
+    known = {_place(tensor) for tensor in saved}
+    known |= {_place(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [
+        (name, tensor)
+        for name, value in vars(optimizer).items()
+        if name not in PLAIN
+        for tensor in _tensors_in(value, NESTED)
+        if _place(tensor) not in known
+    ]
+    if left and has_own_methods(optimizer):  # its state_dict() may hold copies
+        values = {content_hash(tensor) for tensor in saved}
+        left = [(name, tensor) for name, tensor in left if content_hash(tensor) not in values]
+    return sorted({name for name, _ in left})
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors of a value that holds some: a tensor, a container, an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Optimizer):
+        yield from _tensors_in(value.state, depth)
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        items: Any = value.values() if isinstance(value, Mapping) else value
+        for item in items:
+            yield from _tensors_in(item, depth - 1)
+
+
+def _place(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
+    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    place = local.data_ptr() if local.layout == torch.strided else id(tensor)
+    return place, local.shape, local.dtype

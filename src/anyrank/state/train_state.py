@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model, check_names, check_type
@@ -19,10 +21,8 @@ from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
-from anyrank.state.optimizer import match_optimizer, save_optimizer, warn_of_copies
-from anyrank.state.optimizer_attributes import watched
+from anyrank.state.optimizer import match_optimizer, save_optimizer
 from anyrank.state.part_types import Matched, Saved, Stored
-from anyrank.state.replicas import History
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
@@ -143,10 +143,9 @@ class RunParts:
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
         given: the plain tensors that are parts of a whole.
-        attributes: of each optimizer, what they held when the state was made.
-        warned: optimizers of which it was said that some of these are lost.
+        warned: optimizers of which it was said that attributes are not saved.
         unusable: why the values are those of no step, or None.
-        compared: which replicas earlier saves compared.
+        saves: of the state in this process, whose replicas were compared.
     """
 
     def __init__(
@@ -190,13 +189,10 @@ class RunParts:
         self.generators = dict(generators)
         for name, part in self.parts.items():
             if isinstance(part, Optimizer):
-                warn_of_copies(name, part)
-        self.attributes = {
-            name: watched(part) for name, part in self.parts.items() if isinstance(part, Optimizer)
-        }
+                _warn_of_copies(name, part)
         self.warned: set[str] = set()
         self.unusable: str | None = None
-        self.compared = History()
+        self.saves = 0
 
     def optimizers(self) -> list[Optimizer]:
         """The parts that are optimizers."""
@@ -248,6 +244,18 @@ class RunParts:
         if self.base is not None:
             self.base.measure(self.tensors()["model"], self._trained(), ranks)
 
+    def check_optimizers(self, rank: int) -> None:
+        """Refuse optimizers that cannot be saved as they are now; warn of what would be lost.
+
+        Raises:
+            CheckpointError: names the part, and what of it.
+        """
+        names = names_of(self.targets())
+        for part, value in self.parts.items():
+            if isinstance(value, Optimizer):
+                saved = save_optimizer(part, value, names, rank)
+                self._warn_of_unsaved(part, saved.unsaved, rank)
+
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
         targets = self.targets()
@@ -260,22 +268,24 @@ class RunParts:
                 if part == "model" and self.base is not None:
                     saved[part].record["base"] = self.base.record(targets_of(value), stepped)
             elif isinstance(value, Optimizer):
-                saved[part] = save_optimizer(part, value, names, rank, self.attributes[part])
+                saved[part] = save_optimizer(part, value, names, rank)
                 self._warn_of_unsaved(part, saved[part].unsaved, rank)
             else:
                 saved[part] = save_stateful(part, cast("Stateful", value), rank)
-                saved[part].first_rank = part in self.first_rank
+                if part in self.first_rank:
+                    saved[part].agreement = "first"
         return saved
 
     def _warn_of_unsaved(self, part: str, unsaved: Sequence[str], rank: int) -> None:
         if unsaved and rank == 0 and part not in self.warned:
             self.warned.add(part)
             log.warning(
-                "%s: %s changes in an attribute, which torch's state_dict() does not hold: a "
-                "resume begins it anew; keep it in the groups' options or in a state_dict() of "
-                "the optimizer's own",
+                "%s: %s of a %s hold tensors that its state_dict() leaves out, so they are not "
+                "saved, and a resume begins them anew: if they are state, keep them in "
+                "optimizer.state, or in a state_dict() and load_state_dict() of its own",
                 part,
                 ", ".join(unsaved),
+                type(self.parts[part]).__name__,
             )
 
     def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
@@ -339,3 +349,28 @@ def _kind(part: Any) -> str:
     if isinstance(part, nn.Module):
         return "module"
     return "optimizer" if isinstance(part, Optimizer) else "stateful"
+
+
+def _warn_of_copies(part: str, optimizer: Optimizer) -> None:
+    """Warn, on the first rank, of sharded parameters that an optimizer leaves as they are.
+
+    torch.view_as_real gives a replicated copy of a DTensor on several ranks.
+    """
+    if isinstance(optimizer, torch.optim.SGD):  # the only one of torch's that does without
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not (isinstance(parameter, DTensor) and parameter.is_complex()):
+                continue
+            is_sharded = any(isinstance(place, Shard) for place in parameter.placements)
+            if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
+                log.warning(
+                    "%s: group %d has complex parameters that are sharded, of shape %s, and "
+                    "torch's optimizers but SGD step a copy of these (torch.view_as_real), so the "
+                    "step is lost: make them real, and call torch.view_as_complex in the forward, "
+                    "or use DistributedDataParallel",
+                    part,
+                    number,
+                    list(parameter.shape),
+                )
+                return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim import Optimizer
+
 
 def unwrapped(name: str, part: Any) -> Any:
     """A part of a training state without the wrapper that `accelerator.prepare` gave it.
@@ -26,3 +28,9 @@ def unwrapped(name: str, part: Any) -> Any:
             "Accelerator(step_scheduler_with_optimizer=False)"
         )
     return part.scheduler
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside wrappers that look like one."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    return innermost(inner) if isinstance(inner, Optimizer) else optimizer

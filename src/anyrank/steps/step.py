@@ -368,7 +368,8 @@ class Step:
         if is_weighted:
             factor = self._provisional_total(0.0) / total if total else 0.0
         is_new = id(model) not in self._pass.checked
-        if sync.finish(self._ranks, self._pass.group, factor, is_new) and is_new:
+        losses = [float(loss) for _, loss in self._backwards.losses] if is_new else []
+        if sync.finish(self._ranks, self._pass.group, factor, is_new, losses) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
             know(sync.named)

@@ -17,8 +17,8 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import Layouts, RankMesh, apply_layouts
-from anyrank.model.lora import find_lora, merged_name
 from anyrank.model.match import is_pinned
+from anyrank.model.peft import find_lora, is_peft, merged_name
 from anyrank.model.tensors import (
     Description,
     ModelTensor,
@@ -27,7 +27,7 @@ from anyrank.model.tensors import (
     put_together,
     walk_tensors,
 )
-from anyrank.model.wrappers import below_wrappers, is_peft, plain_class
+from anyrank.model.wrappers import below_wrappers, plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.world.ranks import Ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,12 +13,12 @@ from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.model.buffers import rebuilt_values
+from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
-from anyrank.model.shared_memory import SharedMemory, SourceMemory
 from anyrank.model.synced import forget_synced, note_synced, report_of
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
@@ -90,12 +90,14 @@ class _Sync:
         factors, gathered = self._factors()
 
         def prepare() -> tuple[LocalEnds, Mover]:
-            shared = SharedMemory(match, share.real(), self._sources)
-            shared.check_writable()  # a kept plan knows no memory
-            apart = shared.filled_apart()
-            if apart and plan.added:
-                raise LoadError(_merged_into_src(match.tensors[index].name for index in apart))
-            share.allocate(match.stored if self.atomic else apart)
+            real = share.real()
+            for index in real:  # a kept plan knows no memory
+                if problem := unwritable(match.tensors[index]):
+                    raise LoadError(problem)
+            # Merged values may not go into the memory of src: its adapters would count twice.
+            by_element = not self.atomic or plan.added
+            check_memory(match.tensors, match.stored, real, self._sources if by_element else {})
+            share.allocate(match.stored if self.atomic else ())
             filled = (*match.stored, *match.compared)
             targets = {index: share.local(index) for index in filled}
             places = LocalEnds(self._memory, targets, Adapters(factors, plan.added))
@@ -213,12 +215,3 @@ def _word_of_dst(left: str) -> Generator[None]:
         yield
     except AnyrankError as error:
         raise type(error)(f"{error}\n  {left}", causes=error.causes) from error
-
-
-def _merged_into_src(names: Iterable[str]) -> str:
-    """Why merged values may not go into the memory of `src`: its adapters would count twice."""
-    return (
-        f"{', '.join(sorted(names)[:10])}: dst has these in the memory of src, and merge=True "
-        "leaves src as it is: give dst memory of its own (copy.deepcopy, .clone()), or merge src "
-        "itself (merge_adapter() of PEFT)"
-    )

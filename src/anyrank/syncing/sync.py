@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.checks import check_bool, check_int
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import Layouts
-from anyrank.model.memory_meter import Meter, collector_paused
+from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.execute import execute_sync
 from anyrank.syncing.report import SyncReport
@@ -24,7 +24,6 @@ from anyrank.world.ranks import Ranks, open_ranks
 log = logging.getLogger("anyrank.sync")
 
 
-@collector_paused()
 def sync(
     dst: nn.Module | Mapping[str, torch.Tensor] | None,
     src: nn.Module | Mapping[str, torch.Tensor] | None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,38 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """Index for the elements of this box in a tensor that starts at the global origin."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+class BoxIndex:
+    """Finds those of many boxes that have elements in common with another one.
+
+    Boxes are looked up by their offsets in one dim, the one in which most of them differ, so that
+    what ranks want of what files hold is found without comparing each with each.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = boxes
+        dims = range(len(boxes[0].sizes) if boxes else 0)
+        self.dim = max(dims, key=lambda d: len({box.offsets[d] for box in boxes}), default=-1)
+        if self.dim < 0:
+            return
+        self.order = sorted(range(len(boxes)), key=lambda n: boxes[n].offsets[self.dim])
+        self.starts = [boxes[n].offsets[self.dim] for n in self.order]
+        stops = (boxes[n].offsets[self.dim] + boxes[n].sizes[self.dim] for n in self.order)
+        self.stops = list(accumulate(stops, max))  # no box up to a position goes further
+
+    def common(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Position of each box that has elements in common with this one, and these elements."""
+        near = range(len(self.boxes))
+        if self.dim >= 0:
+            start = box.offsets[self.dim]
+            low = bisect_right(self.stops, start)
+            high = bisect_left(self.starts, start + box.sizes[self.dim])
+            near = self.order[low:high]
+        for number in near:
+            found = box.intersect(self.boxes[number])
+            if found is not None:
+                yield number, found
 
 
 @lru_cache(maxsize=256)

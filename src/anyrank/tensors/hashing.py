@@ -21,15 +21,15 @@ def mix64(values: torch.Tensor) -> torch.Tensor:
 def mix64_(values: torch.Tensor) -> torch.Tensor:
     """`mix64` in place, which is several times as fast where the values are many."""
     values += 0x9E3779B97F4A7C15 - (1 << 64)
-    values ^= shift(values, 30)
+    values ^= _shift(values, 30)
     values *= 0xBF58476D1CE4E5B9 - (1 << 64)
-    values ^= shift(values, 27)
+    values ^= _shift(values, 27)
     values *= 0x94D049BB133111EB - (1 << 64)
-    values ^= shift(values, 31)
+    values ^= _shift(values, 31)
     return values
 
 
-def shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Right shift that fills with zeros, as for unsigned numbers."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.tensors.box import Box
+from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -103,8 +103,15 @@ class Block:
     dense: bool
 
 
-def plan_reads(stored: StoredTensor, pieces: Sequence[Piece]) -> list[Read]:
+def plan_reads(
+    stored: StoredTensor, pieces: Sequence[Piece], chunks: BoxIndex | None = None
+) -> list[Read]:
     """Reads that fill the pieces, each wanted element exactly once.
+
+    Args:
+        stored: the tensor.
+        pieces: what is wanted of it.
+        chunks: of its chunks' boxes, where a caller asks several times.
 
     Raises:
         LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
@@ -113,14 +120,12 @@ def plan_reads(stored: StoredTensor, pieces: Sequence[Piece]) -> list[Read]:
         chunk = stored.chunks[0]  # held whole and stored whole, as most small tensors are
         return [Read(stored, chunk, chunk.box, pieces[0].local)]
     reads: list[Read] = []
+    chunks = chunks or BoxIndex([chunk.box for chunk in stored.chunks])
     for piece in pieces:
-        for chunk in stored.chunks:
-            common = piece.box.intersect(chunk.box)
-            if common is None:
-                continue
+        for number, common in chunks.common(piece.box):
             inside = common.relative_to(piece.box.offsets).offsets
             local = tuple(a + b for a, b in zip(piece.local, inside, strict=True))
-            reads.append(Read(stored, chunk, common, local))
+            reads.append(Read(stored, stored.chunks[number], common, local))
     wanted = sum(piece.box.numel for piece in pieces)
     found = sum(read.box.numel for read in reads)
     if wanted != found:
@@ -150,13 +155,38 @@ def joint_reads(
         LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
     """
     joint: dict[tuple[int, int, Box], tuple[Read, list[tuple[Read, tuple[int, ...]]]]] = {}
+    chunks = BoxIndex([chunk.box for chunk in stored.chunks])
     for pieces, ranks in groups.items():
-        for read in plan_reads(stored, pieces):
+        for read in plan_reads(stored, pieces, chunks):
             box = _with_gaps(read, gap_bytes)
             whole = Read(stored, read.chunk, box, (0,) * len(box.sizes))
             key = (read.chunk.file, read.chunk.offset, box)
             joint.setdefault(key, (whole, []))[1].append((read, ranks))
     return [JointRead(whole, tuple(parts)) for whole, parts in joint.values()]
+
+
+def wanted_rows(
+    stored: StoredTensor,
+    groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
+    gap_bytes: int = GAP_BYTES,
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Bytes of a tensor that some ranks would all read, and these ranks.
+
+    As `joint_reads`, by the ranks alone: as if the tensor were stored in one chunk. This takes as
+    many steps as there are groups, in how many chunks the tensor may be stored.
+
+    Args:
+        stored, groups, gap_bytes: as for `joint_reads`.
+    """
+    strides = stored.chunks[0].strides if len(stored.chunks) == 1 else row_major(stored.shape)
+    whole = Chunk(Box.whole(stored.shape), 0, 0, strides)
+    rows: dict[Box, list[int]] = {}
+    for pieces, ranks in groups.items():
+        for piece in pieces:
+            box = _with_gaps(Read(stored, whole, piece.box, piece.local), gap_bytes)
+            rows.setdefault(box, []).extend(ranks)
+    for box, ranks in rows.items():
+        yield box.numel * stored.dtype.itemsize, tuple(ranks)
 
 
 def _with_gaps(read: Read, gap_bytes: int) -> Box:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.group import Group, default_store, members, named
-from anyrank.world.meeting import Meeting, Met, announce_alone
+from anyrank.world.meeting import Meeting, Met
 from anyrank.world.store import Store, StoreLost, is_here
 from anyrank.world.watch import TICK_SEC
 
@@ -128,20 +128,6 @@ def _leave(process_group: Group, call: str, error: Exception) -> None:
         Meeting(lobby, ranks, rank, call, TIMEOUT_SEC.get(), False).leave(error)
     finally:
         lobby.close()
-
-
-def call_alone(ranks: Sequence[int], rank: int, about: str) -> None:
-    """Let the others of `ranks` know that this one makes a call by itself.
-
-    Raises:
-        RankError: some wait for it there.
-    """
-    if len(ranks) > 1:
-        lobby = Store(default_store(), "anyrank")
-        try:
-            announce_alone(lobby, ranks, rank, about)
-        finally:
-            lobby.close()
 
 
 def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -> Connections:

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from anyrank.errors import RankError
 from anyrank.settings import READ_THREADS
 
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -16,6 +17,9 @@ def rank_device() -> torch.device:
 
     Does not initialise the accelerator. A process that sees a single device, because the launcher
     hides the others, owns that device.
+
+    Raises:
+        RankError: the local rank is beyond the number of devices, and these are several.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -23,7 +27,14 @@ def rank_device() -> torch.device:
     index = _local_rank()
     if index is None:
         index = torch.accelerator.current_device_index()
-    return torch.device(accelerator.type, index if index < torch.accelerator.device_count() else 0)
+    count = torch.accelerator.device_count()
+    if index >= count > 1:
+        raise RankError(
+            f"local rank {index} has no device of its own: this machine has {count} of type "
+            f"{accelerator.type}: start at most {count} ranks on it, give each process one device "
+            "(CUDA_VISIBLE_DEVICES), or build the model on the device that it is to have"
+        )
+    return torch.device(accelerator.type, index if count > 1 else 0)
 
 
 def _local_rank() -> int | None:

@@ -51,22 +51,6 @@ class Met:
     store_node: int | None
 
 
-def announce_alone(store: Store, ranks: Sequence[int], rank: int, about: str) -> None:
-    """Let the others know that this rank makes a call by itself, should they wait for it there.
-
-    Raises:
-        RankError: some already do.
-    """
-    store.set(f"alone/{rank}", about)
-    posts = {r: store.get(f"post/{key_of(ranks)}/{i}") for i, r in enumerate(ranks) if r != rank}
-    wait = [r for r, text in posts.items() if text and json.loads(text).get("about") == about]
-    if wait:
-        raise RankError(
-            f"{named(wait)} called {about} with rank {rank}, which called it by itself: give all "
-            "ranks the same arguments"
-        )
-
-
 class Meeting:
     """One rank's way into a group.
 

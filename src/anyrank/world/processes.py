@@ -61,20 +61,6 @@ def started(pid: int) -> str:
     return stat[19] if stat else ""
 
 
-def changed_variables() -> set[str]:
-    """Environment variables that this process has set, changed or removed since it started.
-
-    All of them where the system does not show what it started with.
-    """
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            lines = (line.partition(b"=") for line in file.read().split(b"\0") if line)
-            before = {os.fsdecode(name): os.fsdecode(value) for name, _, value in lines}
-    except OSError:
-        before = {}
-    return {name for name, _ in before.items() ^ os.environ.items()}
-
-
 def pid_namespace() -> str:
     """Within which process ids mean something; "" where the system has no such thing."""
     try:

@@ -63,7 +63,7 @@ class Device:
 
 
 def set_device(device: Any) -> None:
-    sim._lazy_init()  # by its name, which cpu_only() replaces
+    sim._lazy_init()
     _C.set_device(index_of(device))
 
 

@@ -1,0 +1,244 @@
+"""A source at rest into files: what is written of it, the plan of the files, and the writing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from anyrank.conversion.content import Content, StoredContent
+from anyrank.conversion.copies import companions
+from anyrank.conversion.destination import STORE, Destination, destination
+from anyrank.conversion.file_names import as_files, configuration
+from anyrank.conversion.merge import LowRank, MergedContent, merged
+from anyrank.conversion.options import ConvertOptions
+from anyrank.conversion.report import ConvertReport
+from anyrank.conversion.selection import Selection, outputs_of, select
+from anyrank.conversion.writing import write
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.block_sums import sums_name
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import FORMAT
+from anyrank.files.output import Output, OutputTensor
+from anyrank.files.quantised import check_method, dequantised
+from anyrank.files.storage import join_path
+from anyrank.files.store import write_file
+from anyrank.formats import dcp_output, torch_zip
+from anyrank.formats.safetensors_output import plan_file, plan_folder
+from anyrank.formats.sources import Source, list_source
+from anyrank.tensors.names import of_adapter, of_own_adapter
+from anyrank.tensors.spec import dtype_name
+from anyrank.wording import count
+
+FOR_TRANSFORMERS = {"format": "pt"}  # it asks for it
+STEMS = ("diffusion_pytorch_model",)
+
+
+def convert_stored(
+    src: Source, dst: str | os.PathLike[str], options: ConvertOptions, model: nn.Module | None
+) -> ConvertReport:
+    """As `convert`, of what is not a model."""
+    start = time.perf_counter()
+    place = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
+    listing = list_source(src)
+    if options.dtype is not None:
+        check_method(listing)
+        listing = dequantised(listing, {})
+    selection, added = _selected(src, listing, options, model)
+    small: dict[str, bytes] = {}
+    copied: dict[str, bytes] = {}
+    if options.to == "safetensors" and not place.is_file:
+        small = {} if model is None else configuration(model, options.dtype)
+        copied = companions(_base_of(src), listing, options.dtype)
+    report = convert_listing(
+        listing, selection, place, options, added=added, small={**small, **copied}
+    )
+    return replace(
+        report,
+        source=_name_of(src, listing),
+        copied=[*{**small, **copied}],
+        seconds=time.perf_counter() - start,
+    )
+
+
+def convert_listing(
+    listing: Listing,
+    selection: Selection,
+    place: Destination,
+    options: ConvertOptions,
+    *,
+    added: Mapping[str, LowRank] | None = None,
+    small: Mapping[str, bytes] | None = None,
+) -> ConvertReport:
+    """Write what was selected of a listing.
+
+    Args:
+        listing: of the source.
+        selection: what is written of it, by its names in the output.
+        place: where to.
+        options: of the conversion.
+        added: name -> what an adapter adds to it.
+        small: name -> bytes of files that go beside the weights.
+
+    Returns:
+        The report, which its caller completes.
+
+    Raises:
+        LoadError: the source cannot be read or is damaged, or a tensor has no place in the format.
+        CheckpointError: the destination cannot be written, or does not hold what was written.
+    """
+    tensors = outputs_of(selection, options.dtype)
+    stem = _stem(listing, selection)
+    output = _plan(place, tensors, selection.tied, options, listing.metadata, stem)
+    output = replace(output, small={**(small or {}), **output.small})
+    content = StoredContent(listing, selection.tensors)
+    try:
+        content.open()
+        compared = content.compare()
+        replaced = _write(place, output, MergedContent(content, added) if added else content)
+    finally:
+        content.reader.close()
+    return ConvertReport(
+        source="",
+        path=place.path,
+        replaced=replaced,
+        format=options.to,
+        files=output.names,
+        tensors=len(tensors),
+        nbytes=output.nbytes,
+        tied=selection.tied,
+        cast={
+            tensor.name: f"{kind} -> {dtype_name(tensor.dtype)}"
+            for tensor in tensors
+            if (kind := listing.kind_of(selection.tensors[tensor.name])) != dtype_name(tensor.dtype)
+        },
+        renamed=selection.renamed,
+        merged=list(added or ()),
+        copied=[],
+        skipped=list(selection.skipped),
+        verified=f"xxh3-64 of {count(len(output.files), 'file')}, and their headers; {compared}",
+        seconds=0.0,
+    )
+
+
+def _selected(
+    src: Source, listing: Listing, options: ConvertOptions, model: nn.Module | None
+) -> tuple[Selection, dict[str, LowRank]]:
+    """What is written, by its names in the output, and what an adapter adds to some of it."""
+    selection = select(listing, options.rename)
+    added: dict[str, LowRank] = {}
+    own = [name for name in selection.tensors if of_own_adapter(name)]
+    if options.merge:
+        selection, added = merged(selection, _paths(src))
+    elif len({of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
+    elif own and options.to == "safetensors":
+        raise LoadError(
+            f"{own[0]}: belongs to an adapter that is still in its model, and who opens a folder "
+            "with it would get the base alone: save the adapter (anyrank.integrations.peft.save), "
+            "and convert [base, adapter] with merge=True; to='torch' or 'dcp' keeps all as it is"
+        )
+    return selection if model is None else as_files(selection, listing, model), added
+
+
+def _paths(src: Source) -> list[str]:
+    if isinstance(src, Mapping):
+        return []
+    return [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
+
+
+def _name_of(src: Source, listing: Listing) -> str:
+    """The source as it was given; of a run, the step that was read."""
+    if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
+        return listing.files[0].path.rpartition("/")[0]
+    return ", ".join(_paths(src)) or "memory"
+
+
+def _base_of(src: Source) -> Source:
+    """The folder that configuration and tokenizer are copied from: the only one, or the first."""
+    return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
+
+
+def _stem(listing: Listing, selection: Selection) -> str:
+    """What the files' names begin with, by which other tools find them."""
+    if all(map(of_adapter, selection.tensors)):
+        return "adapter_model"
+    names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
+    return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
+
+
+def _write(place: Destination, output: Output, content: Content) -> str:
+    """Write, verify and commit; nothing is left where that fails.
+
+    Returns:
+        As `Destination.commit`.
+
+    Raises:
+        LoadError: the source cannot be read.
+        CheckpointError: the destination cannot be written, or does not hold what was written.
+    """
+    try:
+        place.prepare(output.nbytes)
+        for file in output.files:
+            sums = write(place.folder, file, content)
+            if output.has_sums:
+                path = join_path(place.folder, sums_name(file.name))
+                write_file(STORE, path, sums.to_bytes())
+        for name, data in output.small.items():
+            write_file(STORE, join_path(place.folder, name), data)
+        _check_headers(place, output)
+        return place.commit()
+    except BaseException:
+        place.abandon()
+        raise
+
+
+def _plan(
+    place: Destination,
+    tensors: Sequence[OutputTensor],
+    tied: Mapping[str, str],
+    options: ConvertOptions,
+    metadata: Mapping[str, str],
+    stem: str,
+) -> Output:
+    """What to write.
+
+    Args:
+        place: where to.
+        tensors: what.
+        tied: name -> the name whose bytes it shares.
+        options: the format, and the size of its files.
+        metadata: free text for safetensors.
+        stem: what the names of safetensors files begin with.
+
+    Raises:
+        LoadError: a tensor that has no place in the format.
+    """
+    if options.to == "dcp":
+        return dcp_output.plan_folder(tensors, tied)
+    if options.to == "torch":
+        return torch_zip.plan_file(place.name, tensors, tied)
+    texts = {**metadata, **FOR_TRANSFORMERS, **tied}
+    if place.is_file:
+        return Output((plan_file(place.name, tensors, texts),))
+    return plan_folder(tensors, texts, options.shard_bytes, stem)
+
+
+def _check_headers(place: Destination, output: Output) -> None:
+    """What was written, as a reader sees it.
+
+    Raises:
+        CheckpointError: a tensor is not there, or is another.
+    """
+    path = place.written
+    found = {name: (t.shape, t.dtype) for name, t in list_source(path).tensors.items()}
+    planned = {span.tensor.name: span.tensor for file in output.files for span in file.spans}
+    for name, tensor in planned.items():
+        if found.get(name) != (tensor.shape, tensor.dtype):
+            raise CheckpointError(
+                f"{path}: {name} reads as {found.get(name)}, and was written as "
+                f"{tensor.shape}, {tensor.dtype}"
+            )

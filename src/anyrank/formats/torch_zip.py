@@ -1,0 +1,169 @@
+"""Files as `torch.save` writes them, planned around payloads that stay where they are.
+
+A file is a zip of stored records: a pickle, and one record for each storage, aligned to 64 bytes.
+Only the zip's headers and directory are built here; payloads are written from where they are.
+`torch.distributed.checkpoint` keeps each piece of a tensor as a small file of this kind. The
+payloads' CRC-32s are left out, as by `torch.serialization.set_crc32_options(False)`: torch does not
+look at them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
+from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.spec import dtype_name
+
+ALIGN = 64
+MOST_32 = 0xFFFFFFFF  # stands for "in the 64-bit record"
+MOST_16 = 0xFFFF
+UTF8 = 0x0800
+ROOT = "archive"
+LEGACY_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.complex128: "ComplexDoubleStorage",
+}
+
+
+def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What precedes and what follows the payload of one row-major tensor.
+
+    Args:
+        nbytes: of the payload.
+        shape: of the tensor.
+        dtype: of the tensor.
+
+    Returns:
+        Head and tail. Written at a multiple of 64 bytes, the head ends at one.
+    """
+    made = _Zip(b"\x80\x02" + _tensor_opcodes(shape, dtype, "0") + b".")
+    start = made.reserve("data/0", nbytes)
+    made.close()
+    head = b"".join(data for offset, data in made.fixed if offset < start)
+    return head, b"".join(data for offset, data in made.fixed if offset >= start)
+
+
+def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
+    """One file with a dict of tensors; tied names share a storage."""
+    keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
+    table = {tensor.name: tensor for tensor in tensors}
+    opcodes = bytearray(b"\x80\x02}(")
+    for each, owner in [*((n, n) for n in keys), *tied.items()]:
+        tensor = table[owner]
+        opcodes += _value_opcodes(each) + _tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
+    made = _Zip(bytes(opcodes + b"u."))
+    spans: list[FileSpan] = []
+    for tensor in tensors:
+        start = made.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
+        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
+    made.close()
+    return Output((OutputFile(name, made.size, tuple(made.fixed), tuple(spans)),))
+
+
+@dataclass
+class _Zip:
+    """Headers and directory of a zip of stored records, with 64-bit records where they are needed.
+
+    Attributes:
+        pickled: the first record.
+        size: bytes so far.
+        fixed: offset and bytes of all but the reserved records.
+    """
+
+    pickled: bytes
+    size: int = 0
+    fixed: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    directory: list[bytes] = field(default_factory=list[bytes])
+
+    def __post_init__(self) -> None:
+        small = {"data.pkl": self.pickled, "byteorder": b"little", "version": b"3\n"}
+        for name, data in small.items():
+            self._open(name, len(data), zlib.crc32(data), 1)
+            self._put(data)
+
+    def reserve(self, name: str, nbytes: int) -> int:
+        """A record to be filled; where its bytes begin, a multiple of 64."""
+        self._open(name, nbytes, 0, ALIGN)
+        start = self.size
+        self.size += nbytes
+        return start
+
+    def _put(self, data: bytes) -> None:
+        self.fixed.append((self.size, data))
+        self.size += len(data)
+
+    def _open(self, name: str, nbytes: int, crc: int, align: int) -> None:
+        encoded, offset = f"{ROOT}/{name}".encode(), self.size
+        is_long = nbytes >= MOST_32
+        short = MOST_32 if is_long else nbytes
+        extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if is_long else b""
+        if align > 1:  # padding is an extra field: a tag, a length, and zeros
+            spare = -(offset + 30 + len(encoded) + len(extra) + 4) % align
+            extra += struct.pack("<2sH", b"FB", spare) + bytes(spare)
+        needs = 45 if is_long else 0
+        sizes = (crc, short, short, len(encoded), len(extra))
+        self._put(
+            struct.pack("<4s5H3I2H", b"PK\3\4", needs, UTF8, 0, 0, 33, *sizes) + encoded + extra
+        )
+        wide = [nbytes, nbytes] if is_long else []
+        wide += [offset] if offset >= MOST_32 else []
+        extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        entry = struct.pack("<4s6H3I", b"PK\1\2", needs, needs, UTF8, 0, 0, 33, *sizes[:3])
+        entry += struct.pack("<5H2I", len(encoded), len(extra), 0, 0, 0, 0, min(offset, MOST_32))
+        self.directory.append(entry + encoded + extra)
+
+    def close(self) -> None:
+        """The directory."""
+        start, count = self.size, len(self.directory)
+        data = b"".join(self.directory)
+        end = start + len(data)
+        if end >= MOST_32 or count >= MOST_16:
+            counts = (count, count, len(data), start)
+            data += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
+            data += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+        counts = (min(count, MOST_16),) * 2
+        place = (min(end - start, MOST_32), min(start, MOST_32))
+        self._put(data + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *counts, *place, 0))
+
+
+def _tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
+    """What pushes a row-major tensor over a storage, by opcode: protocol 2."""
+    legacy = LEGACY_STORAGES.get(dtype)
+    numel = torch.Size(shape).numel()
+    stored = numel if legacy else numel * dtype.itemsize
+    storage = _global("torch", legacy) if legacy else _global("torch.storage", "UntypedStorage")
+    named = _value_opcodes(storage_key) + _value_opcodes("cpu") + _value_opcodes(stored)
+    key = b"(" + _value_opcodes("storage") + storage + named + b"tQ"
+    hooks = _global("collections", "OrderedDict") + b")R"
+    sizes = _value_opcodes(tuple(shape)) + _value_opcodes(row_major(shape))
+    arguments = key + _value_opcodes(0) + sizes + b"\x89" + hooks
+    if legacy is None:
+        arguments += _global("torch", dtype_name(dtype))
+    rebuild = _global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}")
+    return rebuild + b"(" + arguments + b"tR"
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _value_opcodes(value: object) -> bytes:
+    """The opcodes that push a plain value, without the frame around them."""
+    return pickle.dumps(value, 2)[2:-1]

@@ -1,0 +1,118 @@
+"""The arguments of a call as a flat list, so that tensors at any depth are seen and saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # torch's containers have no public module
+
+
+class Call:
+    """A function, and its arguments as a flat list.
+
+    A tensor that occurs twice among the arguments is kept once, and is the same object when the
+    function runs again: some functions compare identities.
+
+    Attributes:
+        fn: the function, without any `functools.partial`, whose arguments are among the others.
+        leaves: the arguments in order, at any depth of lists, tuples, dicts and registered types;
+            the contents of any other container reach the function unchanged.
+        tensors: those among the leaves, each once.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.fn, self.args, self.kwargs = unwrap(fn, args, kwargs)
+        self.leaves, self.spec = flatten((self.args, self.kwargs))
+        # Most calls have no containers: their structure costs more than a tile's other overhead.
+        values = (*self.args, *self.kwargs.values())
+        self.is_flat = len(values) == len(self.leaves) and all(map(is_, values, self.leaves))
+        self.positional, self.names = len(self.args), list(self.kwargs)
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: dict[int, int] = {}  # position of a leaf -> number of the tensor there
+        known: dict[int, int] = {}
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in known:
+                    known[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                self.numbers[position] = known[id(leaf)]
+
+    def __call__(self) -> Any:
+        """Call the function with the caller's own containers: it may fill them."""
+        return self.fn(*self.args, **self.kwargs)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Call the function with the given leaves."""
+        args, kwargs = self.arguments(leaves)
+        return self.fn(*args, **kwargs)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Given leaves, as args and kwargs."""
+        if self.is_flat:
+            count = self.positional
+            return tuple(leaves[:count]), dict(zip(self.names, leaves[count:], strict=True))
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The leaves, with the given tensors in place of the call's own."""
+        return [
+            tensors[self.numbers[n]] if n in self.numbers else leaf
+            for n, leaf in enumerate(self.leaves)
+        ]
+
+    def drop_tensors(self) -> None:
+        """Keep only what backward needs to run the function on tensors that are stored elsewhere:
+        an offload may move them away. The call cannot be made itself after that.
+        """
+        self.args, self.kwargs, self.tensors = (), {}, []
+        self.leaves = [None if n in self.numbers else leaf for n, leaf in enumerate(self.leaves)]
+
+    def name(self, position: int) -> str:
+        """How a user would write the argument at a position."""
+        numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
+        root = "args" if str(path[0]) == "[0]" else "kwargs"
+        return root + "".join(str(key) for key in path[1:])
+
+    def tensor_name(self, number: int) -> str:
+        """How a user would write the argument that is a tensor."""
+        return self.name(next(p for p, n in self.numbers.items() if n == number))
+
+
+def unwrap(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Unwrap a `functools.partial`, with its arguments added to the others."""
+    while isinstance(fn, functools.partial):
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+    return fn, args, kwargs
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure, which is None for a tensor; None is a leaf."""
+    return ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """The inverse of `flatten`."""
+    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def module_of(fn: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that a function is, or of which it is a method."""
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's or a module's name in messages."""
+    fn = unwrap(fn, (), {})[0]
+    if (owner := module_of(fn)) is not None:
+        return type(owner).__name__
+    return getattr(fn, "__qualname__", None) or type(fn).__name__

@@ -1,0 +1,227 @@
+"""The modules that a recomputed function runs, and what of them must not change before backward.
+
+A recomputed function reads its weights a second time, so they must have the values of the first
+run: a change in between raises. Small buffers are kept by value instead: what the function does to
+its own (batch norm) counts once, and what happens to them in between does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from anyrank.errors import RecomputeError
+from anyrank.memory.call import module_of
+from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.walk import walk
+
+KEPT_BYTES = 64 << 10  # of a buffer that is kept by value
+
+
+def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Module]:
+    """The modules that a function is, is a method of, captures or gets as an argument.
+
+    Those in a captured list, tuple, dict or object, and what a captured function captures, are
+    found too; nothing further inside.
+    """
+    found = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module))
+    if (own := module_of(fn)) is not None:
+        return [own, *found]
+    for value in (getattr(fn, "__self__", None), *_variables(fn).values()):
+        parts = (value,) if isinstance(value, nn.Module) else _parts(value)
+        found |= dict.fromkeys(part for part in parts if isinstance(part, nn.Module))
+    return list(found)
+
+
+def _variables(fn: Any) -> dict[str, Any]:
+    """The variables of other scopes that a function of Python names, and its defaults."""
+    fn = inspect.unwrap(fn) if hasattr(fn, "__wrapped__") else fn
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):
+        return {}
+    found = inspect.getclosurevars(fn)
+    defaults = {f"default {n}": value for n, value in enumerate(fn.__defaults__ or ())}
+    return {**found.globals, **found.nonlocals, **defaults, **(fn.__kwdefaults__ or {})}
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value).values()
+    if isinstance(value, list | tuple):
+        return cast("Iterable[Any]", value)
+    if isinstance(value, types.FunctionType):
+        return inspect.getclosurevars(value).nonlocals.values()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, type | types.ModuleType):
+        return ()
+    return getattr(value, "__dict__", {}).values()
+
+
+class _Weight(NamedTuple):
+    """A parameter or a large buffer of a module, as it was when the function was called."""
+
+    module: nn.Module
+    key: str
+    name: str
+    tensor: torch.Tensor
+    version: int
+    is_read: bool  # certainly; else only if its module is called
+
+    def __str__(self) -> str:
+        kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "tensor"
+        return f"{kind} {self.name}, {text_of(self.tensor)},"
+
+    def is_changed(self) -> bool:
+        return version_of(self.tensor) != self.version
+
+    def is_replaced(self) -> bool:
+        """Whether the module has other values now, and not only FSDP2's other layout of them."""
+        now = getattr(self.module, self.key, None)
+        if not isinstance(now, torch.Tensor) or now is self.tensor:
+            return False
+        if isinstance(now, DTensor) or isinstance(self.tensor, DTensor):
+            return False
+        return now.untyped_storage() is not self.tensor.untyped_storage()
+
+
+class UsedModules:
+    """The modules of one call, from before its first run.
+
+    Args:
+        fn: the function, without any `functools.partial`.
+        leaves: its arguments.
+        label: the call, for messages.
+    """
+
+    def __init__(self, fn: Callable[..., Any], leaves: Iterable[Any], label: str) -> None:
+        self.fn = fn
+        self.label = label
+        self.modules = used_modules(fn, leaves)
+        self.weights: list[_Weight] = []
+        self.buffers: list[tuple[nn.Module, str]] = []
+        # A module's forward uses all of it. Of another module the function may use a part.
+        whole = module_of(fn) is not None and getattr(fn, "__name__", "forward") == "forward"
+        seen = set[nn.Module]()
+        for top in self.modules:
+            for name, module in walk(top, "", seen):
+                self._add(module, f"{name}." if name else "", whole or module is top)
+        self.variables = self._captured() if module_of(fn) is None else {}
+
+    def _add(self, module: nn.Module, prefix: str, is_read: bool) -> None:
+        for key, tensor in module.named_parameters(recurse=False):
+            if not is_lazy(tensor):
+                self._watch(module, key, prefix, tensor, is_read)
+        for key, tensor in module.named_buffers(recurse=False):
+            if tensor.nbytes <= KEPT_BYTES and not is_lazy(tensor):
+                self.buffers.append((module, key))
+            elif not is_lazy(tensor):
+                self._watch(module, key, prefix, tensor, is_read)
+
+    def _watch(
+        self, module: nn.Module, key: str, prefix: str, tensor: torch.Tensor, is_read: bool
+    ) -> None:
+        version = version_of(tensor)
+        self.weights.append(_Weight(module, key, prefix + key, tensor, version, is_read))
+
+    def _captured(self) -> dict[str, nn.Module]:
+        """The captured variables that hold modules."""
+        variables = _variables(self.fn).items()
+        return {name: value for name, value in variables if isinstance(value, nn.Module)}
+
+    def check_first_run(self) -> None:
+        """After the first run.
+
+        Raises:
+            RecomputeError: the function has changed a weight of its own.
+        """
+        for each in self.weights:
+            if each.is_changed():
+                raise RecomputeError(
+                    f"{self.label}: {each} was changed in place by the function itself, as "
+                    "nn.Embedding(max_norm=) does, and the recomputation would begin with what "
+                    "the first run left: leave the module that does it out of recompute and tile"
+                )
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the small buffers."""
+        return [getattr(module, key).detach().clone() for module, key in self.buffers]
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the function runs again, on the weights of its first run.
+
+        Raises:
+            RecomputeError: a weight that the function reads was changed, or replaced.
+        """
+        for name, now in self._captured().items() if self.variables else ():
+            if self.variables.get(name, now) is not now:
+                how = f"variable {name} was assigned another module, as by the next turn of a loop,"
+                raise changed_error(self.label, how)
+        changed: list[_Weight] = []
+        for each in self.weights:
+            if each.is_replaced():
+                raise RecomputeError(
+                    f"{self.label}: {each} is another tensor now than in the forward pass, as "
+                    "after torch.func.functional_call: pass weights that change as arguments"
+                )
+            if each.is_changed():
+                changed.append(each)
+                if each.is_read:
+                    raise changed_error(self.label, f"{each} was changed in place")
+        return self._refused(changed) if changed else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _refused(self, changed: list[_Weight]) -> Generator[None]:
+        """Inside, a call of a module in which a weight has changed raises RecomputeError."""
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            parts = set(module.modules())
+            for each in changed:
+                if each.module in parts:
+                    raise changed_error(self.label, f"{each} was changed in place")
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def restored(self, values: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Inside, where the function runs again, its small buffers are copies of these values; then
+        they are again those of before, which nothing has written to: autograd may have saved them.
+        A buffer of another size by now, as of a table that grew, stays.
+        """
+        return self._restored(values) if values else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self, values: list[torch.Tensor]) -> Generator[None]:
+        now = [getattr(module, key) for module, key in self.buffers]
+        try:
+            for (module, key), buffer, value in zip(self.buffers, now, values, strict=True):
+                if buffer.shape == value.shape:
+                    setattr(module, key, value.clone())
+            yield
+        finally:
+            for (module, key), buffer in zip(self.buffers, now, strict=True):
+                setattr(module, key, buffer)
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def changed_error(label: str, how: str) -> RecomputeError:
+    """The error for a value that is no longer that of the first run."""
+    return RecomputeError(
+        f"{label}: {how} between forward and backward, and the recomputation would see different "
+        "values: run backward first (before an optimizer step or a load), or write to a clone"
+    )

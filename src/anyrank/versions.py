@@ -1,0 +1,69 @@
+"""Versions of torch and of frameworks that were tested, and a warning where it is another."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+
+log = logging.getLogger("anyrank")
+
+# The table of support in README.md has what was run on each.
+TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+
+
+def untested_torch(installed: str) -> str | None:
+    """Why a torch version may behave otherwise than those that were tested, or None.
+
+    Args:
+        installed: as in `torch.__version__`; only its first two numbers count.
+    """
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    tested = {tuple(version.split(".")[:2]) for version in TESTED_TORCH}
+    if found and found.groups() in tested:
+        return None
+    return (
+        f"torch {installed} is not among the versions that anyrank is tested on, "
+        f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: run `make compat TORCH={installed}` in a clone "
+        "of anyrank before you rely on it"
+    )
+
+
+@functools.cache
+def warn_of_untested_torch(installed: str) -> None:
+    """Log `untested_torch` as one WARNING a process, on a launcher's first rank or without one."""
+    reason = untested_torch(installed)
+    if reason is not None and os.environ.get("RANK", "0") == "0":
+        log.warning("%s", reason)
+
+
+@functools.cache
+def warn_if_untested(package: str, oldest: str, newest: str) -> None:
+    """Log one line if the installed version of a framework is outside of what was tested.
+
+    Args:
+        package: as pip names it.
+        oldest: the first version that was tested.
+        newest: the last version that was tested; its later patch releases count as tested.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return  # on the path without being installed: its version is unknown
+    if not _release(oldest)[:2] <= _release(installed)[:2] <= _release(newest)[:2]:
+        log.warning(
+            "%s %s is installed, and anyrank was tested with %s to %s: it goes on, and refuses "
+            "what it does not find",
+            package,
+            installed,
+            oldest,
+            newest,
+        )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a version: "2.6.0rc1" -> (2, 6, 0)."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
