@@ -196,7 +196,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
         ignore: patterns, as of file names, of what is left out: a part of the state ("timer"), or
-            names as the report has them ("*.bias", "scheduler.step_size"), with all below them.
+            names as the report has them (`"*.bias"`, `"scheduler.step_size"`), with all below them.
 
     Returns:
         The report, which is true if nothing differs.
