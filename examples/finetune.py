@@ -83,8 +83,8 @@ class History:
         self.losses = state_dict["losses"]
 
 
-def build(weights: str, wrap: str) -> nn.Module:
-    """The model on this rank's device, wrapped, with pretrained weights."""
+def build(weights: str, wrap: str) -> tuple[nn.Module, anyrank.LoadReport]:
+    """The model on this rank's device, wrapped, with pretrained weights; and how they came."""
     with anyrank.meta():
         model: nn.Module = BertForMaskedLM(AutoConfig.from_pretrained(weights))
     if dist.is_initialized() and wrap == "fsdp2":
@@ -92,10 +92,18 @@ def build(weights: str, wrap: str) -> nn.Module:
             fully_shard(layer)
         fully_shard(model)
     # The file has no head for masked tokens, and a pooler that this model has no place for.
-    anyrank.load(model, weights, missing="init", unexpected="ignore")
+    report = anyrank.load(model, weights, missing="init", unexpected="ignore")
     if dist.is_initialized() and wrap == "ddp":
         model = DistributedDataParallel(model)
-    return model
+    return model, report
+
+
+def write_results(path: str | None, **results: Any) -> None:
+    """Add results to a JSON file, on one rank."""
+    if path and (not dist.is_initialized() or dist.get_rank() == 0):
+        file = Path(path)
+        earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps(earlier | results), encoding="utf-8")
 
 
 def main() -> None:
@@ -119,7 +127,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group()
 
-    model = build(args.weights, args.wrap)
+    model, loaded = build(args.weights, args.wrap)
     tokenizer = AutoTokenizer.from_pretrained(args.weights)
     rows = MaskedRows(read_rows(tokenizer, args.rows), tokenizer.mask_token_id)
     loader = anyrank.ElasticLoader(rows, global_batch=12, microbatch=2, exact=args.exact)
@@ -135,6 +143,8 @@ def main() -> None:
         args.folder, state, every=args.every, keep=2, background=True
     ) as ckpts:
         report = ckpts.resume()
+        if report is None:
+            write_results(args.results, loaded=asdict(loaded))
         model.train()
         for step in ckpts.steps(until=args.steps):
             for batch in step.microbatches(model):
@@ -147,11 +157,13 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report or "started anew")
         print("loss", " ".join(f"{loss:.3f}" for loss in history.losses))
-        if args.results:
-            results = {"losses": history.losses, "receipts": loader.receipts}
-            results |= {"resumed": report and json.loads(report.to_json())}
-            results["saves"] = [asdict(record) for record in ckpts.stats()]
-            Path(args.results).write_text(json.dumps(results), encoding="utf-8")
+    write_results(
+        args.results,
+        losses=history.losses,
+        receipts=loader.receipts,
+        resumed=report and json.loads(report.to_json()),
+        saves=[asdict(record) for record in ckpts.stats()],
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 

