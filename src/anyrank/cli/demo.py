@@ -113,9 +113,9 @@ def run(weights: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
         moved, alone = (os.path.join(scratch, name) for name in ("moved", "alone"))
         with open(os.path.join(scratch, "log"), "wb") as log:
-            single = start_ranks(1, weights, alone, log)
+            single = _start_ranks(1, weights, alone, log)
             try:
-                legs = run_with_kills(weights, moved, log, deadline)
+                legs = _run_with_kills(weights, moved, log, deadline)
                 torchrun.finish(single, deadline, log.name)
             finally:
                 torchrun.kill_all(single)
@@ -137,7 +137,7 @@ def run(weights: str) -> dict[str, Any]:
     return {**results, "findings": findings_of(results)}
 
 
-def start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start the training script, which goes on where the folder's run stopped."""
     flags = [
         f"--weights={weights}",
@@ -155,9 +155,9 @@ def start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subproc
 
 def _exact_wrapper() -> str:
     """The wrapper to train with: exact=True under FSDP2 needs torch 2.13."""
-    import torch
+    from torch.torch_version import TorchVersion, __version__
 
-    return "fsdp2" if torch.__version__ >= torch.torch_version.TorchVersion("2.13") else "ddp"
+    return "fsdp2" if __version__ >= TorchVersion("2.13") else "ddp"
 
 
 def _find_script() -> str:
@@ -170,7 +170,7 @@ def _find_script() -> str:
     return found
 
 
-def run_with_kills(
+def _run_with_kills(
     weights: str, folder: str, log: BinaryIO, deadline: float
 ) -> list[dict[str, int | None]]:
     """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
@@ -178,7 +178,7 @@ def run_with_kills(
     for ranks, kill_at in ((4, 2 * EVERY), (3, 4 * EVERY), (2, None)):
         newest = max(committed(folder), default=0)
         legs.append({"ranks": ranks, "from_step": newest, "killed_in_save_of": kill_at})
-        process = start_ranks(ranks, weights, folder, log)
+        process = _start_ranks(ranks, weights, folder, log)
         try:
             if kill_at is None:
                 torchrun.finish(process, deadline, log.name)
