@@ -104,6 +104,6 @@ def test_staging_is_pinned_and_reused(device: torch.device, tmp_path: Path) -> N
             ckpts.wait()
             background = ckpts._writer._background
             assert background is not None
-            assert background.later.memory.is_pinned()
-            addresses.add(background.later.memory.data_ptr())
+            assert background._staging._memory.is_pinned()
+            addresses.add(background._staging._memory.data_ptr())
     assert len(addresses) == 1
