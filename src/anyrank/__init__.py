@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from anyrank.steps.sampler import ElasticSampler
     from anyrank.syncing.report import SyncReport
     from anyrank.syncing.sync import sync
+    from anyrank.watching.check import check
     from anyrank.world.group import ALONE
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "TrainState",
     "UnsafeFile",
     "__version__",
+    "check",
     "convert",
     "cpu_only",
     "diff",
@@ -107,6 +109,7 @@ HOMES = {
     "SyncReport": "anyrank.syncing.report",
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
+    "check": "anyrank.watching.check",
     "convert": "anyrank.conversion.convert",
     "diff": "anyrank.inspection.diff",
     "freeze": "anyrank.frozen.freeze",

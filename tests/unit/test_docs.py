@@ -530,6 +530,7 @@ def test_every_public_name_is_told_of() -> None:
         ("strategies.md", anyrank.plan),
         ("freeze.md", anyrank.freeze),
         ("sync.md", anyrank.sync),
+        ("check.md", anyrank.check),
         ("resume.md", anyrank.TrainState),
         ("resume.md", anyrank.Checkpoints),
         ("resume.md", anyrank.Checkpoints.resume),

@@ -30,6 +30,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
 AREAS |= {"gradients", "steps", "state", "saving", "resume", "inspection", "conversion"}
+AREAS |= {"watching"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -57,6 +58,7 @@ MAY_IMPORT = {
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"saving"},
+    "watching": MODEL | {"random_state", "steps", "state"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
 }

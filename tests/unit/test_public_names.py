@@ -102,6 +102,10 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: anyrank.verify(WEIGHTS),
         "path format findings tensors nbytes checked steps to_json",
     ),
+    "the result of check": (
+        lambda: anyrank.check(nn.Linear(2, 2)),
+        "append clear copy count extend index insert pop remove reverse sort to_json",
+    ),
     "ElasticLoader": (loader, f"{POSITION} from_shards"),
     "ElasticSampler": (
         lambda: anyrank.ElasticSampler(8, global_batch=4, microbatch=2),

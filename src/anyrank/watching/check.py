@@ -1,0 +1,104 @@
+"""`anyrank.check`: the mistakes of a set-up on several ranks, found before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.checks import check_int, check_model
+from anyrank.errors import RankError
+from anyrank.watching.facts import Facts, Known, Table, differences, facts_of
+from anyrank.watching.findings import Findings
+from anyrank.watching.rules import run_rules
+from anyrank.world.arguments import same_arguments
+from anyrank.world.ranks import open_ranks
+
+
+def check(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loader: Any = None,
+    *,
+    global_batch: int | None = None,
+    accumulation: int = 1,
+) -> Findings:
+    """Look for what people get wrong on several ranks. All ranks, before the first step.
+
+    Nothing is changed, no sample is read and no forward is run. It takes about as long as reading
+    the parameters once. In a single process the rules that compare ranks are silent.
+
+    - `replicas`: a parameter, or a buffer that is no batch statistic, differs between ranks.
+    - `ties`: weights that were one tensor are two, or lie in two FSDP2 units.
+    - `optimizer`: misses trainable parameters, or holds some that the model no longer has.
+    - `trainable`: names, shapes, dtypes, `requires_grad` or the order differ between ranks.
+    - `streams`: random numbers are equal where dropout or augmentation should differ, or the
+      seeds of a DistributedSampler differ.
+    - `sampler`: the samples are sharded twice, alike on all ranks, or padded.
+    - `batch`: batch x accumulation x ranks is not `global_batch`, or batches differ in size.
+    - `device`: a tensor off its rank's device, or on meta.
+    - `frozen`: a frozen part that still draws, counts or is broadcast.
+    - `reentrant`: reentrant checkpointing under DDP.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model[0].parameters())
+        (finding,) = anyrank.check(model, optimizer)
+        assert (finding.rule, finding.where) == ("optimizer", "1.weight, 1.bias, rank 0")
+
+    Args:
+        model: as it is trained: wrapped, sharded, adapted.
+        optimizer: of its parameters, or several in a list; without it, its rule is silent.
+        loader: of the training data; without it, the rules of data are silent.
+        global_batch: samples that a step should have, on all ranks together.
+        accumulation: batches that are accumulated for a step on each rank.
+
+    Returns:
+        What was found, the same on all ranks: an empty list where all is well.
+
+    Raises:
+        AnyrankError: the model is wrapped by FSDP1.
+        RankError: arguments differ between ranks, or a rank did not come.
+        TypeError, ValueError: an argument that is wrong on its face.
+    """
+    return _check_now(
+        model, optimizer, loader, global_batch=global_batch, accumulation=accumulation
+    )
+
+
+def _check_now(
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    *,
+    global_batch: int | None = None,
+    accumulation: int = 1,
+    is_before: bool = True,
+) -> Findings:
+    """As `check`; with `is_before=False`, after a forward, which may change buffers. All ranks."""
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [one for one in several if one is not None]
+
+    def check_arguments() -> None:
+        check_model(model)
+        for one in optimizers:
+            if not hasattr(one, "param_groups"):
+                raise TypeError(f"optimizer= takes an optimizer, not {type(one).__name__}")
+        if global_batch is not None:
+            check_int("global_batch", global_batch, 1)
+        check_int("accumulation", accumulation, 1)
+
+    with open_ranks(call="check()") as ranks:
+        given = {"global_batch": global_batch, "accumulation": accumulation}
+        same_arguments(ranks, "check", given, RankError, check_arguments)
+
+        def look() -> tuple[dict[str, Table], Facts]:
+            return facts_of(model, optimizers, loader, ranks, is_before)
+
+        tables, facts = ranks.own_and_all("looking at the model", look)
+        differing = differences(tables, facts, ranks)
+        known = Known(ranks.ranks, facts, differing, global_batch, accumulation)
+        return Findings(run_rules(known), ranks.size)

@@ -1,0 +1,50 @@
+"""What `anyrank.check` finds, as data and as one screen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from anyrank.wording import count
+
+INDENT = " " * 12  # rules have at most eleven letters
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake in a training's set-up.
+
+    Attributes:
+        rule: that found it, see `check`.
+        what: is wrong, in a sentence.
+        where: the parameter, module or sampler, and the ranks.
+        why: what it leads to.
+        fix: code, or what to do.
+    """
+
+    rule: str
+    what: str
+    where: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        head = f"  {self.rule:<10}{self.what}"
+        return "\n".join([head, *(f"{INDENT}{text}" for text in (self.where, self.why, self.fix))])
+
+
+class Findings(list[Finding]):
+    """The findings of a check, the same on all ranks: a list that prints as one screen."""
+
+    def __init__(self, found: list[Finding], num_ranks: int) -> None:
+        super().__init__(found)
+        self._num_ranks = num_ranks
+
+    def __str__(self) -> str:
+        head = f"check: {count(len(self), 'finding')} on {count(self._num_ranks, 'rank')}"
+        return "\n".join([head, *map(str, self)])
+
+    def to_json(self) -> str:
+        """The findings as a JSON object."""
+        plain = {"ranks": self._num_ranks, "findings": [asdict(finding) for finding in self]}
+        return json.dumps(plain, indent=2)
