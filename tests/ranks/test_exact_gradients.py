@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.gradients.exact_gradients import WARNING, is_scaled_by_two
+from anyrank.exact.delivered import WARNING, is_scaled_by_two
 from anyrank.testing import run_ranks
 
 Change = Callable[[Any, Any], object]
@@ -54,7 +54,7 @@ def job_changed() -> dict[str, int]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("anyrank.gradients").addHandler(handler)
+    logging.getLogger("anyrank.exact").addHandler(handler)
     for name, change in CHANGES.items():
         torch.manual_seed(0)
         net: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
@@ -70,7 +70,7 @@ def job_changed() -> dict[str, int]:
             optimizer.zero_grad()
         found[name] = loader.notes.count(WARNING)
         assert found[name] == len([r for r in records if r.getMessage() == WARNING])
-    logging.getLogger("anyrank.gradients").removeHandler(handler)
+    logging.getLogger("anyrank.exact").removeHandler(handler)
     return found
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.gradients import exact_groups
+from anyrank.exact import groups as exact_groups
 from anyrank.testing import run_ranks
 
 DEPTH, WIDTH = 32, 16  # a tensor of 1 KiB in each layer: a group

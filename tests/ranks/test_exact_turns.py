@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.gradients.exact_checks import ExactRun
-from anyrank.gradients.exact_fsdp import OrderedReduceScatter
+from anyrank.exact.fsdp import OrderedReduceScatter
+from anyrank.exact.run import ExactRun
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import open_ranks
 

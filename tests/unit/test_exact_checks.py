@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.gradients.exact_checks import check_model
+from anyrank.exact.checks import check_model
 from anyrank.world.ranks import one_process
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyrank.data.schedule import StepPlan, slots_of_rank
-from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.tree_sum import TreeSum
+from anyrank.exact.rounds import Rounds
+from anyrank.exact.tree_sum import TreeSum
 from anyrank.world.ranks import Ranks, one_process
 
 

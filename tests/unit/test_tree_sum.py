@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyrank.data.schedule import slots_of_rank
-from anyrank.gradients.exact_rounds import most_nodes
-from anyrank.gradients.tree_sum import Span, TreeSum, inner_nodes, merged, ordered, sum_dtype
+from anyrank.exact.rounds import most_nodes
+from anyrank.exact.tree_sum import Span, TreeSum, inner_nodes, merged, ordered
+from anyrank.steps.norm import sum_dtype
 
 
 def terms(count: int, seed: int) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,13 +30,13 @@ from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
-from anyrank.gradients.exact_checks import ExactRun
-from anyrank.gradients.exact_gradients import changes_noted
-from anyrank.gradients.exact_optimizer import optimizers_tried
 from anyrank.steps.step import Step
 from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
+
+if TYPE_CHECKING:
+    from anyrank.exact.run import ExactRun
 
 
 class ElasticLoader(Position):
@@ -219,7 +219,7 @@ class ElasticLoader(Position):
         """Set up the fetching of batches; `options` are those of a DataLoader."""
         check_bool(exact=exact)
         check_int("num_workers", options["num_workers"], 0)
-        self._exact = ExactRun() if exact else None
+        self._exact = _open_exact() if exact else None
         self._current: StepProgress | None = None
         self._was_left = False  # whether a step was begun that is not counted
         self._num_passes = 0
@@ -256,9 +256,7 @@ class ElasticLoader(Position):
             check_same_on_ranks(self, ranks)
             check_length(self._dataset.dataset, self._schedule.order.n)
             if self._exact is not None:
-                self._exact.is_interleaved = None
-                stack.enter_context(optimizers_tried(self._exact.tried, self.notes))
-                stack.enter_context(changes_noted(self._exact.delivered, self.notes))
+                stack.enter_context(self._exact.watching(self.notes))
             this_pass = LoaderPass(
                 ranks=ranks,
                 group=self._process_group,
@@ -377,6 +375,13 @@ class ElasticLoader(Position):
         for plan in self._schedule.rest(self._next_step()):
             for slot in plan.slots(index, size, is_interleaved):
                 yield request_for(self._schedule, plan, slot.k)
+
+
+def _open_exact() -> ExactRun:
+    """The door to `anyrank.exact`, which no other run loads."""
+    from anyrank.exact.run import ExactRun
+
+    return ExactRun()
 
 
 def announce_left_step(data: object) -> None:

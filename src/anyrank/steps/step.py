@@ -17,15 +17,11 @@ from anyrank.checks import check_model, check_type
 from anyrank.data.fetch import request_for
 from anyrank.data.schedule import MicrobatchSlot, Schedule
 from anyrank.errors import CheckpointError
-from anyrank.gradients.exact_checks import check_threads
-from anyrank.gradients.exact_gradients import know
-from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.exact_sync import ExactSync
-from anyrank.gradients.gradient_sync import GradientSync, reshard
-from anyrank.gradients.norm import clip_gradients
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.steps.backwards import Backwards
 from anyrank.steps.collective_result import one_ahead
+from anyrank.steps.gradient_sync import GradientSync, reshard
+from anyrank.steps.norm import clip_gradients
 from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import same_arguments
@@ -266,10 +262,10 @@ class Step:
         reshard(self._model)
         exact, parameters = self._pass.exact, [*self._model.parameters()]
         if exact is not None:  # changes before cannot be seen after the scaling
-            exact.delivered.compare(parameters, self._pass.notes)
+            exact.compare(parameters, self._pass.notes)
         norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
         if exact is not None:
-            exact.delivered.record(self._model)
+            exact.deliver(self._model)
         return norm
 
     def loss(self) -> float:
@@ -342,15 +338,14 @@ class Step:
                 "depends on the number of ranks: call step.backward(loss), or run backward of "
                 "step.scale(loss)"
             )
-        is_first = id(model) not in self._pass.checked
-        if is_first:
-            self._pass.notes += exact.begin(model, self._ranks)
-        else:
-            check_threads(exact.record, ValueError)  # a library may have changed it since
-        exact.deal(model, self._schedule.num_microbatches, self._ranks)
-        rounds = Rounds(self._plan, self._ranks, self._pass.is_interleaved)
-        return ExactSync(
-            model, self._ranks, self._pass.group, rounds, is_first, exact, self._pass.notes
+        return exact.open_sync(
+            model,
+            self._ranks,
+            self._pass.group,
+            self._plan,
+            self._schedule.num_microbatches,
+            id(model) not in self._pass.checked,
+            self._pass.notes,
         )
 
     def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
@@ -372,8 +367,7 @@ class Step:
         if sync.finish(self._ranks, self._pass.group, factor, is_new, losses) and is_new:
             self._pass.checked[id(model)] = model
         if self._pass.exact is not None:
-            know(sync.named)
-            self._pass.exact.delivered.record(model)
+            self._pass.exact.deliver(model)
 
     @property
     def _is_exact(self) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import nn
 
 from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
 from anyrank.data.schedule import StepPlan
-from anyrank.gradients.exact_checks import ExactRun
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.exact.run import ExactRun
 
 
 @dataclass

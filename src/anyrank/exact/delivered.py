@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from anyrank.gradients.gradient_sync import local
+from anyrank.steps.gradient_sync import local
 
-log = logging.getLogger("anyrank.gradients")
+log = logging.getLogger("anyrank.exact")
 
 MAX_SAMPLES = 4  # parameters: a norm scales all
 CORNER = 4  # elements of a sample along each dim

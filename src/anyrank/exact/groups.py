@@ -15,11 +15,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from anyrank.gradients.exact_checks import sparse_gradient
-from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
-from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.gradients.tree_sum import TreeSum, sum_dtype
+from anyrank.exact.checks import sparse_gradient
+from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.exact.rounds import Rounds
+from anyrank.exact.tree_sum import TreeSum
+from anyrank.steps.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
+from anyrank.steps.norm import sum_dtype
 
 GROUP_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 2  # groups in flight, each in two copies or more

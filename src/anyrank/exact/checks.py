@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,18 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from anyrank.data.schedule import slots_of_rank
-from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.gradients.exact_gradients import DeliveredGradients
-from anyrank.gradients.exact_rounds import most_nodes
-from anyrank.gradients.fsdp_groups import parameter_groups
-from anyrank.gradients.gradient_sync import GradientSync
-from anyrank.gradients.tree_sum import sum_dtype
-from anyrank.settings import EXACT_BYTES
-from anyrank.world.arguments import same_arguments
+from anyrank.errors import CorruptCheckpoint
+from anyrank.steps.fsdp_groups import parameter_groups
+from anyrank.steps.gradient_sync import GradientSync
 from anyrank.world.ranks import Ranks
-
-log = logging.getLogger("anyrank.gradients")
 
 KEEPS_STATISTICS = (
     nn.BatchNorm1d,
@@ -46,99 +36,6 @@ COMPILED = (
 )
 
 
-class ExactRun:
-    """What a run with exact=True has to keep the same, beside its data.
-
-    Attributes:
-        record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
-            "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
-            or none, of the model that was trained first); empty until the first step.
-        tried: optimizers that `exact_optimizer` has tried.
-        looks: at the attributes of models, in the passes over their first microbatches.
-        delivered: samples of the gradients that the optimizer should find.
-        is_interleaved: whether the ranks take turns in this pass over the data; None before its
-            first step.
-    """
-
-    def __init__(self) -> None:
-        self.record: dict[str, int | str] = {}
-        self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self.looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self.delivered = DeliveredGradients()
-        self.is_interleaved: bool | None = None
-        self._has_begun = False  # since the run began, or was resumed
-        self._told: set[str] = set()
-
-    def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
-        """Check a model before its first step. All data-parallel ranks.
-
-        Returns:
-            Differences from what the run began with, and what cannot be seen, as sentences; each
-            of them once.
-
-        Raises:
-            ValueError: a part of the model whose results depend on the number of ranks, or another
-                number of threads than the run began with; on all ranks.
-            CheckpointError: what results depend on differs between the ranks.
-        """
-        now = environment(model)
-        if self._has_begun:
-            now["wrapper"] = self.record["wrapper"]
-
-        def check() -> None:
-            check_model(model, ranks)
-            check_threads(self.record, ValueError)
-
-        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
-        found = [
-            difference(name, self.record[name], now[name]) for name in changed(self.record, now)
-        ]
-        found += [COMPILED] if _is_compiled(model) else []
-        notes = [note for note in found if note not in self._told]
-        self._told.update(notes)
-        self.record, self._has_begun = now, True
-        if ranks.index == 0:
-            for note in notes:
-                log.warning("%s", note)
-        return notes
-
-    def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
-        """Choose how the microbatches of a step are dealt to the ranks. All data-parallel ranks.
-
-        Args:
-            model: the first of the pass; batches are fetched ahead from here on.
-            count: K, the microbatches of a step.
-            ranks: the ranks with different data.
-        """
-        if self.is_interleaved is None:
-            kept = _most_kept_bytes(model, count, ranks)
-            is_short = ranks.together(
-                "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
-            )
-            self.is_interleaved = any(is_short)
-
-    def check_saved(self, saved: object) -> None:
-        """Check the record of a state.
-
-        Raises:
-            CheckpointError: the run has another number of threads.
-            CorruptCheckpoint: not a record.
-        """
-        if saved is not None:
-            check_threads(_read_record(saved), CheckpointError)
-
-    def load(self, saved: object, step: int) -> list[str]:
-        """Continue with the record of a state, None for one without. Returns notes."""
-        if saved is None:
-            return (
-                [f"exact=True begins at step {step}: steps before were summed in another order"]
-                if step
-                else []
-            )
-        self.record, self._has_begun = _read_record(saved), False
-        return []
-
-
 def environment(model: nn.Module) -> dict[str, int | str]:
     """What the results of a model on this rank depend on, apart from its data."""
     kinds = _device_types(model)
@@ -157,21 +54,7 @@ def _device_types(model: nn.Module) -> list[str]:
     return sorted({parameter.device.type for parameter in model.parameters()})
 
 
-def _most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
-    """What a rank would keep beside its gradients until the last of its microbatches."""
-    if count <= ranks.size:
-        return 0
-    slots = slots_of_rank(count, ranks.index, ranks.size)
-    nodes = most_nodes(count, [slot.k for slot in slots if not slot.is_copy])
-    # Gradients that are not sharded end in one of their sums.
-    return sum(
-        param.numel() * sum_dtype(param.dtype).itemsize * (nodes - (not isinstance(param, DTensor)))
-        for param in model.parameters()
-        if param.requires_grad
-    )
-
-
-def _read_record(saved: object) -> dict[str, int | str]:
+def read_record(saved: object) -> dict[str, int | str]:
     """A record from an untrusted state."""
     if not isinstance(saved, Mapping) or any(
         name not in KINDS or type(value) is not KINDS[name] for name, value in saved.items()
@@ -218,7 +101,7 @@ def difference(name: str, before: object, now: object) -> str:
     )
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile wraps a model or a module of it."""
     return any(name.endswith("_orig_mod") for name, _ in model.named_modules())
 

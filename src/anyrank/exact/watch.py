@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from anyrank.gradients.exact_checks import updates_statistics
+from anyrank.exact.checks import updates_statistics
 from anyrank.tensors.sharded_tensor import version_of
 
 COPIED_BYTES = 64 << 20  # of buffers in each step; larger ones in a model's first step alone

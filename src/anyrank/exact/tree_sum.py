@@ -122,8 +122,3 @@ def ordered(parts: Sequence[TreeSum], count: int) -> TreeSum:
 def _first_leaf(node: tuple[Span, torch.Tensor | None]) -> int:
     """Where a node stands in the order."""
     return node[0].start
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of a dtype are added up in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from anyrank.gradients.exact_gradients import name_of
+from anyrank.exact.delivered import name_of
 from anyrank.random_state.streams import seeded
 
-log = logging.getLogger("anyrank.gradients")
+log = logging.getLogger("anyrank.exact")
 
 NUM_STEPS = 3
 CUTS = (2, 3, 5)  # pieces

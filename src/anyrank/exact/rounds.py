@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from anyrank.data.schedule import StepPlan
-from anyrank.gradients.tree_sum import Span, TreeSum, merged
+from anyrank.exact.tree_sum import Span, TreeSum, merged
 from anyrank.world.ranks import Ranks
 
 

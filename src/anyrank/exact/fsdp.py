@@ -1,7 +1,7 @@
 """FSDP2's gradient reduction in the order of the microbatches, through its public hooks.
 
 FSDP2 calls its reduce-scatter in every backward. The one here returns zeros, and in the step's last
-backward the total. It exchanges in the rounds that `exact_rounds` says, and keeps what it has:
+backward the total. It exchanges in the rounds that `rounds` says, and keeps what it has:
 gradients until an exchange, and this rank's shard of the nodes after it.
 """
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.fsdp_groups import parameter_groups
-from anyrank.gradients.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
-from anyrank.gradients.tree_sum import Span, TreeSum
+from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.exact.rounds import Rounds
+from anyrank.exact.tree_sum import Span, TreeSum
+from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.world.ranks import Ranks
 
 

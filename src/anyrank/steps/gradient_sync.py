@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.gradients.fsdp_groups import check_names, drop_accumulated, parameter_groups
+from anyrank.steps.fsdp_groups import check_names, drop_accumulated, parameter_groups
 from anyrank.wording import count
 from anyrank.world.failures import different
 from anyrank.world.ranks import Ranks

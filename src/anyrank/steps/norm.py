@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from anyrank.gradients.tree_sum import sum_dtype
-
 SLAB = 1 << 22  # elements that are converted at a time
 BITS = 60  # of the largest power
 LIMB_BITS = 20  # of the parts that are summed: no overflow below 2**43 elements
 SMALLEST_EXPONENT = -1000  # elements below are 0 here
 EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of a dtype are added up in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass

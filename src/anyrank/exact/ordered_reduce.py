@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anyrank.gradients.tree_sum import Span, TreeSum, merged, ordered, sum_dtype
+from anyrank.exact.tree_sum import Span, TreeSum, merged, ordered
+from anyrank.steps.norm import sum_dtype
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers keep
 theirs unreduced; the terms are added up in the order of `tree_sum`, which depends on the number of
-microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`exact_fsdp`), all others by
-groups (`exact_groups`), in the rounds that `exact_rounds` says.
+microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others by
+groups (`groups`), in the rounds that `rounds` says.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,33 +17,33 @@ import torch
 from torch import nn
 
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.gradients.exact_checks import ExactRun, check_wrappers
-from anyrank.gradients.exact_fsdp import (
+from anyrank.exact.checks import check_wrappers
+from anyrank.exact.fsdp import (
     OrderedReduceScatter,
     exchanging,
     installed,
     unit_groups,
     watched,
 )
-from anyrank.gradients.exact_groups import ExactGroups
-from anyrank.gradients.exact_rounds import Rounds
-from anyrank.gradients.exact_watch import (
+from anyrank.exact.groups import ExactGroups
+from anyrank.exact.ordered_reduce import OrderedGroup
+from anyrank.exact.rounds import Rounds
+from anyrank.exact.watch import (
     LOOKS,
     ChangeWatch,
     attributes_of,
     changed_attributes,
     note_of,
 )
-from anyrank.gradients.fsdp_groups import check_names, parameter_groups, reduction_dtype
-from anyrank.gradients.gradient_sync import (
+from anyrank.steps.fsdp_groups import check_names, parameter_groups, reduction_dtype
+from anyrank.steps.gradient_sync import (
     GRADIENT,
     GradientSync,
     check_trainable,
 )
-from anyrank.gradients.ordered_reduce import OrderedGroup
 from anyrank.world.ranks import Ranks
 
-log = logging.getLogger("anyrank.gradients")
+log = logging.getLogger("anyrank.exact")
 
 
 class PassRecord(NamedTuple):
@@ -79,7 +79,7 @@ class ExactSync(GradientSync):
         group: the user's group of these ranks.
         rounds: of the step.
         is_first: exchange after the backward: what fails in a first step is told before.
-        exact: what is known of the run's models, to which this object adds.
+        looks: at the attributes of models, in the passes over their first microbatches.
         notes: gets a sentence about attributes that forward passes change.
 
     Raises:
@@ -93,17 +93,17 @@ class ExactSync(GradientSync):
         group: Any,
         rounds: Rounds,
         is_first: bool,
-        exact: ExactRun,
+        looks: MutableMapping[nn.Module, int],
         notes: list[str],
     ) -> None:
         super().__init__(model, ranks)
         check_names(self.fsdp, is_exact=True)
         check_wrappers(self, ranks)
         self.model, self.ranks, self.rounds, self.is_first = model, ranks, rounds, is_first
-        self.exact, self.notes = exact, notes
+        self.looks, self.notes = looks, notes
         self.watch = ChangeWatch(model, is_first)
-        exact.looks[model] = exact.looks.get(model, 0) + 1
-        self.attributes = attributes_of(model) if exact.looks[model] <= LOOKS else {}
+        looks[model] = looks.get(model, 0) + 1
+        self.attributes = attributes_of(model) if looks[model] <= LOOKS else {}
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -233,7 +233,7 @@ class ExactSync(GradientSync):
                 "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
             )
         if attributes := [name for row in rows for name in row.attributes]:
-            self.exact.looks[self.model] = LOOKS
+            self.looks[self.model] = LOOKS
             self.notes.append(note_of(attributes))
             if self.ranks.index == 0:
                 log.warning("%s", self.notes[-1])

@@ -1,0 +1,197 @@
+"""A loader's exact=True: all that the steps know of this room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from anyrank.data.schedule import StepPlan, slots_of_rank
+from anyrank.errors import CheckpointError
+from anyrank.exact.checks import (
+    COMPILED,
+    changed,
+    check_model,
+    check_threads,
+    difference,
+    environment,
+    is_compiled,
+    read_record,
+)
+from anyrank.exact.delivered import DeliveredGradients, changes_noted, know
+from anyrank.exact.optimizers import optimizers_tried
+from anyrank.exact.rounds import Rounds, most_nodes
+from anyrank.exact.sync import ExactSync
+from anyrank.settings import EXACT_BYTES
+from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.norm import sum_dtype
+from anyrank.world.arguments import same_arguments
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.exact")
+
+
+class ExactRun:
+    """What a run with exact=True has to keep the same, beside its data.
+
+    Attributes:
+        record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
+            "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
+            or none, of the model that was trained first); empty until the first step.
+        is_interleaved: whether the ranks take turns in this pass over the data; None before its
+            first step.
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, int | str] = {}
+        self.is_interleaved: bool | None = None
+        self._tried: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._delivered = DeliveredGradients()
+        self._has_begun = False  # since the run began, or was resumed
+        self._told: set[str] = set()
+
+    @contextmanager
+    def watching(self, notes: list[str]) -> Generator[None, None, None]:
+        """Run a pass over the data, and look at the optimizers that step in it.
+
+        Args:
+            notes: gets a sentence about what they do.
+
+        Raises:
+            ValueError: from an optimizer's step, before it changes anything: its bits depend on
+                the ranks, or it has parameters of a model and others.
+        """
+        self.is_interleaved = None
+        with optimizers_tried(self._tried, notes), changes_noted(self._delivered, notes):
+            yield
+
+    def open_sync(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        group: Any,
+        plan: StepPlan,
+        count: int,
+        is_first: bool,
+        notes: list[str],
+    ) -> GradientSync:
+        """The exchange of a model's gradients in one pass over a step's microbatches. All ranks.
+
+        Args:
+            model: wrapped or not, or a container of several.
+            ranks: the data-parallel ranks.
+            group: the user's group of these ranks.
+            plan: the step.
+            count: the microbatches of a whole step.
+            is_first: it is the model's first pass.
+            notes: gets a sentence about each difference that is found.
+
+        Raises:
+            TypeError, ValueError, CheckpointError: as `begin` and `ExactSync`.
+        """
+        if is_first:
+            notes += self.begin(model, ranks)
+        else:
+            check_threads(self.record, ValueError)  # a library may have changed it since
+        self.deal(model, count, ranks)
+        rounds = Rounds(plan, ranks, bool(self.is_interleaved))
+        return ExactSync(model, ranks, group, rounds, is_first, self._looks, notes)
+
+    def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
+        """Check a model before its first step. All data-parallel ranks.
+
+        Returns:
+            Differences from what the run began with, and what cannot be seen, as sentences; each
+            of them once.
+
+        Raises:
+            ValueError: a part of the model whose results depend on the number of ranks, or another
+                number of threads than the run began with; on all ranks.
+            CheckpointError: what results depend on differs between the ranks.
+        """
+        now = environment(model)
+        if self._has_begun:
+            now["wrapper"] = self.record["wrapper"]
+
+        def check() -> None:
+            check_model(model, ranks)
+            check_threads(self.record, ValueError)
+
+        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
+        found = [
+            difference(name, self.record[name], now[name]) for name in changed(self.record, now)
+        ]
+        found += [COMPILED] if is_compiled(model) else []
+        notes = [note for note in found if note not in self._told]
+        self._told.update(notes)
+        self.record, self._has_begun = now, True
+        if ranks.index == 0:
+            for note in notes:
+                log.warning("%s", note)
+        return notes
+
+    def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
+        """Choose how the microbatches of a step are dealt to the ranks. All data-parallel ranks.
+
+        Args:
+            model: the first of the pass; batches are fetched ahead from here on.
+            count: K, the microbatches of a step.
+            ranks: the ranks with different data.
+        """
+        if self.is_interleaved is None:
+            kept = _most_kept_bytes(model, count, ranks)
+            is_short = ranks.together(
+                "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
+            )
+            self.is_interleaved = any(is_short)
+
+    def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
+        """Note, once, that the gradients of parameters were changed since `deliver`."""
+        self._delivered.compare(parameters, notes)
+
+    def deliver(self, model: nn.Module) -> None:
+        """Remember the gradients of a model as the optimizer should find them."""
+        know(dict(model.named_parameters()))
+        self._delivered.record(model)
+
+    def check_saved(self, saved: object) -> None:
+        """Check the record of a state.
+
+        Raises:
+            CheckpointError: the run has another number of threads.
+            CorruptCheckpoint: not a record.
+        """
+        if saved is not None:
+            check_threads(read_record(saved), CheckpointError)
+
+    def load(self, saved: object, step: int) -> list[str]:
+        """Continue with the record of a state, None for one without. Returns notes."""
+        if saved is None:
+            return (
+                [f"exact=True begins at step {step}: steps before were summed in another order"]
+                if step
+                else []
+            )
+        self.record, self._has_begun = read_record(saved), False
+        return []
+
+
+def _most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
+    """What a rank would keep beside its gradients until the last of its microbatches."""
+    if count <= ranks.size:
+        return 0
+    slots = slots_of_rank(count, ranks.index, ranks.size)
+    nodes = most_nodes(count, [slot.k for slot in slots if not slot.is_copy])
+    # Gradients that are not sharded end in one of their sums.
+    return sum(
+        param.numel() * sum_dtype(param.dtype).itemsize * (nodes - (not isinstance(param, DTensor)))
+        for param in model.parameters()
+        if param.requires_grad
+    )
