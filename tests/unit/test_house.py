@@ -29,7 +29,7 @@ BASE = {"errors", "checks", "settings", "faults", "wording", "versions"}
 CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
-AREAS |= {"gradients", "steps", "state", "saving", "resume", "inspection", "conversion"}
+AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
-    "gradients": CORE | {"random_state", "data"},
-    "steps": CORE | {"random_state", "data", "gradients"},
+    "steps": CORE | {"random_state", "data"},
+    "exact": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
     "resume": MODEL | {"loading", "random_state", "data", "steps", "state", "saving"},
@@ -62,6 +62,9 @@ MAY_IMPORT = {
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
 }
+# Modules of the core -> the room around it that they open where a run asks for it: inside of a
+# function, and for the type checkers. No other import of theirs may be of that room.
+DOORS = {"anyrank.steps.loader": "exact", "anyrank.steps.step_state": "exact"}
 
 
 def read_sources(root: Path) -> dict[str, str]:
@@ -75,16 +78,29 @@ def read_sources(root: Path) -> dict[str, str]:
 
 
 def find_imports(module: str, sources: dict[str, str]) -> set[str]:
-    """What a module imports of anyrank, anywhere in its text; relative imports start with a dot."""
+    """What a module imports of anyrank, anywhere in its text; relative imports start with a dot.
+
+    Without what it opens through its door: that is loaded after the module, or never.
+    """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(sources[module])):
+    tree, door = ast.parse(sources[module]), f"anyrank.{DOORS.get(module)}."
+    behind = {node for part in ast.walk(tree) if _is_late(part) for node in ast.walk(part)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
+            if node in behind and base.startswith(door):
+                continue
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in sources else base for name in names}
     return {name for name in found if name.split(".")[0] in ("anyrank", "")}
+
+
+def _is_late(node: ast.AST) -> bool:
+    """Whether imports within are not made when the module is loaded."""
+    is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return is_typing or isinstance(node, ast.FunctionDef)
 
 
 def find_wrong_directions(sources: dict[str, str]) -> list[str]:
@@ -174,12 +190,31 @@ def test_needless_publicity_is_found() -> None:
         ("anyrank.integrations.jax", "from anyrank.errors import AnyrankError"),
         ("anyrank.state.train_state", "from anyrank.integrations import lightning"),
         ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),
+        ("anyrank.steps.loader", "from anyrank.exact.run import ExactRun"),
+        ("anyrank.steps.loader", "def f():\n    from anyrank.memory import tile"),
+        ("anyrank.steps.step", "def f():\n    from anyrank.exact.run import ExactRun"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, line: str) -> None:
-    others = ["files", "settings", "world.ranks", "loading.load", "testing.fault", "tensors.box"]
+    others = [
+        "exact.run",
+        "memory.tile",
+        "files",
+        "settings",
+        "world.ranks",
+        "loading.load",
+        "testing.fault",
+        "tensors.box",
+    ]
     sources = {"anyrank": ""} | {f"anyrank.{name}": "" for name in others} | {module: line}
     assert [found.split(" imports ")[0] for found in find_wrong_directions(sources)] == [module]
+
+
+def test_a_door_opens_inside_of_a_function() -> None:
+    door = "def f():\n    from anyrank.exact.run import ExactRun"
+    sources = {"anyrank.exact.run": "import anyrank.steps.loader", "anyrank.steps.loader": door}
+    assert find_wrong_directions(sources) == []
+    assert find_cycle(sources) == []
 
 
 def test_a_circle_is_found() -> None:

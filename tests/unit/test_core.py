@@ -1,0 +1,110 @@
+"""The core, what stands around it, and how large each room may be.
+
+The core loads a model and trains, saves and resumes a plain run. What is around it is loaded by who
+asks for it. A room that outgrows its budget is a decision, and it is made in this file.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "anyrank"
+
+# Lines of each room, with comments and empty ones.
+BUDGETS = {
+    "cli": 1300,
+    "conversion": 1900,
+    "data": 1350,
+    "exact": 2100,
+    "files": 2850,
+    "formats": 3700,
+    "frozen": 600,
+    "inspection": 1350,
+    "integrations": 3450,
+    "loading": 1950,
+    "memory": 3050,
+    "model": 3200,
+    "random_state": 700,
+    "resume": 2800,
+    "saving": 1850,
+    "state": 2450,
+    "steps": 2050,
+    "syncing": 2250,
+    "tensors": 2450,
+    "testing": 1350,
+    "watching": 1500,
+    "world": 2150,
+    "": 700,  # the modules that are in no room
+}
+AROUND = ("exact", "memory", "conversion", "inspection", "integrations", "cli", "testing")
+
+PLAIN_RUN = """
+import sys, torch, anyrank
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2{exact})
+state = anyrank.TrainState(model, optimizer, data=loader)
+with anyrank.Checkpoints(sys.argv[1], state) as ckpts:
+    ckpts.resume()
+    for step in loader:
+        for batch in step.microbatches(model):
+            step.backward(model(batch).square().mean())
+        step.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpts.step_done()
+    ckpts.save()
+    assert state.step == 2
+print(*sorted(name for name in sys.modules if name.startswith("anyrank.")))
+"""
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The lines of each room; those of modules beside the rooms by an empty name."""
+    sizes = {"": 0}
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).parts[0] if path.parent != folder else ""
+        sizes[room] = sizes.get(room, 0) + len(path.read_bytes().splitlines())
+    return sizes
+
+
+def over_budget(sizes: Mapping[str, int]) -> list[str]:
+    """Rooms that are larger than they may be, or that have no budget."""
+    return [room for room, size in sizes.items() if size > BUDGETS.get(room, 0)]
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    sizes = sizes_of(SRC)
+    assert over_budget(sizes) == []
+    assert sizes.keys() == BUDGETS.keys()
+
+
+def test_a_room_that_outgrows_its_budget_is_found(tmp_path: Path) -> None:
+    for name, lines in (("frozen/a.py", 600), ("exact/b.py", 9000), ("new/c.py", 1)):
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text("x\n" * lines, encoding="utf-8")
+    assert set(over_budget(sizes_of(tmp_path))) == {"exact", "new"}
+
+
+def around_loaded_by(exact: str, folder: Path) -> set[str]:
+    """The rooms around the core that a run has loaded when it is saved and over."""
+    command = [sys.executable, "-c", PLAIN_RUN.format(exact=exact), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    rooms = {name.split(".")[1] for name in run.stdout.splitlines()[-1].split()}
+    assert "steps" in rooms
+    return rooms & set(AROUND)
+
+
+@pytest.mark.parametrize(("exact", "rooms"), [("", set[str]()), (", exact=True", {"exact"})])
+def test_a_run_loads_nothing_around_the_core_that_it_did_not_ask_for(
+    exact: str, rooms: set[str], tmp_path: Path
+) -> None:
+    assert around_loaded_by(exact, tmp_path / "run") == rooms
