@@ -26,6 +26,7 @@ INTERFACE = {
         *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
         *("-h", "--help"),
     },
+    "check": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--json", "-h", "--help"},
     "run": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--then", "--json", "-h", "--help"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},

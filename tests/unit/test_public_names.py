@@ -104,7 +104,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of check": (
         lambda: anyrank.check(nn.Linear(2, 2)),
-        "append clear copy count extend index insert pop remove reverse sort to_json",
+        "append clear copy count extend index insert num_ranks pop remove reverse sort to_json",
     ),
     "ElasticLoader": (loader, f"{POSITION} from_shards"),
     "ElasticSampler": (

@@ -64,12 +64,10 @@ def check(
         RankError: arguments differ between ranks, or a rank did not come.
         TypeError, ValueError: an argument that is wrong on its face.
     """
-    return _check_now(
-        model, optimizer, loader, global_batch=global_batch, accumulation=accumulation
-    )
+    return check_now(model, optimizer, loader, global_batch=global_batch, accumulation=accumulation)
 
 
-def _check_now(
+def check_now(
     model: nn.Module,
     optimizer: Any,
     loader: Any,

@@ -34,17 +34,21 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """The findings of a check, the same on all ranks: a list that prints as one screen."""
+    """The findings of a check, the same on all ranks: a list that prints as one screen.
+
+    Attributes:
+        num_ranks: that checked together.
+    """
 
     def __init__(self, found: list[Finding], num_ranks: int) -> None:
         super().__init__(found)
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
 
     def __str__(self) -> str:
-        head = f"check: {count(len(self), 'finding')} on {count(self._num_ranks, 'rank')}"
+        head = f"check: {count(len(self), 'finding')} on {count(self.num_ranks, 'rank')}"
         return "\n".join([head, *map(str, self)])
 
     def to_json(self) -> str:
         """The findings as a JSON object."""
-        plain = {"ranks": self._num_ranks, "findings": [asdict(finding) for finding in self]}
+        plain = {"ranks": self.num_ranks, "findings": [asdict(finding) for finding in self]}
         return json.dumps(plain, indent=2)

@@ -1,0 +1,89 @@
+"""`anyrank check`: a training script up to its first step, and what is wrong with its set-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import click
+
+from anyrank.cli import torchrun
+from anyrank.cli.run import environ
+from anyrank.errors import AnyrankError
+
+
+@click.command("check", context_settings={"allow_interspersed_args": False})
+@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Processes.")
+@click.option("--json", "as_json", is_flag=True, help="The findings as a JSON object.")
+@click.option(
+    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as of python -m."
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int, as_json: bool, is_module: bool, script: str, arguments: tuple[str, ...]
+) -> None:
+    """Look for mistakes in the set-up of SCRIPT on several ranks.
+
+    It runs with its ARGUMENTS up to its first optimizer step. The model and its optimizers are
+    checked in place of the step, and all ranks end: nothing is trained or saved. Exit status 1 with
+    findings.
+    """
+    from anyrank.cli.console import err, out, write
+    from anyrank.watching.findings import Finding, Findings
+
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(
+            f"File '{script}' does not exist; a module takes -m: anyrank check -m {script}",
+            param_hint="'SCRIPT'",
+        )
+    own = arguments[1:] if arguments[:1] == ("--",) else arguments
+    found = _run(ranks, script, ("-m", script, *own) if is_module else (script, *own))
+    if found["ranks"] != ranks:
+        err().print(
+            f"anyrank: {script} made no group of {ranks} ranks: the first was checked alone",
+            markup=False,
+        )
+    findings = Findings([Finding(**one) for one in found["findings"]], found["ranks"])
+    if as_json:
+        click.echo(findings.to_json())
+    else:
+        write(out(), *str(findings).split("\n"))
+    sys.exit(1 if findings else 0)
+
+
+def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
+    """What the ranks of a program found.
+
+    Raises:
+        AnyrankError: it came to no step.
+    """
+    with tempfile.TemporaryDirectory(prefix="anyrank-check-") as folder:
+        result, log = os.path.join(folder, "result.json"), os.path.join(folder, "log")
+        line = torchrun.line(ranks, "-m", "anyrank.watching.first_step", result, *program)
+        with open(log, "wb") as file:
+            process = torchrun.start(line, file, environ(ranks))
+            try:
+                code = process.wait(torchrun.LIMIT_SEC)
+            except subprocess.TimeoutExpired as error:
+                raise AnyrankError(
+                    f"{script}: no optimizer step within {torchrun.LIMIT_SEC} s; its last lines:\n"
+                    f"{torchrun.tail(log)}"
+                ) from error
+            finally:
+                torchrun.kill_all(process)
+        if not os.path.exists(result):
+            ended = f"failed with exit code {code}" if code else "ended"
+            raise AnyrankError(
+                f"{script}: {ended} before an optimizer step: nothing was checked; its last lines:"
+                f"\n{torchrun.tail(log)}"
+            )
+        with open(result, encoding="utf-8") as file:
+            found: dict[str, Any] = json.load(file)
+    if "error" in found:
+        raise AnyrankError(f"{script}: {found['error']}")
+    return found

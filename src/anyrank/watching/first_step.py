@@ -1,0 +1,130 @@
+"""A rank of `anyrank check`: runs a script up to its first optimizer step, and checks there.
+
+Started as `python -m anyrank.watching.first_step RESULT SCRIPT ARGUMENTS`, with `-m MODULE` in
+place of a script. Torch's public hooks show the modules that run a forward, and the steps. An
+optimizer that misses parameters may be one of several: it steps, and the check comes before the
+next forward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from anyrank.errors import AnyrankError
+from anyrank.watching.check import check_now
+from anyrank.world.ranks import open_ranks
+
+
+class FirstStep:
+    """What is seen of a script.
+
+    Args:
+        result: path of the file that the first rank writes.
+    """
+
+    def __init__(self, result: str) -> None:
+        self.result = result
+        self.seen: dict[int, nn.Module] = {}  # that ran a forward
+        self.optimizers: list[Optimizer] = []
+        self.model: nn.Module | None = None
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Hook of all modules."""
+        if module is self.model:
+            self.conclude()
+        self.seen.setdefault(id(module), module)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of all optimizers. All ranks."""
+        if any(optimizer is one for one in self.optimizers):
+            self.conclude()
+        self.optimizers.append(optimizer)
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure):  # it runs the forward
+            with torch.enable_grad():
+                closure()
+        self.model = find_model([*self.seen.values()], self.optimizers)
+        with open_ranks(call="check()") as ranks:
+            misses = ranks.any(self.model is not None and self.misses(), "the first step")
+        if not misses:
+            self.conclude()
+
+    def misses(self) -> bool:
+        """Whether the model has trainable parameters that no optimizer has stepped yet."""
+        held = _held(self.optimizers)
+        model = self.model
+        assert model is not None
+        return any(p.requires_grad and id(p) not in held for p in model.parameters())
+
+    def conclude(self) -> NoReturn:
+        """Check, write down what is found, and end the process. All ranks."""
+        try:
+            found = self.check()
+        except AnyrankError as error:
+            found = {"error": str(error)}
+        if os.environ.get("RANK", "0") == "0":
+            with open(self.result, "w", encoding="utf-8") as file:
+                json.dump(found, file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # whatever the script would do at its end
+
+    def check(self) -> dict[str, Any]:
+        """The findings as plain values. All ranks."""
+        if self.model is None:
+            return {"error": "no module whose forward ran has parameters of the optimizer"}
+        findings = check_now(self.model, self.optimizers, None, is_before=False)
+        return {"ranks": findings.num_ranks, "findings": [asdict(one) for one in findings]}
+
+
+def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
+    """The outermost module that has most of the optimizers' parameters; where none has any, as the
+    optimizers are stale, most gradients.
+    """
+    inner = {id(part) for module in seen for part in module.modules() if part is not module}
+    held = _held(optimizers)
+
+    def score(module: nn.Module) -> tuple[int, int]:
+        parameters = [*module.parameters()]
+        return sum(id(p) in held for p in parameters), sum(p.grad is not None for p in parameters)
+
+    outermost = [module for module in seen if id(module) not in inner]
+    best = max(outermost, key=score, default=None)
+    return best if best is not None and any(score(best)) else None
+
+
+def _held(optimizers: Sequence[Optimizer]) -> set[int]:
+    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+
+
+def main(result: str, *program: str) -> None:
+    """Run the program; the hooks end the process."""
+    first = FirstStep(result)
+    register_module_forward_pre_hook(first.before_forward)
+    register_optimizer_step_pre_hook(first.before_step)
+    if program[0] == "-m":
+        sys.argv = [*program[1:]]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*program]
+        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+        runpy.run_path(program[0], run_name="__main__")
+    if first.optimizers:  # it misses parameters, and the script has ended after its step
+        first.conclude()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
