@@ -301,7 +301,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
                 assert report is not None
                 assert (report.step, report.lost_steps) == (1, 1), (name, bit, verify)
                 (aside,) = report.set_aside
-                assert aside.startswith(".bad-damaged-step-00000002")
+                assert aside.startswith(".aside-damaged-step-00000002")
                 (tmp_path / aside).rename(newest)
         (newest / name).write_bytes(data)
     state = anyrank.TrainState(*build())

@@ -111,7 +111,7 @@ def outcome(step: Path) -> str:
             ckpts.resume()
             return ""
         except anyrank.CorruptCheckpoint:
-            for aside in step.parent.glob(".bad-*"):
+            for aside in step.parent.glob(".aside-*"):
                 aside.rename(step)
             said = "corrupt"
         except anyrank.CheckpointError as error:
@@ -229,7 +229,7 @@ def test_a_manifest_that_contradicts_itself_is_damage(
     write(step, put(json.loads((step / "anyrank.json").read_text()), where, new))
     with pytest.raises(anyrank.CorruptCheckpoint, match=said):
         train(tmp_path)
-    assert [path.name for path in tmp_path.glob(".bad-damaged-*")]
+    assert [path.name for path in tmp_path.glob(".aside-damaged-*")]
 
 
 def test_hyperparameters_of_another_kind_do_not_fit(step: Path) -> None:
@@ -268,5 +268,5 @@ def test_a_pipe_in_a_files_place_is_damage_and_blocks_nothing(
     os.mkfifo(step / name)
     with pytest.raises(anyrank.CheckpointError):
         resume(step.parent, build(), verify=verify)
-    for aside in step.parent.glob(".bad-*"):
+    for aside in step.parent.glob(".aside-*"):
         shutil.rmtree(aside)

@@ -182,7 +182,7 @@ def test_damage_is_set_aside_and_the_step_before_is_taken(url: str, harm: str) -
     verify = harm == "flip"
     _, report, steps = run_ranks(2, job_train, url, 2, False, verify)[0]
     assert (report.step, report.lost_steps) == (2, 1)
-    assert report.set_aside == [f".bad-damaged-{NEWEST}"]
+    assert report.set_aside == [f".aside-damaged-{NEWEST}"]
     assert objects(url, report.set_aside[0]) == before
     assert objects(url, NEWEST) == []
     assert steps == [2]

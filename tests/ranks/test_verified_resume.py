@@ -64,10 +64,10 @@ def test_a_flipped_bit_sets_the_step_aside_on_all_ranks(tmp_path: Path, file: st
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
     for step, lost, aside, found, _ in run_ranks(2, job_resume, str(tmp_path), [48, 64]):
-        assert (step, lost, aside) == (1, 1, [".bad-damaged-step-00000002"])
+        assert (step, lost, aside) == (1, 1, [".aside-damaged-step-00000002"])
         assert found == pytest.approx(seen[0], rel=1e-12)
     assert sorted(p.name for p in tmp_path.glob("*step-*")) == [
-        ".bad-damaged-step-00000002",
+        ".aside-damaged-step-00000002",
         "step-00000001",
     ]
 

@@ -153,6 +153,27 @@ def test_a_folder_of_dcp_folders_begins_no_run(tmp_path: Path) -> None:
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
 
 
+@pytest.mark.parametrize("call", [save, resume])
+def test_a_folder_of_what_convert_wrote_as_dcp_begins_no_run(tmp_path: Path, call: Any) -> None:
+    anyrank.convert(TENSORS, tmp_path / "runs" / "mine", to="dcp")
+    assert (tmp_path / "runs" / "mine" / "__0_0.xxh3").exists()
+    with pytest.raises(anyrank.CheckpointError, match=r"resume\('.*/mine'\)"):
+        call(tmp_path / "runs", anyrank.TrainState(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("place", ["folder", "object store"])
+@pytest.mark.parametrize("call", [save, resume])
+def test_a_step_that_a_run_does_not_have_is_no_place_for_another_run(
+    tmp_path: Path, call: Any, place: str
+) -> None:
+    run = str(tmp_path) if place == "folder" else f"memory://within/{call.__name__}"
+    save(run, anyrank.TrainState(nn.Linear(1, 1)))
+    match = r"is a step of the run .*: give that, and resume\(9\) to go back"
+    with pytest.raises(anyrank.CheckpointError, match=match):
+        call(f"{run}/step-00000009", anyrank.TrainState(nn.Linear(1, 1)))
+    assert [saved.step for saved in anyrank.inspect(run).steps] == [0]
+
+
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "weights.pt")
     with pytest.raises(anyrank.CheckpointError, match=r"weights.pt \(a file\)"):

@@ -94,7 +94,7 @@ def test_a_step_without_a_manifest_is_damage(tmp_path: Path, empty: bool) -> Non
         report = ckpts.resume()
         assert report is not None
         assert (report.step, report.lost_steps) == (1, 1)
-        assert report.set_aside == [f".bad-damaged-{NEWEST}"]
+        assert report.set_aside == [f".aside-damaged-{NEWEST}"]
         ckpts.step_done()
         ckpts.save()
         assert [one.step for one in ckpts.saved()] == [2, 1]
@@ -118,7 +118,7 @@ def test_a_save_goes_past_a_step_that_lost_its_manifest(tmp_path: Path) -> None:
         (tmp_path / NEWEST / "anyrank.json").unlink()
         ckpts.save()
         assert [one.step for one in ckpts.saved()] == [2, 1]
-    assert folders(tmp_path) == [f".bad-damaged-{NEWEST}", BEFORE, NEWEST]
+    assert folders(tmp_path) == [f".aside-damaged-{NEWEST}", BEFORE, NEWEST]
 
 
 def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
     assert folders(tmp_path) == [BEFORE, NEWEST, "step-7"]
 
 
-def test_damage_where_nothing_can_be_renamed_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_run(tmp_path)
     (tmp_path / NEWEST / "tensors.json").write_text("")
@@ -141,11 +141,8 @@ def test_damage_where_nothing_can_be_renamed_is_passed_over(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(LocalStore, "rename", refuse)
-    report = resume(tmp_path, build())
-    assert report is not None
-    assert (report.step, report.lost_steps, report.set_aside) == (1, 1, [])
-    assert f"left as it is: {NEWEST} is damaged and cannot be renamed" in str(report)
-    assert "LOST" in caplog.text
+    with pytest.raises(anyrank.CheckpointError, match="cannot be written: Read-only file system"):
+        resume(tmp_path, build())
     assert folders(tmp_path) == [BEFORE, NEWEST]
 
 
@@ -153,34 +150,28 @@ def test_damage_where_nothing_can_be_renamed_is_passed_over(
 
 
 @pytest.mark.parametrize(("name", "verify"), [("anyrank.json", False), ("__0_0.distcp", True)])
-def test_an_unreadable_step_is_passed_over_and_keeps_its_name(
+def test_an_unreadable_step_is_an_error_that_names_it_and_stays(
     tmp_path: Path, bad_sectors: set[str], name: str, verify: Any
 ) -> None:
     saved_run(tmp_path)
     bad_sectors.add(f"{NEWEST}/{name}")
     with anyrank.Checkpoints(tmp_path, build(), verify=verify) as ckpts:
+        for which in ("auto", 2):
+            with pytest.raises(anyrank.CheckpointError, match="Input/output error") as asked:
+                ckpts.resume(which)
+            assert asked.type is anyrank.CheckpointError
+            assert f"{NEWEST} may be sound, and stays: try again, or move it" in str(asked.value)
+        assert folders(tmp_path) == [BEFORE, NEWEST]
+        (tmp_path / NEWEST).rename(tmp_path / "elsewhere")
         report = ckpts.resume()
         assert report is not None
-        assert (report.step, report.lost_steps, report.set_aside) == (1, 1, [])
-        assert f"left as it is: {NEWEST} cannot be read" in str(report)
-        assert folders(tmp_path) == [BEFORE, NEWEST]
-        with pytest.raises(anyrank.CheckpointError, match="Input/output error") as asked:
-            ckpts.resume(2)
-        assert asked.type is anyrank.CheckpointError
-        ckpts.resume()
-        ckpts.step_done()
-        ckpts.save()  # the run has gone on from step 1: the unreadable one is out of the way
-    assert folders(tmp_path) == [f".superseded-{NEWEST}", BEFORE, NEWEST]
+        assert (report.step, report.set_aside) == (1, [])
 
 
-def test_a_run_that_cannot_be_read_is_an_error_and_stays(
-    tmp_path: Path, bad_sectors: set[str]
-) -> None:
+def test_a_run_that_cannot_be_read_takes_no_save(tmp_path: Path, bad_sectors: set[str]) -> None:
     saved_run(tmp_path)
     bad_sectors.add("anyrank.json")
     with anyrank.Checkpoints(tmp_path, build()) as ckpts:
-        with pytest.raises(anyrank.CheckpointError, match="2 may be sound but cannot be read"):
-            ckpts.resume()
         with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
             ckpts.save()
         assert folders(tmp_path) == [BEFORE, NEWEST]

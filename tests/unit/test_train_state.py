@@ -518,8 +518,8 @@ def test_a_run_can_branch_off_an_older_step(tmp_path: Path) -> None:
         ckpts.step_done()
         ckpts.step_done()
         assert [one.step for one in ckpts.saved()] == [4, 2, 1]
-    aside = sorted(path.name for path in tmp_path.glob(".superseded-*"))
-    assert aside == [f".superseded-step-0000000{number}" for number in (3, 4, 5)]
+    aside = sorted(path.name for path in tmp_path.glob(".aside-superseded-*"))
+    assert aside == [f".aside-superseded-step-0000000{number}" for number in (3, 4, 5)]
 
 
 def test_time_is_a_cadence(tmp_path: Path) -> None:

@@ -205,9 +205,9 @@ def _wait_for_save(
 
 def committed(folder: str) -> list[int]:
     """The committed steps of a run."""
-    from anyrank.formats.run_folder import steps_of  # loads torch, which `anyrank --help` does not
+    from anyrank.formats.run_folder import steps_in  # loads torch, which `anyrank --help` does not
 
-    return [step for step, _ in steps_of(os.listdir(folder))] if os.path.isdir(folder) else []
+    return [saved.step for saved in steps_in(folder)]
 
 
 # -- what they are compared by --------------------------------------------------------------------

@@ -19,7 +19,7 @@ MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
 VERSION = 1  # of the format, apart from the package's
 MAX_BYTES = 1 << 30
-STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .bad-... are no checkpoints
+STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are no steps
 
 
 @dataclass(frozen=True)

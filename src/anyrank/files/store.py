@@ -19,7 +19,6 @@ from anyrank.errors import CheckpointError
 from anyrank.files.storage import LocalStorage, RemoteStorage, Storage, asking, join_path
 
 SYNC_FILE_RANGE_WRITE = 2
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
 PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
 WRITEBACK_BYTES = 32 << 20  # of a local file, which the kernel is asked to write at a time
 SLICE_BYTES = 1 << 20  # most by which a part is larger
@@ -154,10 +153,6 @@ class WritableStorage(Storage, Protocol):
 
     def rename(self, old: str, new: str) -> None: ...
 
-    def exchange(self, one: str, other: str) -> bool:
-        """Give each of two folders the other's name, both at once; False where that cannot be."""
-        ...
-
     def sync_folder(self, path: str) -> None: ...
 
     def remove(self, path: str) -> None: ...
@@ -188,15 +183,6 @@ class LocalStore(LocalStorage):
     def rename(self, old: str, new: str) -> None:
         faults.point("file.rename")
         os.rename(old, new)
-
-    def exchange(self, one: str, other: str) -> bool:
-        """On Linux, where the file system can: NFS cannot."""
-        faults.point("file.rename")
-        call = _of_libc("renameat2")
-        paths = os.fsencode(one), os.fsencode(other)
-        return call is not None and not call(
-            AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE
-        )
 
     def sync_folder(self, path: str) -> None:
         faults.point("file.fsync")
@@ -233,10 +219,6 @@ class RemoteStore(RemoteStorage):
             for name in self.names(old):
                 self.filesystem.cp_file(join_path(old, name), join_path(new, name))
             self.filesystem.rm(old, recursive=True)
-
-    def exchange(self, one: str, other: str) -> bool:
-        """Never."""
-        return False
 
     def sync_folder(self, path: str) -> None:
         """Objects are durable once they are there."""

@@ -11,13 +11,21 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import FileInfo, Listing, SumsFile
-from anyrank.files.manifest import FORMAT, MANIFEST, STEP, Manifest, read_manifest, read_small
+from anyrank.files.manifest import (
+    FORMAT,
+    MANIFEST,
+    STEP,
+    Manifest,
+    read_manifest,
+    read_small,
+    step_name,
+)
 from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
@@ -94,8 +102,8 @@ def steps_in(folder: str) -> list[SavedStep]:
     if not storage.is_dir(folder):
         return []
     found: list[SavedStep] = []
-    for _, name in committed(storage, folder, storage.names(folder)):
-        path = join_path(folder, name)
+    for step in whole_steps(storage, folder, storage.names(folder)):
+        path = join_path(folder, step.name)
         with contextlib.suppress(AnyrankError):
             found.append(describe(read_manifest(storage, path), path))
     return found
@@ -106,19 +114,51 @@ def recognises(names: list[str]) -> bool:
     return MANIFEST in names or any(STEP.match(name) for name in names)
 
 
-def steps_of(names: Iterable[str]) -> list[tuple[int, str]]:
-    """Step and folder name of what looks like a step, the newest first."""
-    return sorted(((int(m[1]), name) for name in names if (m := STEP.match(name))), reverse=True)
+class Step(NamedTuple):
+    """A step's folder in a run's.
+
+    Attributes:
+        number: of the step.
+        name: of the folder.
+        is_whole: whether its manifest, which is written last, is there. On a disk a folder gets its
+            name after that, so that one without is damaged; in an object store its save died.
+    """
+
+    number: int
+    name: str
+    is_whole: bool
+
+
+def number_of(name: str) -> int | None:
+    """The step that a folder's name means; None for another name."""
+    match = STEP.match(name)
+    return int(match[1]) if match else None
 
 
 def is_step(storage: Storage, folder: str) -> bool:
-    """Whether a folder is a step that was committed: its manifest is written last."""
+    """Whether a folder is a step that was committed."""
     return storage.is_file(join_path(folder, MANIFEST))
 
 
-def committed(storage: Storage, folder: str, names: Iterable[str]) -> list[tuple[int, str]]:
-    """Those of `steps_of` that were committed; `names` is what is in the folder."""
-    return [step for step in steps_of(names) if is_step(storage, join_path(folder, step[1]))]
+def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step]:
+    """The steps of a run, the newest first; `names` is what is in its folder.
+
+    A folder without a manifest counts where it has the name that a save gives.
+    """
+    found: list[Step] = []
+    for name in names:
+        number, path = number_of(name), join_path(folder, name)
+        if number is None:
+            continue
+        is_whole = is_step(storage, path)
+        if is_whole or (name == step_name(number) and not storage.is_file(path)):
+            found.append(Step(number, name, is_whole))
+    return sorted(found, reverse=True)
+
+
+def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step]:
+    """Those of `list_steps` that are whole."""
+    return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
@@ -129,9 +169,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = storage.names(folder)
     if MANIFEST not in names:
-        for _, name in committed(storage, folder, names):
-            return list_folder(storage, join_path(folder, name))
-        begun = len(steps_of(names))
+        steps = list_steps(storage, folder, names)
+        for step in steps:
+            if step.is_whole:
+                return list_folder(storage, join_path(folder, step.name))
+        begun = len(steps)
         raise LoadError(f"{folder}: none of its {begun} steps was committed ({MANIFEST})")
     try:
         listing = list_step(storage, folder, read_manifest(storage, folder))

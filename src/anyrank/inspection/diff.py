@@ -18,7 +18,7 @@ from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import committed, list_step, recognises
+from anyrank.formats.run_folder import list_step, recognises, whole_steps
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
@@ -239,7 +239,7 @@ def _committed_steps(source: Source) -> dict[int, str] | None:
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}
-    return {step: join_path(path, name) for step, name in committed(storage, path, names)}
+    return {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
 
 
 def _diff_runs(

@@ -19,7 +19,7 @@ from anyrank.files.receipt import (
     tensor_differences,
 )
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, recognises, steps_of
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, recognises
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
@@ -195,7 +195,7 @@ def _verify_run(
     """Every committed step, by its manifest."""
     folders = [path] if MANIFEST in names else []
     if not folders:
-        folders = [join_path(path, name) for _, name in steps_of(names)]
+        folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:

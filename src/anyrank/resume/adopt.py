@@ -266,7 +266,7 @@ def _selected(source: ForeignCheckpoint, path: str) -> Selected:
         parts={},
     )
     candidate = Candidate(step, path, manifest, source.listing)
-    return Selected(candidate, manifest, source.listing, step, samples, [], [], [], verify=False)
+    return Selected(candidate, manifest, source.listing, step, samples, [], [], verify=False)
 
 
 def _outcome_of(plan: AgreedPlan) -> Outcome:

@@ -129,7 +129,7 @@ class Checkpoints:
     ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
 
-        The newest step that verifies is restored; damaged ones are renamed `.bad-...` and reported.
+        The newest undamaged step is restored; damaged ones are renamed `.aside-...`, and reported.
         Everything is compared before anything is changed. Random streams are restored last.
 
         A path into this run means that step, and the run's own path its newest. Any other path
@@ -296,7 +296,7 @@ class Checkpoints:
 
         Args:
             unless_saved: leave a step that is saved already as it is, as the end of a loop does.
-                Otherwise it is replaced; in an object store it stays, and a warning says so.
+                Otherwise a warning says that it is left: a step is saved once.
 
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
@@ -326,8 +326,8 @@ class Checkpoints:
 
     def latest(self) -> str | None:
         """Path of the newest committed step, or None. Any rank."""
-        steps = self._folder.committed()
-        return self._folder.join(steps[0][1]) if steps else None
+        steps = self._folder.whole()
+        return self._folder.shown(steps[0].name) if steps else None
 
     def saved(self) -> list[SavedStep]:
         """The committed steps, the newest first; damaged ones are left out. Any rank."""
@@ -339,7 +339,6 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
-        self._folder.check_place()
         announce_left_step(self._state.data)
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")

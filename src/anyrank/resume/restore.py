@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,7 +31,7 @@ from anyrank.random_state.saved_streams import (
 )
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.records import check_counts
-from anyrank.resume.select_step import Selected, StepSearch, Unreadable, verified_in_words
+from anyrank.resume.select_step import Selected, StepSearch, unreadable, verified_in_words
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
 from anyrank.state.part_types import Matched, Stored
@@ -67,7 +66,7 @@ def resume_newest(
         try:
             resuming.match()
             resuming.fill()
-        except (CorruptCheckpoint, Unreadable) as error:
+        except CorruptCheckpoint as error:
             search.reject(selected, error)
         else:
             return resuming
@@ -169,8 +168,7 @@ class Resuming:
                 (str(error) or type(error).__name__).splitlines()[0]
             )
             text = f"{error}\n  the state is half restored: resume again before it is used"
-            known = (CorruptCheckpoint, Unreadable)
-            kind = type(error) if isinstance(error, known) else CheckpointError
+            kind = CorruptCheckpoint if isinstance(error, CorruptCheckpoint) else CheckpointError
             raise kind(text, causes=getattr(error, "causes", None)) from error
         self.inner.unusable = None
 
@@ -189,8 +187,10 @@ class Resuming:
 
         def read() -> None:
             faults.point("resume.read")
-            with _unreadable():
+            try:
                 read_own(fills, reader, self.ranks)
+            except LoadError as error:
+                raise unreadable(self.found.name, error) from error
 
         self.ranks.together("opening the checkpoint", lambda: reader.open(files))
         self.ranks.together("reading the checkpoint", read)
@@ -283,7 +283,7 @@ class Resuming:
             step=manifest.step,
             epoch=manifest.epoch,
             samples=manifest.samples,
-            path=folder.join(found.name),
+            path=folder.shown(found.name),
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             ranks=self.ranks.size,
             lost_steps=max(0, found.newest_step - manifest.step),
@@ -300,15 +300,6 @@ class Resuming:
 def _half_restored(why: str) -> str:
     """What is wrong with a state whose resume did not end."""
     return f"the state is half restored, as a resume failed in the middle ({why})"
-
-
-@contextlib.contextmanager
-def _unreadable() -> Generator[None]:
-    """Give files that cannot be read an error class of their own."""
-    try:
-        yield
-    except LoadError as error:
-        raise Unreadable(str(error)) from error
 
 
 def _differed_in_words(names: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from anyrank.errors import CheckpointError
 from anyrank.files.store import reading, store_for
-from anyrank.formats.run_folder import is_step, steps_of
+from anyrank.formats.run_folder import is_step, number_of
 from anyrank.resume.adopt import adopt
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
@@ -66,7 +66,7 @@ def resume_run(
             note = f"{path} was not read: the run has steps of its own, which go on from it"
             note += ", with all parts of the state" if arguments.skip else ""
             report = replace(report, notes=[*report.notes, note])
-        leaves_newer = isinstance(which, int) or bool(resuming.found.left)
+        leaves_newer = isinstance(which, int)
         resumed = _resumed(resuming, report, ranks, held is None, leaves_newer)
         return replace(resumed, snapshot=None if held is None else held.name)
     if path is not None and meant is not None:
@@ -141,23 +141,23 @@ def _meant_by(path: str, folder: RunFolder) -> _Meant:
             return _Meant(problem=_nothing_there(path, folder))
         is_one = is_step(run.store, path)
     parent, _, name = _resolved(path).rpartition("/")
-    number = steps_of([name])
+    number = number_of(name)
     if _resolved(path) == _resolved(folder.path):
         return _Meant(own="must")
-    if number and parent == _resolved(folder.path):
-        return _Meant(own=number[0][0])
-    if is_one and not number:
+    if number is not None and parent == _resolved(folder.path):
+        return _Meant(own=number)
+    if is_one and number is None:
         raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
-    if is_one:
-        return _Meant(step=(parent, number[0][0]))
-    steps = run.committed()
-    return _Meant(step=(path, steps[0][0]) if steps else None)
+    if is_one and number is not None:
+        return _Meant(step=(parent, number))
+    steps = run.whole()
+    return _Meant(step=(path, steps[0].number) if steps else None)
 
 
 def _nothing_there(path: str, folder: RunFolder) -> str:
     """What is wrong with a path that means nothing."""
     where = "" if "://" in path else f" (working directory {os.getcwd()})"
-    steps = ", ".join(str(step) for step, _ in folder.committed()[:10]) or "none"
+    steps = ", ".join(str(step.number) for step in folder.whole()[:10]) or "none"
     return (
         f"resume({path!r}): is not 'auto', not 'must', and no path that is there{where}; a step is "
         f"given as a number, of those that {folder.path} has: {steps}"

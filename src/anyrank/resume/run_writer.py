@@ -54,7 +54,7 @@ class RunWriter:
         on_commit: Callable[[SaveRecord], object] | None,
     ) -> None:
         self._folder, self._state = folder, state
-        self._lock = RunLock(folder.store, folder.path)
+        self._lock = RunLock(folder.store, folder.place)
         self._options = options
         self._background = Background(self._write) if options.background else None
         self._on_commit = on_commit
@@ -137,15 +137,22 @@ class RunWriter:
         Args:
             ranks: for this thread.
             writers: the same ranks, for the background's thread.
-            unless_saved: leave a step that is saved already as it is.
+            unless_saved: say nothing where the step is saved already.
 
         Raises:
             CheckpointError: nothing is committed, and no earlier step is touched.
         """
         start, state, folder = time.perf_counter(), self._state, self._folder
-        ranks.together("preparing a save", lambda: self._prepare(ranks.index == 0, unless_saved))
+        ranks.together("preparing a save", lambda: self._prepare(ranks.index == 0))
         self.wait(ranks)
-        if self.is_saved and (unless_saved or not self._can_replace(ranks)):
+        if self.is_saved:
+            if not unless_saved and ranks.index == 0:
+                log.warning(
+                    "%s: step %d is saved already, and a step is saved once: what was changed "
+                    "since is not saved; it comes with the next step",
+                    folder.path,
+                    state.step,
+                )
             return
         if self.branch is not None:
             branch, self.branch = self.branch, None
@@ -159,17 +166,6 @@ class RunWriter:
             return
         assert writers is not None
         self._background.start(snapshot, ranks, writers, start)
-
-    def _can_replace(self, ranks: Ranks) -> bool:
-        """Whether a step that is saved can be saved again; where it cannot, a warning says so."""
-        if not self._folder.store.renames and ranks.index == 0:
-            log.warning(
-                "%s: step %d is saved already, and cannot be replaced in an object store, as a "
-                "save that dies would lose it: what was changed since is not saved",
-                self._folder.path,
-                self._state.step,
-            )
-        return self._folder.store.renames
 
     def _collect(self, ranks: Ranks) -> Snapshot:
         if isinstance(self._state.data, Position):
@@ -209,10 +205,10 @@ class RunWriter:
                 "of steps(), or call step_done first"
             )
 
-    def _prepare(self, is_first: bool, unless_saved: bool) -> None:
+    def _prepare(self, is_first: bool) -> None:
         """What can refuse a save: a step that is under way, and another writer of the folder."""
         self._check_boundary()
-        if is_first and not (self.is_saved and unless_saved):
+        if is_first and not self.is_saved:
             self._lock.take()
             if not self._is_locked:
                 try:
@@ -223,9 +219,7 @@ class RunWriter:
                 self._is_locked = True
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        again = self.on_disk == (snapshot.manifest.step, snapshot.manifest.run)
-        options = self._options
-        return write(snapshot, self._folder, ranks, options.keep, options.keeps, again)
+        return write(snapshot, self._folder, ranks, self._options.keep, self._options.keeps)
 
     def wait(self, ranks: Ranks) -> None:
         """Return when no save is in flight. All ranks.
@@ -238,8 +232,6 @@ class RunWriter:
             self._call_back_on_all(ranks)
 
     def _note(self, record: SaveRecord) -> None:
-        if self.is_saved and self.memory is not None:
-            self.memory.remove_but()  # has the step as it was before
         self.on_disk = (record.step, self._state.run)
         self.records.append(record)
         if self._is_first:

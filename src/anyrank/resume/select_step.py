@@ -7,20 +7,24 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
 from anyrank.resume.records import check_records
 from anyrank.saving.peers import Held, PeerMemory
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_store import ASIDE, DAMAGED, RunFolder
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
 
-class Unreadable(CheckpointError):
-    """A disk or the network does not return a step's bytes, which is no proof of damage."""
+def unreadable(path: str, error: Exception) -> CheckpointError:
+    """The error of a step whose bytes a disk or the network does not return: no proof of damage."""
+    return CheckpointError(
+        f"{error}\n  {path} may be sound, and stays: try again, or move it out of the run's folder "
+        "to go on from the step before"
+    )
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,6 @@ class Candidate:
     Attributes:
         manifest, listing: what it holds; None where damage hides it.
         damaged: what is damaged, or None.
-        unread: why the step could not be read although it may be sound, or None.
         held: for a snapshot in memory, what the machines hold of it.
     """
 
@@ -39,7 +42,6 @@ class Candidate:
     manifest: Manifest | None = None
     listing: Listing | None = None
     damaged: str | None = None
-    unread: str | None = None
     held: Held | None = None
 
 
@@ -50,7 +52,6 @@ class Selected:
     Attributes:
         newest_step, newest_samples: of the newest step that was seen.
         set_aside: the new names of damaged steps.
-        left: names of steps that kept their place, as they could not be read or not be renamed.
         notes: why, in sentences.
         verify: whether what is read is compared with its checksums.
         memory: for a snapshot, where it is.
@@ -62,7 +63,6 @@ class Selected:
     newest_step: int
     newest_samples: int
     set_aside: list[str]
-    left: list[str]
     notes: list[str]
     verify: bool
     memory: PeerMemory | None = None
@@ -84,8 +84,8 @@ class StepSearch:
     """The steps of a run, the newest first, until one is whole. Equal on all ranks.
 
     Steps are files, and snapshots in memory, which are read where both are as new.
-    Damaged steps are renamed `.bad-...` and skipped. A step on a disk that does not return its
-    bytes is skipped as well, and keeps its name: it may be sound.
+    Damaged steps are renamed `.aside-damaged-...` and skipped. A step whose bytes the disk or the
+    network does not return is an error: it may be sound.
     """
 
     def __init__(
@@ -99,10 +99,9 @@ class StepSearch:
         self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
         self.memory = memory if which in ("auto", "must") else None
         self.snapshots = self.memory.whole() if self.memory is not None else []
-        self.newest_step = self.newest_samples = self.num_unread = 0
+        self.newest_step = self.newest_samples = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
-        self.left: list[str] = []
         self.notes: list[str] = []
 
     def next(self) -> Selected | None:
@@ -113,12 +112,14 @@ class StepSearch:
             CheckpointError: there are steps and none can be used, or not the one asked for.
         """
         while (candidate := self._candidate()) is not None:
-            if candidate.damaged is None and candidate.unread is None:
+            if candidate.damaged is None:
                 return self._selected(candidate)
             self._reject(candidate)
         if self.reasons:
             raise self._error()
-        bad = self.ranks.from_one("looking for a checkpoint", lambda: _bad(self.folder))
+        bad = self.ranks.from_one(
+            "looking for a checkpoint", lambda: _set_aside_before(self.folder)
+        )
         if bad:
             raise CheckpointError(
                 f"{self.folder.path}: has no checkpoint but damaged ones set aside "
@@ -135,12 +136,14 @@ class StepSearch:
                 return self.ranks.from_one(
                     "looking at a snapshot", lambda: _look_in_memory(memory, held), held.holder
                 )
-        return self.ranks.from_one("looking for a checkpoint", self._look)
+        return self.ranks.from_one(
+            "looking for a checkpoint", lambda: _look(self.folder, self.which)
+        )
 
     def _is_newest(self, held: Held) -> bool:
         """Whether no file is newer than a snapshot, which is of the files' run. One rank."""
-        steps = [step for step in self.folder.claimed() if step[1] not in self.left]
-        if steps and steps[0][0] > held.step:
+        steps = self.folder.steps()
+        if steps and steps[0].number > held.step:
             return False
         try:
             self.folder.check_run(held.run)
@@ -149,21 +152,14 @@ class StepSearch:
             return False
         return True
 
-    def reject(self, selected: Selected, error: CorruptCheckpoint | Unreadable) -> None:
+    def reject(self, selected: Selected, error: CorruptCheckpoint) -> None:
         """Skip a step whose damage showed when it was read. All ranks.
 
         Raises:
-            CheckpointError: it is the step asked for, or the network did not return its bytes.
+            CorruptCheckpoint: it is the step asked for.
+            CheckpointError: it cannot be renamed.
         """
-        if isinstance(error, CorruptCheckpoint):
-            self._reject(replace(selected.candidate, damaged=str(error)))
-        elif self.folder.store.renames:
-            self._reject(replace(selected.candidate, unread=str(error)))
-        else:  # the network: the next try may get through
-            raise CheckpointError(str(error), causes=error.causes) from error
-
-    def _look(self) -> Candidate | None:
-        return _look(self.folder, self.which, self.left)
+        self._reject(replace(selected.candidate, damaged=str(error)))
 
     def _selected(self, candidate: Candidate) -> Selected:
         manifest, listing = candidate.manifest, candidate.listing
@@ -176,53 +172,30 @@ class StepSearch:
             newest_step=max(self.newest_step, candidate.step),
             newest_samples=max(self.newest_samples, manifest.samples),
             set_aside=self.set_aside,
-            left=self.left,
             notes=self.notes,
             verify=self.verify,
             memory=self.memory if candidate.held is not None else None,
         )
 
     def _reject(self, candidate: Candidate) -> None:
-        """Rename a step that is proved to be damaged; leave any other as it is."""
+        """Rename a step that is damaged, and go on to the next."""
         if self.which not in ("auto", "must"):
-            if candidate.damaged is None:
-                raise CheckpointError(f"step {self.which} was asked for: {candidate.unread}")
             raise CorruptCheckpoint(
                 f"step {self.which} was asked for and is damaged: {candidate.damaged}"
             )
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
+        self.reasons.append(f"{candidate.damaged}")
         if candidate.held is not None:
-            why = f"{candidate.damaged or candidate.unread}"
-            self.reasons.append(why)
-            self._note(f"skipped: the snapshot of step {candidate.step} in memory: {why}")
+            why = f"the snapshot of step {candidate.step} in memory: {candidate.damaged}"
+            self._note(f"skipped: {why}")
             return
-        if candidate.damaged is None:
-            self.num_unread += 1
-            self._leave(candidate, f"{candidate.unread}", f"cannot be read: {candidate.unread}")
-            return
-        aside, refusal = self.ranks.from_one(
-            "setting aside", lambda: self._set_aside(candidate.name)
+        self.set_aside.append(
+            self.ranks.from_one(
+                "setting aside", lambda: self.folder.set_aside(candidate.name, DAMAGED)
+            )
         )
-        if aside is None:
-            why = f"is damaged and cannot be renamed: {refusal}"
-            self._leave(candidate, candidate.damaged, why)
-            return
-        self.reasons.append(candidate.damaged)
-        self.set_aside.append(aside)
-
-    def _set_aside(self, name: str) -> tuple[str | None, str]:
-        """The new name, or None and why there is none. One rank."""
-        try:
-            return self.folder.set_aside(name, "bad-damaged"), ""
-        except CheckpointError as error:
-            return None, str(error)
-
-    def _leave(self, candidate: Candidate, reason: str, why: str) -> None:
-        self.reasons.append(reason)
-        self.left.append(candidate.name)
-        self._note(f"skipped and left as it is: {candidate.name} {why}")
 
     def _note(self, note: str) -> None:
         self.notes.append(note)
@@ -232,33 +205,28 @@ class StepSearch:
     def _error(self) -> CheckpointError:
         """What to raise when there is no other step."""
         path, count = self.folder.path, len(self.reasons)
-        if self.num_unread:
-            return CheckpointError(
-                f"{path}: none of {count} checkpoints can be used, and {self.num_unread} may be "
-                f"sound but cannot be read; the newest: {self.reasons[0]}"
-            )
         aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{aside}; the newest: {self.reasons[0]}"
         )
 
 
-def _bad(folder: RunFolder) -> list[str]:
-    return [name for name in folder.names() if name.startswith(".bad-")]
+def _set_aside_before(folder: RunFolder) -> list[str]:
+    return [name for name in folder.names() if name.startswith(f"{ASIDE}{DAMAGED}-")]
 
 
-def _look(folder: RunFolder, which: str | int, left: list[str]) -> Candidate | None:
+def _look(folder: RunFolder, which: str | int) -> Candidate | None:
     """The step to try, with what is wrong with it. One rank."""
-    steps = [step for step in folder.claimed() if step[1] not in left]
+    steps = folder.steps()
     if which not in ("auto", "must"):
-        chosen = [(step, name) for step, name in steps if step == which]
+        chosen = [step for step in steps if step.number == which]
         if not chosen:
-            there = ", ".join(str(step) for step, _ in steps[:10]) or "none"
+            there = ", ".join(str(step.number) for step in steps[:10]) or "none"
             raise CheckpointError(f"{folder.path}: has no step {which}; it has {there}")
         steps = chosen
     if not steps:
         return None
-    step, name = steps[0]
+    step, name, _ = steps[0]
     try:
         manifest, small = folder.examine(name)
         listing = list_step(folder.store, folder.join(name), manifest, small)
@@ -270,9 +238,9 @@ def _look(folder: RunFolder, which: str | int, left: list[str]) -> Candidate | N
             manifest = read_manifest(folder.store, folder.join(name))
         return Candidate(step, name, manifest, damaged=str(error))
     except CheckpointError as error:
-        if which == step or not folder.may_be_sound(error):
-            raise
-        return Candidate(step, name, unread=str(error))
+        if isinstance(error.__cause__, OSError | LoadError):
+            raise unreadable(folder.shown(name), error) from error
+        raise
 
 
 def _look_in_memory(memory: PeerMemory, held: Held) -> Candidate:

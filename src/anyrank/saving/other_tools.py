@@ -6,10 +6,9 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 
-from anyrank.files.block_sums import SUFFIX
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats.run_folder import INDEX, is_step, steps_of
+from anyrank.formats.run_folder import INDEX, list_steps
 from anyrank.formats.sources import checkpoint_among
 from anyrank.formats.tools.read import FILES, recognises
 
@@ -21,10 +20,14 @@ WEIGHTS = re.compile(
 )
 
 
-def checkpoint_of_another(names: Sequence[str]) -> str | None:
+def _checkpoint_of_another(names: Sequence[str]) -> str | None:
     """What shows that a folder with these entries is a checkpoint, if no save of a run began it."""
-    begun = any(name in (MANIFEST, INDEX) or name.endswith(SUFFIX) for name in names)
-    return None if begun else checkpoint_among(names)
+    return None if _is_of_a_run(names) else checkpoint_among(names)
+
+
+def _is_of_a_run(names: Sequence[str]) -> bool:
+    """Whether a save of a run wrote these files: DCP folders of `convert` have neither of two."""
+    return MANIFEST in names or INDEX in names
 
 
 def other_in(storage: Storage, path: str, own: re.Pattern[str]) -> str | None:
@@ -46,7 +49,7 @@ def other_in(storage: Storage, path: str, own: re.Pattern[str]) -> str | None:
     names = [*entries]
     if MANIFEST in names:
         return "is one step of a run: give the run's folder"
-    sign = checkpoint_of_another(names)
+    sign = _checkpoint_of_another(names)
     if sign is not None and not recognises(names) and sign.lower().endswith(FILES):
         return _of_tool(join_path(path, sign), sign)
     if sign is not None or recognises(names) or MEGATRON in names:
@@ -63,14 +66,15 @@ def other_in(storage: Storage, path: str, own: re.Pattern[str]) -> str | None:
 def _within(storage: Storage, folder: str) -> str | None:
     """As `other_in`, of a folder in the folder."""
     names = [*_entries(storage, folder)]
-    steps = steps_of(names)
-    if any(is_step(storage, join_path(folder, name)) for _, name in steps[:1]):
+    if any(step.is_whole for step in list_steps(storage, folder, names)):
         return (
             f"holds runs, and is none: {folder} is one: give Checkpoints({folder!r}) to go on with "
             "it, or a folder that is not there yet for a new run"
         )
+    if _is_of_a_run(names):
+        return None  # a step that lost its manifest, or was renamed
     weights = sorted(name for name in names if WEIGHTS.match(name))
-    if weights and checkpoint_of_another(names) and not recognises(names):
+    if weights and checkpoint_among(names) and not recognises(names):
         is_read = weights[0].lower().endswith(FILES)
         return _of_tool(join_path(folder, weights[0]) if is_read else folder, weights[0])
     return _of_tool(folder, "by the names in it") if recognises(names) else None

@@ -96,7 +96,7 @@ class PeerMemory:
         """Make the run's folder, and remove what killed ranks left of snapshots. Any rank."""
         with storing(self.folder.path):
             make_folder(self.folder.path)
-        self.remove_but(*(name for _, name in self.folder.committed()))
+        self.remove_but(*(step.name for step in self.folder.whole()))
 
     # -- keep -------------------------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class PeerMemory:
     def _look(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
         """What this machine has committed: of each, its files' sizes, and which are absent."""
         found: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
-        for step, name in self.folder.committed() if self._leads else ():
-            path = self.folder.join(name)
+        for step in self.folder.whole() if self._leads else ():
+            path = self.folder.join(step.name)
             try:
                 manifest = read_manifest(self.folder.store, path)
             except CheckpointError as error:
@@ -187,7 +187,7 @@ class PeerMemory:
             sizes = {name: file.size for name, file in manifest.files.items()}
             there = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
             absent = {file for file, size in sizes.items() if there.get(file) != size}
-            found[step, manifest.run, manifest.written] = (sizes, absent)
+            found[step.number, manifest.run, manifest.written] = (sizes, absent)
         return found
 
     def examine(self, held: Held) -> tuple[Manifest, Listing]:

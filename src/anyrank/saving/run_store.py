@@ -9,56 +9,56 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
 
-from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
 from anyrank.files.storage import absolute, join_path
 from anyrank.files.store import WritableStorage, reading, storing, write_file
 from anyrank.formats.run_folder import (
     SavedStep,
+    Step,
     check_sizes,
-    committed,
     describe,
     is_step,
-    steps_of,
+    list_steps,
+    number_of,
 )
-from anyrank.saving.other_tools import checkpoint_of_another, other_in
+from anyrank.saving.other_tools import other_in
 
 log = logging.getLogger("anyrank.saving")
 
 LATEST = "latest"
 TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
+ASIDE = ".aside-"
+DAMAGED = "damaged"
 MIN_KEPT = 2
 
 
 class RunFolder:
-    """The files of one run. Used by one rank, the first."""
+    """The files of one run. Used by one rank, the first.
+
+    Attributes:
+        path: as it was given, for messages.
+        place: where it is, wherever the process goes.
+    """
 
     def __init__(self, store: WritableStorage, path: str) -> None:
         self.store = store
         self.path = path
-        self._place = absolute(path)
-
-    def check_place(self) -> None:
-        """Refuse a relative path that means another folder by now.
-
-        Raises:
-            CheckpointError: the process has changed its folder.
-        """
-        if absolute(self.path) != self._place:
-            raise CheckpointError(
-                f"the run is in {self._place}, and this process has gone to {os.getcwd()}: give "
-                "Checkpoints an absolute path where the current folder changes"
-            )
+        self.place = absolute(path)
 
     def join(self, name: str) -> str:
         """The path of a thing in the folder."""
-        return join_path(self.path, name)
+        return join_path(self.place, name)
+
+    def shown(self, name: str) -> str:
+        """The same path, as a user wrote the folder's while that means it still."""
+        written = join_path(self.path, name)
+        return written if absolute(written) == self.join(name) else self.join(name)
 
     def names(self) -> list[str]:
         """What is in the folder; nothing when it is not there.
@@ -68,98 +68,72 @@ class RunFolder:
         """
         with reading(self.path):
             try:
-                return self.store.names(self.path)
+                return self.store.names(self.place)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def committed(self) -> list[tuple[int, str]]:
-        """Step and name of what claims to be committed, the newest first.
+    def steps(self) -> list[Step]:
+        """The run's steps, the newest first: whole ones, and damaged ones that lost their manifest.
+
+        Where nothing is renamed, a step without a manifest is one whose save died, and is none.
 
         Raises:
             CheckpointError: the storage does not say.
         """
         with reading(self.path):
-            return committed(self.store, self.path, self.names())
+            found = list_steps(self.store, self.place, self.names())
+        return [step for step in found if step.is_whole or self.store.renames]
 
-    def claimed(self) -> list[tuple[int, str]]:
-        """As `committed`, and steps that lost their manifest since, which is damage.
-
-        Where nothing is renamed, a step without a manifest is one whose save died.
-
-        Raises:
-            CheckpointError: the storage does not say.
-        """
-        if not self.store.renames:
-            return self.committed()
-        return [(n, name) for n, name in steps_of(self.names()) if self._was_renamed(n, name)]
-
-    def _was_renamed(self, step: int, name: str) -> bool:
-        """Whether a folder got its name in a commit, after its manifest was written."""
-        if name != step_name(step):
-            return is_step(self.store, self.join(name))
-        if self.store.is_file(self.join(name)):
-            return False
-        return is_step(self.store, self.join(name)) or self._of_another_tool(name) is None
+    def whole(self) -> list[Step]:
+        """Those of `steps` that have their manifest."""
+        return [step for step in self.steps() if step.is_whole]
 
     def check_no_other(self) -> None:
         """Refuse a folder without steps that holds something other than the start of a run.
 
         Raises:
             CheckpointError: it is a file, one step of a run, a folder of runs, or another tool's
-                checkpoint.
+                checkpoint, or has the name of a step in a run.
         """
-        if self.claimed():
+        if self.whole():
             return
         with reading(self.path):
             # In an object store a save that died leaves its files under the step's own name.
-            problem = other_in(self.store, self.path, TEMPORARY if self.store.renames else STEP)
+            own = TEMPORARY if self.store.renames else STEP
+            problem = other_in(self.store, self.place, own) or self._in_another_run()
         if problem is not None:
             raise CheckpointError(f"{self.path}: {problem}")
 
-    def _of_another_tool(self, name: str) -> str | None:
-        """The checkpoint in a folder within this one, if no save of a run began it."""
-        if not self.store.is_dir(self.join(name)):
+    def _in_another_run(self) -> str | None:
+        """Why a step's name in the folder of a run is no place for a run of its own."""
+        parent, _, name = self.place.rstrip("/").rpartition("/")
+        number = number_of(name)
+        if number is None or not self.store.is_dir(parent):
             return None
-        if not self.store.renames and steps_of([name]):
-            return None  # a save that died leaves its files under the step's name
-        return checkpoint_of_another(self.store.names(self.join(name)))
+        steps = list_steps(self.store, parent, self.store.names(parent))
+        if not any(step.is_whole for step in steps):
+            return None
+        return f"is a step of the run {parent}: give that, and resume({number}) to go back to it"
 
-    def may_be_sound(self, error: Exception) -> bool:
-        """Whether a step was not read because a disk did not return its bytes: no proof of damage.
-
-        An object store that does not answer is the network: the next try may get through.
-        """
-        causes = (error, error.__cause__)
-        return self.store.renames and any(
-            isinstance(cause, OSError | LoadError) for cause in causes
-        )
-
-    def begin(self, step: int, run: str, again: bool) -> str:
+    def begin(self, step: int, run: str) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.
 
         Raises:
-            CheckpointError: the step is there, and is not to be saved `again`; or the folder cannot
-                be made.
+            CheckpointError: the step is there already; or the folder cannot be made.
         """
         with storing(self.path):
-            self.store.make_folder(self.path)
+            self.store.make_folder(self.place)
             self._clean(run)
             final = self.join(step_name(step))
-            is_there = is_step(self.store, final)
-            if is_there and not again:
+            if is_step(self.store, final):
                 raise CheckpointError(
                     f"{final}: is committed already: a step is saved once; save after the next "
                     "step_done, or use another folder for another run"
                 )
             if not self.store.renames:
                 return final
-            if self._of_another_tool(step_name(step)) is not None:
-                raise CheckpointError(
-                    f"{final}: is the checkpoint of another tool, and no step of this run: give "
-                    "the run a folder of its own"
-                )
-            if self.store.is_dir(final) and not is_there:
-                aside = self.set_aside(step_name(step), "bad-damaged")
+            if self.store.is_dir(final):
+                aside = self.set_aside(step_name(step), DAMAGED)
                 log.warning("%s: has lost its manifest, and is now %s", final, aside)
             path = f"{final}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
             self.store.make_folder(path)
@@ -169,19 +143,13 @@ class RunFolder:
         """Refuse to mix two runs in one folder.
 
         Raises:
-            CheckpointError: the newest readable step is of another run than this one, or there
-                are steps, none can be read, and one may be sound.
+            CheckpointError: the newest undamaged step is of another run than this one, or it cannot
+                be read.
         """
-        unread: CheckpointError | None = None
-        for step, name in self.claimed():
+        for step, name, _ in self.steps():
             try:
                 other = read_manifest(self.store, self.join(name)).run
             except CorruptCheckpoint:
-                continue
-            except CheckpointError as error:
-                if not self.may_be_sound(error):
-                    raise
-                unread = unread or error
                 continue
             if other != run:
                 raise CheckpointError(
@@ -189,8 +157,6 @@ class RunFolder:
                     "one before saving, or give this run a folder of its own"
                 )
             return
-        if unread is not None:
-            raise unread
 
     def _clean(self, run: str) -> None:
         """Remove what dead saves of this run and killed retention left.
@@ -201,7 +167,7 @@ class RunFolder:
         """
         names = self.names()
         dead = [name for name in names if name.startswith(REMOVED)]
-        is_first = not self.claimed()
+        is_first = not self.steps()
         for name in names:
             match = TEMPORARY.match(name)
             if match and (is_first or match[2] == run[:8]):
@@ -210,9 +176,9 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.store.remove_folder(self.join(name))
         if not self.store.renames:
-            for _, name in steps_of(names):
-                if not is_step(self.store, self.join(name)):
-                    self.store.remove_folder(self.join(name))
+            for step in list_steps(self.store, self.place, names):
+                if not step.is_whole:
+                    self.store.remove_folder(self.join(step.name))
 
     def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
         """Make a written step exist; its name. After this it survives a power cut."""
@@ -221,21 +187,9 @@ class RunFolder:
         if self.store.renames:
             with storing(self.path):
                 self.store.sync_folder(temporary)
-                if is_step(self.store, self.join(name)):
-                    self._replace(name, temporary)
-                else:
-                    self.store.rename(temporary, self.join(name))
-                    self.store.sync_folder(self.path)
+                self.store.rename(temporary, self.join(name))
+                self.store.sync_folder(self.place)
         return name
-
-    def _replace(self, name: str, temporary: str) -> None:
-        """Save a step again: until the new one has its name, the old one is there."""
-        old = temporary
-        if not self.store.exchange(temporary, self.join(name)):
-            old = self.join(self.set_aside(name, "replaced"))  # a kill here leaves both, unnamed
-            self.store.rename(temporary, self.join(name))
-        self.store.sync_folder(self.path)
-        self.store.remove_folder(old)
 
     def tidy(self, name: str, keep: int, keeps: Callable[[int], bool]) -> list[str]:
         """After a commit: the `latest` hint, and what retention lets go. Failures are warnings.
@@ -246,10 +200,10 @@ class RunFolder:
         removed: list[str] = []
         try:
             self._point_at(name)
-            steps = self.committed()
+            steps = self.whole()
             count = max(keep, MIN_KEPT)
-            old = [folder for step, folder in steps[count:] if not keeps(step)]
-            if old and self._has_good([folder for _, folder in steps[:count]]):
+            old = [step.name for step in steps[count:] if not keeps(step.number)]
+            if old and self._has_good([step.name for step in steps[:count]]):
                 for folder in old:
                     self._remove(folder)
                     removed.append(folder)
@@ -291,7 +245,7 @@ class RunFolder:
 
     def abandon(self, step: int) -> list[str]:
         """Set aside the steps after this one, from which the run now branches off."""
-        newer = [name for number, name in self.claimed() if number > step]
+        newer = [each.name for each in self.steps() if each.number > step]
         aside = [self.set_aside(name, "superseded") for name in newer]
         if aside:
             log.warning(
@@ -303,12 +257,12 @@ class RunFolder:
         return aside
 
     def set_aside(self, name: str, why: str) -> str:
-        """Take a step out of the way without deleting it; its new name."""
+        """Take a step out of the way without deleting it: `.aside-<why>-<name>`, its new name."""
         taken = set(self.names())
         fresh = next(
             renamed
             for number in range(len(taken) + 2)
-            if (renamed := f".{why}-{name}" + (f".{number}" if number else "")) not in taken
+            if (renamed := f"{ASIDE}{why}-{name}" + (f".{number}" if number else "")) not in taken
         )
         with storing(self.path):
             self.store.rename(self.join(name), self.join(fresh))
@@ -331,7 +285,7 @@ class RunFolder:
     def saved(self) -> list[SavedStep]:
         """The committed steps, the newest first; damaged ones are left out."""
         found: list[SavedStep] = []
-        for _, name in self.committed():
+        for step in self.whole():
             with contextlib.suppress(AnyrankError):
-                found.append(describe(self.examine(name)[0], self.join(name)))
+                found.append(describe(self.examine(step.name)[0], self.shown(step.name)))
         return found

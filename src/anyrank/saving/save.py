@@ -225,9 +225,8 @@ def write(
     ranks: Ranks,
     keep: int,
     keeps: Callable[[int], bool],
-    again: bool,
 ) -> SaveRecord:
-    """Write the shares and commit them, `again` if the step is saved already. All ranks.
+    """Write the shares and commit them. All ranks.
 
     Raises:
         CheckpointError: replicas differ, or a rank could not write; nothing was committed.
@@ -235,7 +234,7 @@ def write(
     start = time.perf_counter()
     step = snapshot.manifest.step
     run = snapshot.manifest.run
-    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run, again))
+    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run))
     name = f"__{ranks.index}_0.distcp"
 
     def share() -> tuple[WrittenShare, dict[str, int]]:
@@ -272,7 +271,7 @@ def write(
         removed = folder.tidy(final, keep, keeps)
         nbytes = sum(file.size for file in files.values())
         seconds = time.perf_counter() - start
-        return SaveRecord(step, folder.join(final), nbytes, seconds, 0.0, removed)
+        return SaveRecord(step, folder.shown(final), nbytes, seconds, 0.0, removed)
 
     return ranks.from_one("committing the checkpoint", commit)
 
