@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import anyrank
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.ends import look
-from anyrank.syncing.planning import agree_plan
+from anyrank.syncing.planning import SyncCall, agree_plan
 from anyrank.testing import PeakMemory, run_ranks
 from anyrank.world.ranks import open_ranks
 
@@ -197,12 +197,15 @@ def small(kind: str, repeats: int) -> dict[str, list[float]]:
     def look_at_both() -> tuple[Any, Any]:
         return look(ends[0]), look(ends[1])
 
-    def plan() -> object:
-        return agree_plan(look_at_both, LoadOptions(), ranks, None, 0)
+    kept: Any = None
+
+    def plan() -> None:
+        nonlocal kept
+        kept = agree_plan(SyncCall(*ends, LoadOptions(), atomic=False), ranks, kept).kept
 
     times: dict[str, list[float]] = {}
     with open_ranks(None, "the benchmark") as ranks, torch.no_grad():
-        calls = {"look": look_at_both, "plan": plan, "call": lambda: anyrank.sync(*ends)}
+        calls = {"look": look_at_both, "plan": plan, "call": anyrank.Sync(*ends)}
         for _ in range(repeats):
             for name, work in calls.items():
                 dist.barrier()

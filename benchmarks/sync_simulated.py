@@ -73,8 +73,7 @@ def plan_of(rank: int, case: str) -> dict[str, float]:
     everyone = Ranks(range(SENDERS + RECEIVERS), rank)
     everyone.nodes = tuple(each // ON_NODE for each in everyone.ranks)
     summaries = [
-        EndsSummary("src", (at[0].get(r),), "dst", (at[1].get(r),), "", 0, None, 0)
-        for r in everyone.ranks
+        EndsSummary("src", (at[0].get(r),), "dst", (at[1].get(r),)) for r in everyone.ranks
     ]
     rows: list[Row] = []
     sources: list[SourceTensor] = []

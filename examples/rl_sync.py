@@ -59,14 +59,12 @@ def main() -> None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         generator = parallelize_module(Policy(), generate_mesh, plan, src_data_rank=None)
 
+    weights = anyrank.Sync(generator, trainer, verify=True)
     for step in range(STEPS):
-        # The version is the trainer's step: a generator that means another one is refused.
-        report = anyrank.sync(generator, trainer, version=step, verify=True)
+        report = weights()
+        assert weights.version == step + 1  # on every rank
         samples = torch.zeros(2, BATCH, dtype=torch.long)
         if generator is not None:
-            held = anyrank.SyncReport.last(generator)
-            assert held is not None
-            assert held.version == step
             torch.manual_seed(step)
             with torch.no_grad():
                 tokens = torch.randint(TOKENS, (BATCH,))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from anyrank.steps.loader import ElasticLoader
     from anyrank.steps.sampler import ElasticSampler
     from anyrank.syncing.report import SyncReport
-    from anyrank.syncing.sync import sync
+    from anyrank.syncing.sync import Sync, sync
     from anyrank.watching.check import check
     from anyrank.world.group import ALONE
 
@@ -65,6 +65,7 @@ __all__ = [
     "RankError",
     "RecomputeError",
     "ResumeReport",
+    "Sync",
     "SyncReport",
     "TrainState",
     "UnsafeFile",
@@ -106,6 +107,7 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
+    "Sync": "anyrank.syncing.sync",
     "SyncReport": "anyrank.syncing.report",
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",

@@ -160,11 +160,11 @@ def job(kv: int) -> None:
         fully_shard(src, mesh=trainers)
     else:
         dst, layout = vllm.weights(model, generators)
-    report = anyrank.sync(dst, src, layout=(layout, None), verify=True)
+    weights = anyrank.Sync(dst, src, layout=(layout, None), verify=True)
+    report = weights()
     assert not report.missing
     assert not report.unexpected
-    again = anyrank.sync(dst, src, layout=(layout, None))
-    assert not again.is_planned
+    assert not weights().is_planned
     if dst is not None:
         held = dict(model.named_parameters())
         want = expected(whole, kv, rank - 2, 2)

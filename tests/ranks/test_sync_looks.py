@@ -1,9 +1,10 @@
-"""A second `sync` on ranks sees that a model was sharded, gathered or given another mesh."""
+"""A `Sync` on ranks sees that a model was sharded, gathered or given another mesh between calls."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.models import Net, locals_of
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
 from anyrank.testing import run_ranks
+from anyrank.world.ranks import Ranks
 
 PLANNED = [True, False, True, False, True, True, True, True]
 SIZES = {"width": 7, "hidden": 9}
@@ -29,12 +31,13 @@ def change_layouts() -> list[bool]:
         dist.broadcast(tensor.detach(), 0)
     wanted = {name: p.detach().clone() for name, p in src.named_parameters()}
     planned: list[bool] = []
+    weights = anyrank.Sync(dst, src)
 
     def sync() -> None:
         with torch.no_grad():
             for local in locals_of(dst).values():
                 local.zero_()
-        planned.append(anyrank.sync(dst, src).is_planned)
+        planned.append(weights().is_planned)
         for name, parameter in dst.named_parameters():
             held: Any = parameter.detach()
             whole = held.full_tensor() if hasattr(held, "full_tensor") else held
@@ -62,3 +65,82 @@ def change_layouts() -> list[bool]:
     for ranks in ([[0], [1]], [[0, 1]]):  # the same placements on another mesh
         put(wanted[name], DeviceMesh("cpu", ranks), [Shard(0), Replicate()])
     return planned
+
+
+def change_one_rank() -> list[Any]:
+    """Each rank in turn changes what it has; what the calls answer on this rank."""
+    rank = dist.get_rank()
+    src = Net(**SIZES) if rank == 0 else None
+    dst: Any = {name: torch.zeros_like(t) for name, t in Net(**SIZES).state_dict().items()}
+    dst = dst if rank == 1 else None
+    weights = anyrank.Sync(dst, src)
+    found: list[Any] = [weights().is_planned, weights().is_planned]
+    if dst is not None:
+        name = next(iter(dst))
+        dst[name] = torch.zeros(dst[name].shape, dtype=torch.float64)
+    found += [weights().is_planned, weights().is_planned]
+    if src is not None:
+        src.double()
+    found += [weights().is_planned, weights.version]
+    if dst is not None:
+        dst["more"] = torch.zeros(1)
+    try:
+        weights()
+    except anyrank.LoadError as error:
+        found += [str(error), weights.version]
+        if dst is not None:
+            del dst["more"]
+    return [*found, weights().is_planned, weights.version]
+
+
+def test_what_changed_on_one_rank_is_seen_on_all() -> None:
+    one, other, idle = run_ranks(3, change_one_rank, timeout=60)
+    assert one == other == idle
+    assert one[:6] == [True, False, True, False, True, 5]
+    assert "missing in the source (1):\n  more" in one[6]
+    assert one[7:] == [5, False, 6]
+
+
+def use_two_objects() -> list[bool]:
+    """Two objects for the same ends, which the ranks call in turn and one time not alike."""
+    src, dst = Net(**SIZES), Net(**SIZES)
+    first, second = anyrank.Sync(dst, src), anyrank.Sync(dst, src)
+    planned = [weights().is_planned for weights in (first, second, first, second)]
+    crossed = (first, second) if dist.get_rank() else (second, first)
+    return planned + [weights().is_planned for weights in (crossed[0], first, first)]
+
+
+def test_ranks_that_call_other_objects_plan_anew() -> None:
+    one, other = run_ranks(2, use_two_objects, timeout=60)
+    assert one == other == [True, True, False, False, True, True, False]
+
+
+def agreements() -> list[list[str]]:
+    """What the ranks meet for in a first and in a later call."""
+    src, dst = Net(**SIZES), Net(**SIZES)
+    fully_shard(dst)
+    weights = anyrank.Sync(dst, src)
+    met: list[list[str]] = []
+    usual = Ranks.start_gather
+
+    def spied(self: Ranks, value: Any, what: str) -> Any:
+        met[-1].append(what)
+        return usual(self, value, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start_gather", spied)
+        for _ in range(2):
+            met.append([])
+            weights()
+    return met
+
+
+def test_a_later_call_meets_four_times() -> None:
+    for first, later in run_ranks(2, agreements, timeout=60):
+        assert len(first[first.index("sync()") :]) <= 9, first
+        assert later[later.index("sync()") :] == [
+            "sync()",
+            "allocating memory",
+            "passing on the weights",
+            "putting the weights in place",
+        ]

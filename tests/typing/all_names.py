@@ -36,6 +36,8 @@ def load(path: str) -> nn.Module:
     model.append(frozen)
     synced: anyrank.SyncReport = anyrank.sync(model, model, rename={"net": ""}, missing="keep")
     print(synced.bytes_sent, synced.to_json())
+    weights = anyrank.Sync(model, model, atomic=True)
+    print(weights().tensors, weights.version)
     anyrank.load(model, path, process_group=anyrank.ALONE)
     findings = anyrank.check(model, torch.optim.AdamW(model.parameters()), global_batch=96)
     print([(found.rule, found.what, found.where, found.why, found.fix) for found in findings])

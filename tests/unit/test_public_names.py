@@ -77,11 +77,12 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
         " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
         " to_json",
     ),
+    "Sync": (lambda: anyrank.Sync(nn.Linear(2, 2), nn.Linear(2, 2)), "version"),
     "SyncReport": (
         lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
         "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
         " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
-        " is_planned merged verified version last seconds to_json",
+        " is_planned merged verified seconds to_json",
     ),
     "the result of convert": (
         lambda: anyrank.convert(WEIGHTS, "out"),

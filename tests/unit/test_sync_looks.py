@@ -1,9 +1,7 @@
-"""A second `sync` keeps what the first one found, and sees whatever has changed in between."""
+"""A `Sync` keeps what its first call found, and sees whatever has changed in between."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.syncing import ends
-from anyrank.syncing.ends import End, look
+from anyrank.syncing.ends import End, KeptLook, Look, look
 
 
 class Net(nn.Module):
@@ -33,21 +30,14 @@ def seen(end: End) -> list[Any]:
         for t in end.tensors
     ]
     places = [[(*p, id(p.module)) for p in t.registrations] for t in end.tensors]
-    return [tensors, places, end.rows, end.coordinates, end.digest]
+    return [tensors, places, end.described, end.digest]
 
 
-def look_at(given: Any) -> End:
-    return look(given)
-
-
-def afresh(given: Any) -> End:
-    """A look that knows of no earlier one."""
-    kept = list(ends._kept)
-    ends._kept.clear()
-    end = look_at(given)
-    ends._kept.clear()
-    ends._kept.extend(kept)
-    return end
+def look_at(given: Any, kept: KeptLook | None = None) -> tuple[End, KeptLook]:
+    """A look that may know of an earlier one, and what is kept of it."""
+    found = Look(given, kept=kept)
+    end = found.end({})
+    return end, found.to_keep(end)
 
 
 def set_data(net: Net, data: torch.Tensor) -> None:
@@ -100,63 +90,56 @@ UNSEEN = ("nothing", "other data", "a module that refers to its parent")  # the 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_kept_look_sees(change: str) -> None:
     net = Net()
-    before = seen(look_at(net))
-    assert seen(look_at(net)) == before
+    end, kept = look_at(net)
+    before = seen(end)
+    assert seen(look_at(net, kept)[0]) == before
     CHANGES[change](net)
-    after = seen(look_at(net))
-    assert after == seen(afresh(net))
+    after = seen(look_at(net, kept)[0])
+    assert after == seen(look(net))
     assert (after == before) == (change in UNSEEN)
 
 
 def test_an_adapter_that_is_merged_and_taken_off_again_is_seen() -> None:
     net = with_lora(Net())
-    digests = [look_at(net).digest]
-    net.b.merge()
-    digests.append(look_at(net).digest)
-    net.b.unmerge()
-    digests.append(look_at(net).digest)
+    end, kept = look_at(net)
+    digests = [end.digest]
+    for change in (net.b.merge, net.b.unmerge):
+        change()
+        end, kept = look_at(net, kept)
+        digests.append(end.digest)
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_equal_models_and_dicts_are_looked_at_once() -> None:
-    ends._kept.clear()
-    one, other = Net(), Net()
-    for given in (one, other, one):
-        assert seen(look_at(given)) == seen(afresh(given))
-    for given in (one.state_dict(), other.state_dict()):
-        assert look_at(given).rows == afresh(given).rows
-        assert all(t.tensor is given[t.name] for t in look_at(given).tensors)
-    assert len(ends._kept) == 2
-
-
-def test_a_kept_look_holds_no_model() -> None:
+def test_a_look_that_changed_nothing_is_not_made_anew() -> None:
     net = Net()
-    look_at(net)
-    refs = [weakref.ref(net), weakref.ref(net.a.weight)]
-    del net
-    gc.collect()
-    assert [ref() for ref in refs] == [None, None]
+    end, kept = look_at(net)
+    again, _ = look_at(net, kept)
+    assert again.described is end.described
+    assert all(
+        one.tensor is other.tensor for one, other in zip(end.tensors, again.tensors, strict=True)
+    )
 
 
 @pytest.mark.parametrize("change", ["other data", "untied", "modules swapped", "another dtype"])
 def test_the_values_arrive_where_the_change_put_them(change: str) -> None:
     src, dst = Net(), Net()
-    anyrank.sync(dst, src)
-    assert not anyrank.sync(dst, src).is_planned
+    weights = anyrank.Sync(dst, src)
+    assert [weights().is_planned for _ in range(2)] == [True, False]
     for net in (src, dst):
         CHANGES[change](net)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.normal_()
-    anyrank.sync(dst, src)
+    weights()
     for key, value in src.state_dict().items():
         assert torch.equal(dst.state_dict()[key], value)
 
 
 def test_memory_that_came_to_be_shared_is_seen() -> None:
     src, dst = Net(), Net()
-    anyrank.sync(dst, src)
+    weights = anyrank.Sync(dst, src)
+    weights()
     base = torch.zeros(12)
     dst.a.bias.data, dst.b.bias.data = base[:3], base[2:5]
     with pytest.raises(anyrank.LoadError, match=r"a\.bias and b\.bias of dst share a part"):
-        anyrank.sync(dst, src)
+        weights()

@@ -100,34 +100,37 @@ def test_the_weights_are_those_of_merge_and_unload(kind: str) -> None:
     before = {name: tensor.clone() for name, tensor in src.state_dict().items()}
     expected = expected_of(src)
     dst = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    report = anyrank.sync(dst, src, merge=True, verify=True)
+    weights = anyrank.Sync(dst, src, merge=True, verify=True)
+    report = weights()
     for name, tensor in expected.items():
         assert torch.equal(dst[name], tensor), name
     assert all(torch.equal(before[name], tensor) for name, tensor in src.state_dict().items())
     assert bool(report.merged) == (kind != "already merged")
     assert not report.renamed
-    assert not anyrank.sync(dst, src, merge=True).is_planned
+    assert not weights().is_planned
 
 
 def test_the_report_names_what_was_merged() -> None:
     src = lora(Net())
     dst = Net()
-    report = anyrank.sync(dst, src, merge=True)
+    weights = anyrank.Sync(dst, src, merge=True)
+    report = weights()
     assert report.merged == {"up.weight": "default x 2"}
     assert "merged" in str(report)
     src.base_model.model.up.scale_layer(0.5)
-    report = anyrank.sync(dst, src, merge=True)  # another scaling is another plan
+    report = weights()  # another scaling is another plan
     assert (report.is_planned, report.merged) == (True, {"up.weight": "default x 1"})
     assert torch.equal(dst.up.weight, expected_of(src)["up.weight"])
 
 
 def test_values_of_a_later_step_are_sent_by_a_kept_plan() -> None:
     src, dst = lora(Net()), Net()
-    anyrank.sync(dst, src, merge=True)
+    weights = anyrank.Sync(dst, src, merge=True)
+    weights()
     with torch.no_grad():
         for parameter in src.parameters():
             parameter.mul_(1.5)
-    assert not anyrank.sync(dst, src, merge=True).is_planned
+    assert not weights().is_planned
     assert torch.equal(dst.up.weight, expected_of(src)["up.weight"])
 
 

@@ -124,7 +124,6 @@ CALLS: dict[str, Case] = {
             "src": [None, {}, 3, "w.pt", {"w": 3}],
             "merge": [1, None],
             "atomic": [3, None],
-            "version": ["x", -1, True, 1.0],
         },
     ),
     "convert": (

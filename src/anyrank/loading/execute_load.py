@@ -24,7 +24,6 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
-from anyrank.model.synced import forget_synced
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.spec import dtype_name
@@ -149,7 +148,6 @@ class _Executor:
         first = self.ranks.index == 0
         with progress_for(progress, first, share) as bar, self._reader(bar) as reader:
             self.ranks.together("opening the files", lambda: self._prepare(reader))
-            forget_synced(self.model)
             try:
                 self.ranks.together("reading the weights", lambda: self._fill(reader))
             except AnyrankError as error:

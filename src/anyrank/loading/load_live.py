@@ -16,8 +16,8 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import NOT_RUN, OwnCode
 from anyrank.model.report import FillReport
-from anyrank.model.synced import forget_synced
 from anyrank.syncing.execute import execute_sync
+from anyrank.syncing.planning import SyncCall, agree_plan
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 
@@ -38,8 +38,8 @@ def load_live(
     }
     if options.layout is not None:  # it is of the model; sharded tensors know theirs
         options = replace(options, layout=(options.layout, None))
-    done = execute_sync(model, tensors, options, ranks, meter)
-    forget_synced(model)  # as after any load
+    call = SyncCall(model, tensors, options, atomic=False)
+    done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
     own = OwnCode(model, Listing(LIVE, (), {}), renamer(options.rename)).modules
     skipped = [f"{key}: not a tensor of the model" for key in given if key not in tensors]
     shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import math
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -65,8 +63,8 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What one rank's `layout=` says.
+class RankLayouts:
+    """What one rank's `layout=` says of its tensors; equal where it says the same.
 
     Attributes:
         parts: of each end, by position of the tensor.
@@ -78,47 +76,28 @@ class _Said:
     used: set[tuple[str, str]]
     asked: set[tuple[tuple[str, ...], str]]
 
-    def digest(self, ranks: Ranks) -> str:
-        """A digest of all that is joined on this rank, and for whom."""
-        words: dict[int, str] = {}  # by identity, as many tensors have one layout
-        told = (ranks.rank, ranks.ranks, [*self.parts], sorted(self.asked), sorted(self.used))
-        text = [repr(told)]
-        for end, parts in self.parts.items():
-            for index, part in parts.items():
-                both = (words.setdefault(id(x), repr(x)) for x in (part.mesh, part.layout))
-                text.append(f"{end} {index} {part.name} {part.at} {part.shape} {' '.join(both)}")
-        return _hash(text)
-
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What the ranks joined before; `key` is a digest of what all of them said."""
+class JoinedLayouts:
+    """What this rank's parts are parts of: of each end, by position of the tensor."""
 
-    key: str
     parts: dict[str, dict[int, _Part]]
     shapes: dict[str, dict[int, Shape]]
 
+    def apply(self, ends: Mapping[str, Sequence[ModelTensor]]) -> dict[str, dict[int, RankMesh]]:
+        """Say so of the tensors, which are changed in place.
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """What `layout=` made of the tensors of each end.
-
-    Attributes:
-        key: equal where all ranks say the same of the same parts.
-        meshes: of each end, position of a tensor -> its mesh; of equal ones, the same object.
-    """
-
-    key: str
-    meshes: dict[str, dict[int, RankMesh]]
-
-
-KEPT = 8  # of the latest calls of this process; they hold no tensors
-
-_kept: OrderedDict[str, _Kept] = OrderedDict()
-
-
-def _hash(words: Iterable[str]) -> str:
-    return hashlib.blake2b("\n".join(words).encode(), digest_size=16).hexdigest()
+        Returns:
+            Of each end, position of a tensor -> its mesh; of equal ones, the same object.
+        """
+        meshes: dict[str, dict[int, RankMesh]] = {}
+        for end, parts in self.parts.items():
+            for index, part in parts.items():
+                tensor = ends[end][index]
+                tensor.layout, tensor.coordinate = part.layout, part.at
+                tensor.shape = self.shapes[end][index]
+            meshes[end] = {index: part.mesh for index, part in parts.items()}
+        return meshes
 
 
 def check_layout(given: object) -> None:
@@ -200,49 +179,47 @@ def _with_intervals(
     )
 
 
-def apply_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: Ranks) -> Joined:
+def apply_layouts(
+    ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: Ranks
+) -> dict[str, dict[int, RankMesh]]:
     """Make plain tensors parts of a whole, as `layout=` says. All ranks.
 
     The whole's shape is what its parts add up to, and every part has to be the one that the layout
-    gives its rank: no element is there twice on one axis, and none is missing. Ranks that said the
-    same before compare a digest of it alone.
+    gives its rank: no element is there twice on one axis, and none is missing.
 
     Args:
         ends: the tensors of each model, which are changed in place, by what messages call it.
         given: the layouts on this rank; DTensors keep their own.
         ranks: of the call.
 
+    Returns:
+        Of each model, position of a tensor -> its mesh.
+
     Raises:
         LoadError: parts that do not make a whole; a name or pattern that no tensor has on any rank
             that gives it.
     """
 
-    def read() -> tuple[tuple[_Said, str, _Kept | None], tuple[str, str]]:
-        said = _read(ends, given, ranks.rank)
-        mine = said.digest(ranks)
-        kept = _kept.get(mine)
-        return (said, mine, kept), (mine, kept.key if kept else "")
+    def read() -> tuple[RankLayouts, RankLayouts]:
+        said = read_layouts(ends, given, ranks.rank)
+        return said, said
 
-    (said, mine, kept), answers = ranks.own_and_all("reading layout=", read)
-    key = _hash(digest for digest, _ in answers)
-    if kept is None or any(known != key for _, known in answers):
-        every = dict(zip(ranks.ranks, ranks.gather(said, "reading layout="), strict=True))
-        shapes = ranks.own("joining the parts of layout=", lambda: _join(said, every))
-        kept = _kept[mine] = _Kept(key, said.parts, shapes)
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
-    _kept.move_to_end(mine)
-    meshes: dict[str, dict[int, RankMesh]] = {}
-    for end, parts in kept.parts.items():
-        for index, part in parts.items():
-            tensor = ends[end][index]
-            tensor.layout, tensor.coordinate = part.layout, part.at
-            tensor.shape = kept.shapes[end][index]
-        meshes[end] = {index: part.mesh for index, part in parts.items()}
-    return Joined(key, meshes)
+    said, every = ranks.own_and_all("reading layout=", read)
+    return join_layouts(said, every, ranks).apply(ends)
 
 
-def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _Said:
+def join_layouts(said: RankLayouts, every: Sequence[RankLayouts], ranks: Ranks) -> JoinedLayouts:
+    """The wholes, from what each rank says of its parts. All ranks.
+
+    Raises:
+        LoadError: as `apply_layouts`.
+    """
+    by_rank = dict(zip(ranks.ranks, every, strict=True))
+    what = "joining the parts of layout="
+    return JoinedLayouts(said.parts, ranks.own(what, lambda: _join(said, by_rank)))
+
+
+def read_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> RankLayouts:
     """What this rank's `layout=` says of its tensors.
 
     Raises:
@@ -255,7 +232,7 @@ def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _
             f"layout= is a tuple of {len(given)}: give one for each of {', '.join(ends)}"
         )
     layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
-    said = _Said({}, set(), set())
+    said = RankLayouts({}, set(), set())
     for end, tensors in ends.items():
         layout = layouts[end]
         found, used = _chosen(tensors, layout)
@@ -283,7 +260,7 @@ def _read(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> _
     return said
 
 
-def _join(said: _Said, every: Mapping[int, _Said]) -> dict[str, dict[int, Shape]]:
+def _join(said: RankLayouts, every: Mapping[int, RankLayouts]) -> dict[str, dict[int, Shape]]:
     """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
 
     Raises:
@@ -326,6 +303,8 @@ def _chosen(
     """Position, mesh and layout of each plain tensor that has one; the keys that tensors have."""
     found: list[tuple[int, RankMesh, Layout]] = []
     used: set[str] = set()
+    if given is None:
+        return found, used
     meshes: dict[RankMesh, RankMesh] = {}
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
     table: Mapping[str, One] = given if isinstance(given, Mapping) else {}

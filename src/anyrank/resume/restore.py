@@ -18,7 +18,6 @@ from anyrank.loading.exchange import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
-from anyrank.model.synced import forget_synced
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     RankCoords,
@@ -155,8 +154,6 @@ class Resuming:
                 restores it whole.
         """
         self.inner.unusable = _half_restored("it was interrupted")  # until it is whole
-        for name in self.matched:
-            forget_synced(self.inner.parts[name])
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)

@@ -52,12 +52,10 @@ class GivenParts:
 
         try:
             tensors = ranks.own("looking at the state", look)
-            joined = apply_layouts({"the model": tensors}, self.layout, ranks)
+            meshes = apply_layouts({"the model": tensors}, self.layout, ranks)
         except LoadError as error:
             raise CheckpointError(str(error), causes=error.causes) from error
-        parts = {
-            index: (tensors[index], mesh) for index, mesh in joined.meshes["the model"].items()
-        }
+        parts = {index: (tensors[index], mesh) for index, mesh in meshes["the model"].items()}
         ranks.together("comparing layout= with the data", lambda: _check_data(parts.values(), data))
         self._known = {held.name: held for held, _ in parts.values()}
 

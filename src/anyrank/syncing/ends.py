@@ -7,16 +7,16 @@ coordinates only, which are a few numbers each.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import Layouts, RankMesh, apply_layouts
+from anyrank.model.given_layouts import JoinedLayouts, RankMesh
 from anyrank.model.match import is_pinned
 from anyrank.model.peft import find_lora, is_peft, merged_name
 from anyrank.model.tensors import (
@@ -29,7 +29,6 @@ from anyrank.model.tensors import (
 )
 from anyrank.model.wrappers import below_wrappers, plain_class
 from anyrank.tensors.layout import Layout
-from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
 
@@ -69,7 +68,7 @@ class Row:
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: Layout | None
+    layout: Layout | None = field(repr=False)
     mesh: int
     kind: str
     is_meta: bool
@@ -81,126 +80,144 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Described:
+    """One side of a sync on this rank, in words; equal where it is the same to other ranks.
+
+    Attributes:
+        rows: its tensors.
+        coordinates: this rank's, in each of the meshes that the rows number.
+        title: of the model's class, what else a match asks of it.
+    """
+
+    rows: tuple[Row, ...]
+    coordinates: tuple[tuple[int, ...] | None, ...]
+    title: str
+
+    @cached_property
+    def digest(self) -> str:
+        """By which ranks with the same rows find each other; empty without tensors."""
+        if not self.rows:
+            return ""
+        layouts: dict[int, str] = {}  # by identity, as many rows have one
+        text = [self.title]
+        for row in self.rows:
+            known = layouts.get(id(row.layout))
+            if known is None:
+                known = layouts[id(row.layout)] = repr(row.layout)
+            text.append(f"{row}{known}")
+        return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
 class End:
     """One side of a sync on this rank.
 
     Attributes:
         module: what was given, or a module that holds the dict's tensors; empty for None.
         tensors: of the module.
-        rows: of the same tensors, as other ranks know them.
-        coordinates: this rank's, in each of the meshes that the rows number.
-        digest: of the rows; empty without tensors.
+        described: the same tensors, as other ranks know them.
     """
 
     module: nn.Module
     tensors: list[ModelTensor]
-    rows: tuple[Row, ...]
-    coordinates: tuple[tuple[int, ...] | None, ...]
-    digest: str
+    described: Described
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The tensors, as other ranks know them."""
+        return self.described.rows
 
-Seen: TypeAlias = "tuple[tuple[Row, ...], tuple[tuple[int, ...] | None, ...], str]"
+    @property
+    def digest(self) -> str:
+        """Of the rows; empty without tensors."""
+        return self.described.digest
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a look found, and all that it went by; no tensor and no module."""
+class KeptLook:
+    """What a look found, and all that it went by; no tensor and no module.
+
+    Attributes:
+        facts: see `facts_of`; None: the next look goes through all again.
+        description: of the tensors.
+        described: of the end.
+    """
 
     facts: Any
-    how: tuple[bool, str]  # whether merged, and a digest of what its parts were joined to
     description: Description
-    seen: Seen
+    described: Described
 
 
-_kept: deque[_Kept] = deque(maxlen=8)  # of this process, the newest first
-
-
-def look(given: Module, *, merge: bool = False) -> End:
-    """One end as this rank has it.
+class Look:
+    """One end as this rank has it, on its way to what other ranks need to know of it.
 
     Args:
         given: the module, the dict, or None.
         merge: see the end as the model that it is with its adapters merged.
-
-    Raises:
-        LoadError: tensors that cannot be read or written, named with their type; adapters that
-            cannot be merged.
-    """
-    return _Look(given, merge).end({}, "")
-
-
-def look_at_parts(
-    dst: Module, src: Module, layout: Layouts, ranks: Ranks, *, merge: bool = False
-) -> tuple[End, End]:
-    """Both ends, where some rank has a `layout=` of plain tensors that are parts. All ranks.
-
-    Raises:
-        LoadError: as `look` and `apply_layouts`.
-    """
-    here = "looking at both ends"
-    into, out_of = ranks.own(here, lambda: (_Look(dst, False), _Look(src, merge)))
-    joined = apply_layouts({"dst": into.tensors, "src": out_of.tensors}, layout, ranks)
-    to, by = joined.meshes["dst"], joined.meshes["src"]
-    # The two ends may look alike, and be parts of other wholes.
-    keys = (f"dst {joined.key}", f"src {joined.key}")
-    return ranks.own(here, lambda: (into.end(to, keys[0]), out_of.end(by, keys[1])))
-
-
-class _Look:
-    """One end on its way; what is found of a model is kept for those alike.
-
-    Args:
-        given: the module, the dict, or None.
-        merge: as for `look`.
+        kept: of an earlier look at the same end.
 
     Attributes:
         tensors: of the module; of plain ones that are parts, as if they were whole.
 
     Raises:
-        LoadError: as `look`.
+        LoadError: tensors that cannot be read or written, named with their type.
     """
 
-    def __init__(self, given: Module, merge: bool) -> None:
+    def __init__(self, given: Module, *, merge: bool = False, kept: KeptLook | None = None) -> None:
         self.module, self.merge = _as_module(given), merge
         walk = walk_tensors(self.module)
         self.facts = facts_of(walk)
-        alike = (kept for kept in [*_kept] if kept.facts == self.facts)  # others may add to it
-        self.kept = next(alike, None) if self.facts else None
+        self.kept = kept if kept is not None and self.facts and kept.facts == self.facts else None
         self.description = self.kept.description if self.kept else describe(walk)
         self.tensors = put_together(walk, self.description)
 
-    def end(self, meshes: Mapping[int, RankMesh], joined: str) -> End:
+    def end(self, meshes: Mapping[int, RankMesh]) -> End:
         """The end, once its tensors say what they are parts of.
 
         Args:
             meshes: of the tensors that are parts.
-            joined: a digest of what they are parts of.
 
         Raises:
-            LoadError: as `look`.
+            LoadError: adapters that cannot be merged.
         """
-        how = (self.merge, joined)
-        kept = self.kept
-        if kept is not None and kept.how != how:
-            alike = (each for each in [*_kept] if each.how == how and each.facts == self.facts)
-            kept = next(alike, None)
-        if kept is not None:
-            return End(self.module, self.tensors, *kept.seen)
-        seen = _rows(self.module, self.tensors, meshes, self.merge)
-        names = self.description.names
-        if self.facts and not any("base_layer" in each[0] for each in names):
-            _kept.appendleft(_Kept(self.facts, how, self.description, seen))
-        return End(self.module, self.tensors, *seen)
+        if self.kept is not None:
+            return End(self.module, self.tensors, self.kept.described)
+        rows, coordinates = _rows(self.tensors, meshes)
+        rows = _as_merged(self.tensors, rows) if self.merge else rows
+        kind = plain_class(self.module)
+        title = f"{kind.__module__}.{kind.__qualname__}"
+        return End(self.module, self.tensors, Described(tuple(rows), coordinates, title))
+
+    def to_keep(self, end: End) -> KeptLook:
+        """For the next look."""
+        can_merge = any("base_layer" in each[0] for each in self.description.names)
+        return KeptLook(None if can_merge else self.facts, self.description, end.described)
 
 
-def _rows(
-    module: nn.Module, tensors: list[ModelTensor], given_meshes: Mapping[int, RankMesh], merge: bool
-) -> Seen:
-    """The rows of an end, this rank's coordinates, and the digest.
+def look(given: Module, *, merge: bool = False) -> End:
+    """One end as this rank has it, without `layout=`.
+
+    Raises:
+        LoadError: as `Look`.
+    """
+    return Look(given, merge=merge).end({})
+
+
+def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
+    """Both ends, dst first, with what plain tensors are parts of.
 
     Raises:
         LoadError: adapters that cannot be merged.
     """
+    dst, src = looks
+    meshes = joined.apply({"dst": dst.tensors, "src": src.tensors})
+    return dst.end(meshes["dst"]), src.end(meshes["src"])
+
+
+def _rows(
+    tensors: list[ModelTensor], given_meshes: Mapping[int, RankMesh]
+) -> tuple[list[Row], tuple[tuple[int, ...] | None, ...]]:
+    """The rows of an end, and this rank's coordinates."""
     meshes: dict[int, int] = {}
     coordinates: list[tuple[int, ...] | None] = []
     rows: list[Row] = []
@@ -232,11 +249,7 @@ def _rows(
                 scaling=_scaling(tensor),
             )
         )
-    if merge:
-        rows = _as_merged(tensors, rows)
-    kind = plain_class(module)
-    title = f"{kind.__module__}.{kind.__qualname__}"  # what else a match asks of a model
-    return tuple(rows), tuple(coordinates), _digest(rows, title)
+    return rows, tuple(coordinates)
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
@@ -304,20 +317,6 @@ def check_values(end: End) -> None:
             f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
             "load or materialize it first"
         )
-
-
-def _digest(rows: list[Row], title: str) -> str:
-    if not rows:
-        return ""
-    layouts: dict[int, str] = {}  # by identity: a hash of a layout goes through all of it
-    text = [title]
-    for row in rows:
-        layout = layouts.get(id(row.layout)) or layouts.setdefault(id(row.layout), repr(row.layout))
-        text.append(
-            f"{row.keys}{row.shape}{row.dtype}{layout}{row.mesh}{row.kind}{row.is_meta}"
-            f"{row.is_adapter}{row.is_merged}{row.is_pinned}{row.added}{row.scaling}"
-        )
-    return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
 
 
 def _as_module(given: Module) -> nn.Module:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import LoadOptions
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
-from anyrank.model.synced import forget_synced, note_synced, report_of
 from anyrank.model.verify import compare_replicas
 from anyrank.syncing.adapters import Adapters
-from anyrank.syncing.ends import look, look_at_parts
 from anyrank.syncing.flows import Flow
 from anyrank.syncing.move import WHAT, LocalEnds, Mover
-from anyrank.syncing.planning import Agreement, agree_plan
+from anyrank.syncing.planning import Agreement, SyncCall
 from anyrank.syncing.report import SyncReport
 from anyrank.syncing.verify import check_before, check_equal
 from anyrank.tensors.box import row_major
@@ -35,34 +30,15 @@ from anyrank.world.ranks import Ranks
 OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
 
 
-def execute_sync(
-    dst: nn.Module | Mapping[str, Any] | None,
-    src: nn.Module | Mapping[str, Any] | None,
-    options: LoadOptions,
-    ranks: Ranks,
-    meter: Meter,
-    *,
-    atomic: bool = False,
-    version: int | None = None,
-) -> SyncReport:
-    """Give `dst` the values of `src`. All ranks, with the same options.
+def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) -> SyncReport:
+    """Give `dst` the values of `src`. All ranks, with the plan that they agreed on.
 
     Raises:
         AnyrankError: of any rank, on all ranks.
     """
-    last: SyncReport | None = report_of(dst)
-    held = last.version if last else 0
-    if ranks.any(options.layout is not None, "reading layout="):  # ranks without it take part
-        ends = look_at_parts(dst, src, options.layout, ranks, merge=options.merge)
-        agreed = agree_plan(lambda: ends, options, ranks, version, held)
-    else:
-        agreed = agree_plan(
-            lambda: (look(dst), look(src, merge=options.merge)), options, ranks, version, held
-        )
-    report = _Sync(agreed, dst, ranks, meter, options.verify, atomic).run()
-    if isinstance(dst, dict):  # its tensors on meta may be new objects
-        dst.update(agreed.dst.module.__dict__["_parameters"])
-    note_synced(dst, report)
+    report = _Sync(agreed, ranks, meter, call.options.verify, call.atomic).run()
+    if isinstance(call.dst, dict):  # its tensors on meta may be new objects
+        call.dst.update(agreed.dst.module.__dict__["_parameters"])
     return report
 
 
@@ -71,7 +47,6 @@ class _Sync:
     """One sync on one rank, as planned."""
 
     agreed: Agreement
-    given: object
     ranks: Ranks
     meter: Meter
     verify: bool
@@ -120,7 +95,6 @@ class _Sync:
             moved = (sent, received, mover.copied, *self.meter.peaks())
             return moved, self.meter.seconds(), share.rules, renewed
 
-        forget_synced(self.given)  # with atomic=True only now
         with _word_of_dst(OVERWRITTEN):
             answers = self.ranks.together("putting the weights in place", commit)
         sent, received, copied, host, device = zip(*(each for each, *_ in answers), strict=True)
@@ -136,7 +110,6 @@ class _Sync:
             peak_device_bytes=list(device),
             is_planned=agreed.is_planned,
             verified=verified,
-            version=agreed.version,
             seconds=max(seconds for _, seconds, *_ in answers),
         )
 
@@ -146,8 +119,6 @@ class _Sync:
         if self.verify:
             sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
             replicas = compare_replicas(sent, self.ranks)
-        if not self.atomic:
-            forget_synced(self.given)
         with _word_of_dst("dst keeps its values" if self.atomic else OVERWRITTEN):
             self.ranks.together(WHAT, lambda: (mover.run(), share.initialise()))
             if not self.verify:

@@ -100,20 +100,12 @@ class EndsSummary:
     Attributes:
         src, dst: digests of their rows; empty for None.
         src_at, dst_at: this rank's coordinates in the meshes of each.
-        known: key of the plan that this rank has kept for its ends; empty if there is none.
-        seed: this rank's torch seed.
-        version: that this rank gives the weights, if it does.
-        held: version that this rank's dst has now.
     """
 
     src: str
     src_at: tuple[Coordinate, ...]
     dst: str
     dst_at: tuple[Coordinate, ...]
-    known: str
-    seed: int
-    version: int | None
-    held: int
 
 
 def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:

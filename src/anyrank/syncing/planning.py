@@ -1,30 +1,72 @@
-"""The plan of a sync: agreed by all ranks, kept by both layouts.
+"""The plan of a sync: agreed by all ranks, and kept for the next call of the same object.
 
-What the ranks exchange is small: a digest of each end and coordinates in its meshes. Only if some
-rank has not planned these very ends before, one rank of each layout describes it to the others.
+Whether the plan of the call before still serves is told in the message that compares the arguments:
+each rank looks at its own ends, and gives the plan's token if nothing has changed. Where one rank
+has another token, or none, all plan anew: one rank of each layout describes it to the others.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from anyrank.checks import check_bool
 from anyrank.errors import LoadError
+from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.ends import End, check_values
+from anyrank.syncing.ends import End, KeptLook, Look, check_values, join_ends
 from anyrank.syncing.flows import EndsSummary, Planner, SyncPlan, renamed_by
-from anyrank.world.failures import different
+from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
-KEPT_PLANS = 8  # of the latest calls of this process; they hold no tensors
+COMPARED = ("missing", "unexpected", "cast", "rename", "verify", "merge")
 
 
-_kept: OrderedDict[Any, tuple[str, SyncPlan]] = OrderedDict()
+@dataclass(frozen=True)
+class SyncCall:
+    """What a caller asked for; see `anyrank.sync`."""
+
+    dst: nn.Module | Mapping[str, torch.Tensor] | None
+    src: nn.Module | Mapping[str, torch.Tensor] | None
+    options: LoadOptions
+    atomic: bool
+
+    def check(self) -> None:
+        """Refuse arguments that are wrong in themselves.
+
+        Raises:
+            ValueError, TypeError: names the argument.
+        """
+        for name, given in (("dst", self.dst), ("src", self.src)):
+            _check_end(name, given)
+        check_bool(atomic=self.atomic)
+        self.options.check()
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan, and all that it was made for; it holds no tensors.
+
+    Attributes:
+        token: that the ranks gave it.
+        where: the ranks, and the machine of each.
+        plan: this rank's part.
+        looks: at dst and src.
+        said: what `layout=` said of the tensors of both.
+        joined: what these are parts of.
+    """
+
+    token: str
+    where: tuple[tuple[int, ...], tuple[int, ...]]
+    plan: SyncPlan
+    looks: tuple[KeptLook, KeptLook]
+    said: RankLayouts
+    joined: JoinedLayouts
 
 
 @dataclass(frozen=True)
@@ -32,86 +74,165 @@ class Agreement:
     """What all ranks agreed on before the first byte.
 
     Attributes:
-        plan: this rank's part of it.
+        kept: the plan, for the next call.
         dst, src: as they are on this rank.
         is_planned: whether the plan was made now.
         seed: the first rank's torch seed.
-        version: of the weights that are sent.
     """
 
-    plan: SyncPlan
+    kept: KeptPlan
     dst: End
     src: End
     is_planned: bool
     seed: int
-    version: int
+
+    @property
+    def plan(self) -> SyncPlan:
+        """This rank's part of it."""
+        return self.kept.plan
 
 
-def agree_plan(
-    look: Callable[[], tuple[End, End]],
-    options: LoadOptions,
-    ranks: Ranks,
-    version: int | None,
-    held: int,
-) -> Agreement:
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others with its arguments.
+
+    Attributes:
+        token: of the plan that serves this rank; empty if there is none.
+        new: a token for the plan that is made if they differ; the first rank's counts.
+        has_layout: whether it was given one.
+        seed: its torch seed.
+    """
+
+    token: str
+    new: str
+    has_layout: bool
+    seed: int
+
+
+def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
     """The plan that all ranks follow. All ranks; nothing is changed.
 
     Args:
-        look: gives dst and src as they are on this rank.
-        options: what the caller allows, the same on all ranks.
+        call: what this rank was asked for.
         ranks: of the call.
-        version: that this rank gives the weights, if it does.
-        held: version that this rank's dst has now.
+        kept: the plan of the call before, if there is one.
 
     Raises:
-        LoadError: the ends do not fit each other, on any rank; on all ranks.
+        LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
-    choices = (options.missing, options.unexpected, options.cast, str(options.merge))
+    here = _Here(call, ranks, kept)
 
-    def introduce() -> tuple[tuple[End, End, Any, SyncPlan | None], EndsSummary]:
-        dst, src = look()
-        check_values(src)
-        rename = options.rename
-        by_function = callable(rename)
-        choice = (*choices, by_function, "" if by_function else repr(rename))
-        where = (dst.digest, dst.coordinates, src.digest, src.coordinates, ranks.ranks, choice)
-        known, plan = _kept.get(where, ("", None))
-        if plan is not None and plan.renamed != renamed_by(plan.renamed, options):
-            known, plan = "", None  # a function may answer differently now
-        seed = torch.initial_seed()
-        at = (src.digest, src.coordinates, dst.digest, dst.coordinates)
-        return (dst, src, where, plan), EndsSummary(*at, known, seed, version, held)
+    def tell() -> _Told:
+        token = kept.token if here.is_served() and kept is not None else ""
+        has_layout = call.options.layout is not None
+        return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed())
 
-    (dst, src, where, plan), summaries = ranks.own_and_all("looking at both ends", introduce)
-    agreed = _agreed_version(dict(zip(ranks.ranks, summaries, strict=True)), ranks)
-    key = _key(summaries, choices)
-    made = plan is None or any(summary.known != key for summary in summaries)
-    if made:
-        plan = Planner(summaries, ranks, options).plan(dst, src)
-        _kept[where] = key, plan
-        while len(_kept) > KEPT_PLANS:
-            _kept.popitem(last=False)
-    _kept.move_to_end(where)
-    assert plan is not None
-    return Agreement(plan, dst, src, made, summaries[0].seed, agreed)
+    given = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
+    told: list[_Told] = same_arguments(ranks, "sync", given, LoadError, call.check, tell)
+    token = told[0].token
+    if kept is not None and token and all(each.token == token for each in told):
+        dst, src = here.ends
+        return Agreement(kept, dst, src, False, told[0].seed)
+    made = here.plan(told[0].new, any(each.has_layout for each in told))
+    return Agreement(made, *here.ends, True, told[0].seed)
 
 
-def _agreed_version(summaries: Mapping[int, EndsSummary], ranks: Ranks) -> int:
-    """The version that ranks gave, else the next one.
+class _Here:
+    """What this rank has of both ends in one call."""
+
+    def __init__(self, call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> None:
+        self.call, self.ranks, self.kept = call, ranks, kept
+        self.where = ranks.ranks, ranks.nodes
+        self.problem: Exception | None = None
+        self.looks: tuple[Look, Look]
+        self.said: RankLayouts
+        self.ends: tuple[End, End]
+
+    def is_served(self) -> bool:
+        """Look at both ends: whether the kept plan is for them as they are now.
+
+        What goes wrong is raised where all ranks look together.
+        """
+        try:
+            return self._look()
+        except Exception as error:
+            self.problem = error
+            return False
+
+    def _look(self) -> bool:
+        call, kept = self.call, self.kept
+        dst, src = kept.looks if kept is not None else (None, None)
+        options = call.options
+        self.looks = Look(call.dst, kept=dst), Look(call.src, merge=options.merge, kept=src)
+        ends = {"dst": self.looks[0].tensors, "src": self.looks[1].tensors}
+        self.said = read_layouts(ends, options.layout, self.ranks.rank)
+        if kept is None or (self.where, self.said) != (kept.where, kept.said):
+            return False
+        self.ends = join_ends(self.looks, kept.joined)
+        now, before = (tuple(each.described for each in both) for both in (self.ends, kept.looks))
+        # A function may answer differently now.
+        return now == before and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
+
+    def plan(self, token: str, has_layout: bool) -> KeptPlan:
+        """A new plan. All ranks.
+
+        Args:
+            token: of it.
+            has_layout: whether any rank was given one.
+
+        Raises:
+            LoadError: as `agree_plan`.
+        """
+        ranks, what = self.ranks, "looking at both ends"
+
+        def say() -> tuple[None, RankLayouts]:
+            if self.problem is not None:
+                raise self.problem
+            return None, self.said
+
+        def introduce() -> tuple[JoinedLayouts, EndsSummary]:
+            say()
+            known = joined or JoinedLayouts(self.said.parts, {})  # of no parts
+            self.ends = dst, src = join_ends(self.looks, known)
+            check_values(src)
+            at = src.described.coordinates, dst.described.coordinates
+            return known, EndsSummary(src.digest, at[0], dst.digest, at[1])
+
+        joined: JoinedLayouts | None = None
+        if has_layout:  # ranks without it take part
+            _, every = ranks.own_and_all("reading layout=", say)
+            joined = join_layouts(self.said, every, ranks)
+            for look in self.looks:
+                look.kept = None  # parts that look alike may be of another whole
+        known, summaries = ranks.own_and_all(what, introduce)
+        plan = Planner(summaries, ranks, self.call.options).plan(*self.ends)
+        dst, src = (look.to_keep(end) for look, end in zip(self.looks, self.ends, strict=True))
+        return KeptPlan(token, self.where, plan, (dst, src), self.said, known)
+
+
+def _check_end(name: str, given: Any) -> None:
+    """Refuse what is neither a model nor a dict of tensors nor None.
 
     Raises:
-        LoadError: ranks gave different ones.
+        TypeError: names the argument.
     """
-    given = {
-        rank: summary.version for rank, summary in summaries.items() if summary.version is not None
-    }
-    if len(set(given.values())) > 1:
-        words = {rank: str(version) for rank, version in given.items()}
-        text = different("sync(): version= differs between ranks", words, ranks.named)
-        raise LoadError(f"{text}: they mean the weights of different steps")
-    return next(iter(given.values()), 1 + max(summary.held for summary in summaries.values()))
-
-
-def _key(summaries: Sequence[EndsSummary], choices: tuple[str, ...]) -> str:
-    rows = [(summary.src, summary.src_at, summary.dst, summary.dst_at) for summary in summaries]
-    return hashlib.blake2b(repr((rows, choices)).encode(), digest_size=16).hexdigest()
+    if given is None or isinstance(given, nn.Module):
+        return
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
+            f"{type(given).__name__}"
+        )
+    unnamed = [key for key in given if not isinstance(key, str)]
+    if unnamed:
+        raise TypeError(
+            f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
+            "names (str) to tensors"
+        )
+    wrong = [key for key, value in given.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise TypeError(
+            f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict of "
+            "tensors"
+        )

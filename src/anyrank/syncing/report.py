@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from anyrank.checks import check_model
 from anyrank.model.report import FillReport, mib_by_rank
-from anyrank.model.synced import report_of
 from anyrank.wording import count
 
 
@@ -22,7 +18,6 @@ class SyncReport(FillReport):
         report = anyrank.sync(old, new)
         assert report.tensors == 2
         print(report)  # one screen
-        assert anyrank.SyncReport.last(old).seconds == report.seconds
 
     Attributes:
         tensors: of `dst` that have the values of `src` now.
@@ -43,9 +38,8 @@ class SyncReport(FillReport):
         bytes_copied: what each rank had itself, in the dtype of `dst`.
         peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
             allocated for tensors on meta is part of it.
-        is_planned: whether the plan was made in this call, and not kept from an earlier one.
+        is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
         verified: what `verify=True` compared, in words; "" without it.
-        version: of the weights; see `sync`.
         seconds: of the slowest rank.
     """
 
@@ -55,27 +49,10 @@ class SyncReport(FillReport):
     bytes_received: list[int] = field(default_factory=list[int])
     bytes_copied: list[int] = field(default_factory=list[int])
     is_planned: bool = True
-    version: int = 0
-
-    @staticmethod
-    def last(model: nn.Module) -> SyncReport | None:
-        """The report of the last sync into a model, whose weights it has; this rank alone.
-
-        None if there was none, the last one failed in the middle, or `load` or a resume has written
-        to the model since. Other writers, as `load_state_dict`, are not seen.
-
-        Raises:
-            TypeError: not a model; a dict of tensors is told nothing.
-        """
-        check_model(model)
-        return report_of(model)
 
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
-        lines = [
-            f"synced {count(self.tensors, 'tensor')} of version {self.version} in "
-            f"{self.seconds:.2f} s, by {plan}"
-        ]
+        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, by {plan}"]
         for title, values in (
             ("sent", self.bytes_sent),
             ("received", self.bytes_received),

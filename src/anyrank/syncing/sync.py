@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from anyrank.checks import check_bool, check_int
-from anyrank.errors import LoadError
 from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.syncing.execute import execute_sync
+from anyrank.syncing.planning import KeptPlan, SyncCall, agree_plan
 from anyrank.syncing.report import SyncReport
 from anyrank.tensors.names import Rename
-from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
-from anyrank.world.ranks import Ranks, open_ranks
+from anyrank.world.ranks import open_ranks
 
 log = logging.getLogger("anyrank.sync")
 
@@ -36,7 +34,6 @@ def sync(
     merge: bool = False,
     verify: bool = False,
     atomic: bool = False,
-    version: int | None = None,
     process_group: Group = None,
 ) -> SyncReport:
     """Give `dst` the weights that `src` has now: from trainer to generator, from model to teacher.
@@ -45,7 +42,8 @@ def sync(
     some of the same, each plain, DDP, FSDP2, tensor parallel or a mixture: each byte goes straight
     from a rank that has it to the ranks that lack it, in the smaller of the two dtypes, through a
     window of 8 MiB (ANYRANK_BUFFER_BYTES). Names, shapes and dtypes are compared on all ranks
-    before the first byte moves. A second call with the same layouts uses the plan of the first.
+    before the first byte moves. What is to be synced again and again
+    is a `Sync`, which keeps its plan.
 
     Example::
 
@@ -73,9 +71,6 @@ def sync(
         verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
-        version: a number for these weights, as the trainer's step, 0 or more, also below the one
-            that `dst` has. Ranks that give one have to give the same; `SyncReport.last(dst)` tells
-            it later. Default: one more than `dst` has.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
             Default: all, or this process alone where no group is initialised.
 
@@ -90,78 +85,99 @@ def sync(
             on all ranks.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
-    meter = Meter()
-    options = LoadOptions(
+    return Sync(
+        dst,
+        src,
+        rename=rename,
+        cast=cast,
         missing=missing,
         unexpected=unexpected,
-        cast=cast,
-        rename=rename,
-        verify=verify,
         layout=layout,
         merge=merge,
-    )
-    # Under inference mode new parameters would never get gradients.
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        open_ranks(process_group, "sync()") as ranks,
-    ):
-        _agree_arguments(ranks, dst, src, options, atomic, version)
-        report = execute_sync(dst, src, options, ranks, meter, atomic=atomic, version=version)
-    if ranks.index == 0:
-        _log(report)
-    return report
+        verify=verify,
+        atomic=atomic,
+        process_group=process_group,
+    )()
 
 
-def _agree_arguments(
-    ranks: Ranks, dst: Any, src: Any, options: LoadOptions, atomic: Any, version: Any
-) -> None:
-    """Check the arguments, and compare them over the ranks. All ranks.
+class Sync:
+    """A sync that is called again and again, as at each iteration of a trainer and a generator.
 
-    Raises:
-        ValueError, TypeError, LoadError: as `sync`.
+    It takes what `anyrank.sync` takes, and keeps the plan: a later call compares a few bytes
+    between the ranks and moves the weights. Every rank makes one, which costs nothing, and every
+    rank of the group calls it. Each call looks at both ends as they are then: what was replaced,
+    sharded, tied, frozen or given another dtype since the last call, on any rank, is seen on all,
+    and a new plan made.
+
+    Example::
+
+        trainer, generator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        weights = anyrank.Sync(generator, trainer)
+        for step in range(3):
+            report = weights()
+        assert weights.version == 3
+        assert not report.is_planned  # the plan is that of the first call
+
+    Args:
+        dst, src, rename, cast, missing, unexpected, layout, merge, verify, atomic, process_group:
+            as for `anyrank.sync`; they are checked, and compared between the ranks, at each call.
+
+    Attributes:
+        version: how many calls have finished. One that raises does not count.
     """
 
-    def check() -> None:
-        for name, given in (("dst", dst), ("src", src)):
-            _check_end(name, given)
-        check_bool(atomic=atomic)
-        if version is not None:
-            check_int(
-                "version", version, 0, kind=int
-            )  # other ranks compare it, and a report has it
-        options.check()
-
-    names = ("missing", "unexpected", "cast", "rename", "verify", "merge")
-    given = {name: getattr(options, name) for name in names}
-    same_arguments(ranks, "sync", {**given, "atomic": atomic}, LoadError, check)
-
-
-def _check_end(name: str, given: Any) -> None:
-    """Refuse what is neither a model nor a dict of tensors nor None.
-
-    Raises:
-        TypeError: names the argument.
-    """
-    if given is None or isinstance(given, nn.Module):
-        return
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
-            f"{type(given).__name__}"
+    def __init__(
+        self,
+        dst: nn.Module | Mapping[str, torch.Tensor] | None,
+        src: nn.Module | Mapping[str, torch.Tensor] | None,
+        *,
+        rename: Rename = None,
+        cast: Literal["float", "any"] = "float",
+        missing: Literal["error", "init", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        layout: Layouts = None,
+        merge: bool = False,
+        verify: bool = False,
+        atomic: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        options = LoadOptions(
+            missing=missing,
+            unexpected=unexpected,
+            cast=cast,
+            rename=rename,
+            verify=verify,
+            layout=layout,
+            merge=merge,
         )
-    unnamed = [key for key in given if not isinstance(key, str)]
-    if unnamed:
-        raise TypeError(
-            f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
-            "names (str) to tensors"
-        )
-    wrong = [key for key, value in given.items() if not isinstance(value, torch.Tensor)]
-    if wrong:
-        raise TypeError(
-            f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict of "
-            "tensors"
-        )
+        self.version = 0
+        self._call = SyncCall(dst, src, options, atomic)
+        self._group = process_group
+        self._kept: KeptPlan | None = None
+
+    def __call__(self) -> SyncReport:
+        """Give `dst` the weights that `src` has now. All ranks.
+
+        Returns:
+            The report, equal on all ranks.
+
+        Raises:
+            AnyrankError, ValueError, TypeError: as `anyrank.sync`; on all ranks.
+        """
+        meter = Meter()
+        # Under inference mode new parameters would never get gradients.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            open_ranks(self._group, "sync()") as ranks,
+        ):
+            agreed = agree_plan(self._call, ranks, self._kept)
+            self._kept = agreed.kept
+            report = execute_sync(self._call, agreed, ranks, meter)
+        self.version += 1
+        if ranks.index == 0:
+            _log(report)
+        return report
 
 
 def _log(report: SyncReport) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from anyrank.errors import AnyrankError
 from anyrank.world.failures import different, same_error, shown
@@ -15,7 +16,8 @@ def same_arguments(
     arguments: Mapping[str, object],
     error: type[AnyrankError],
     check: Callable[[], object] | None = None,
-) -> None:
+    tell: Callable[[], object] | None = None,
+) -> list[Any]:
     """Check a call's arguments, and compare them over the ranks. All ranks.
 
     Args:
@@ -24,29 +26,37 @@ def same_arguments(
         arguments: by name; compared by their repr, functions by their name.
         error: the class for arguments that differ.
         check: raises for arguments that are wrong in themselves.
+        tell: called after it; gives what the other ranks get, so that they need not meet twice.
+
+    Returns:
+        What `tell` gave on each rank.
 
     Raises:
         AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
-            `check` raised it on some rank.
+            `check` or `tell` raised it on some rank.
         ValueError, TypeError: `check` raised it on some rank.
         RankError: other ranks called something else.
     """
     problem: Exception | None = None
+    value: object = None
     try:
         if check is not None:
             check()
+        if tell is not None:
+            value = tell()
     except (AnyrankError, TypeError, ValueError) as raised:
         if ranks.connections is None:
             raise
         problem = raised
     mine = {name: shown(value) for name, value in arguments.items()}
     bad = None if problem is None else (type(problem), str(problem))
-    every = ranks.gather((mine, bad), f"{call}()")
-    failed = {r: found for r, (_, found) in zip(ranks.ranks, every, strict=True) if found}
+    every = ranks.gather((mine, bad, value), f"{call}()")
+    failed = {r: found for r, (_, found, _) in zip(ranks.ranks, every, strict=True) if found}
     if failed:
         raise same_error(call, failed, ranks.size, ranks.named) from problem
     for name in mine:
-        values = {r: given[name] for r, (given, _) in zip(ranks.ranks, every, strict=True)}
+        values = {r: given[name] for r, (given, *_) in zip(ranks.ranks, every, strict=True)}
         if len(set(values.values())) > 1:
             text = different(f"{call}(): {name}= differs between ranks", values, ranks.named)
             raise error(f"{text}: give all ranks the same")
+    return [theirs for *_, theirs in every]
