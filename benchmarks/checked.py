@@ -3,7 +3,7 @@
     python benchmarks/checked.py             # a minute on 2 to 4 ranks; results/checked.json
     python benchmarks/checked.py --repeats 3
 
-Replicas: what comparing them takes of ten saves in a row, the first of which compares everything.
+Replicas: what comparing them takes of ten saves in a row, nine of which compare everything.
 Verified: a resume with verify=True against one with verify=False, in turn, on the ranks that
 saved and on one, from files in the page cache and from the disk, by the clock and by CPU time,
 which on a machine with other work tells more. Extra bytes: read beyond those needed, on other
@@ -30,12 +30,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.state.replicas import Replicas
+from anyrank.saving import save
 from anyrank.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "checked.json"
 MIB = 1 << 20
-SAVES = 10  # after which replicas are compared in full again
+SAVES = 10  # of which nine compare all of the replicas
 WIDTHS = [512, 1024, 768, 1536]
 LAYERS = 20  # of 4 MiB, times three with Adam's state
 SAVED_ON, RESUMED_ON = 4, (1, 2, 3)
@@ -71,17 +71,17 @@ def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState
 def job_replicas(path: str) -> float:
     """The comparisons' part of ten saves of a model that both ranks hold whole."""
     state, spent = build([1024] * LAYERS, sharded=False, stepped=True), 0.0
-    compare = Replicas.compare
+    compare = save.compare_replicas
 
-    def timed(self: Replicas, ranks: Any) -> list[str]:
+    def timed(*arguments: Any) -> list[str]:
         nonlocal spent
         start = time.perf_counter()
         try:
-            return compare(self, ranks)
+            return compare(*arguments)
         finally:
             spent += time.perf_counter() - start
 
-    with patch.object(Replicas, "compare", timed), anyrank.Checkpoints(path, state) as ckpts:
+    with patch.object(save, "compare_replicas", timed), anyrank.Checkpoints(path, state) as ckpts:
         for number in range(SAVES):
             state.step = number + 1
             ckpts.save()

@@ -27,6 +27,7 @@ from anyrank.resume.run_writer import RunWriter
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord
+from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.steps.loader import ElasticLoader, announce_left_step
@@ -60,6 +61,8 @@ class Checkpoints:
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
             which a restart goes on; or after so many steps, or a time, as for `every`.
+        replicas_every: compare the whole of what ranks hold alike, model and optimizers, every so
+            many steps; saves compare parts of it. What differs is an error that names it.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
@@ -94,6 +97,7 @@ class Checkpoints:
         keep_every: int | Callable[[int], bool] | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
         peers: bool | int | str = False,
+        replicas_every: int | None = None,
         process_group: Group = None,
     ) -> None:
         with declining(process_group, "Checkpoints()"):
@@ -103,7 +107,7 @@ class Checkpoints:
                 check_function("on_commit", on_commit)
             check_group(process_group)
             self._options = RunOptions(
-                self.path, keep, every, background, verify, keep_every, peers
+                self.path, keep, every, background, verify, keep_every, peers, replicas_every
             )
             self._folder = RunFolder(store_for(self.path), self.path)
             self._writer = RunWriter(self._folder, state, self._options, on_commit)
@@ -244,8 +248,8 @@ class Checkpoints:
         last save, then SystemExit) and SIGUSR1 (a save) that any rank got.
 
         Raises:
-            CheckpointError: the step is not complete, and counts on no rank; or a save failed, and
-                the last committed step is still there.
+            CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
+                a save failed, and the last committed step is still there.
 
         Example::
 
@@ -274,6 +278,8 @@ class Checkpoints:
         try:
             if any(report.save_failed for report in reports):
                 self.wait()
+            if ranks.size > 1 and self._options.compares(self._state.step):
+                check_replicas(self._state, ranks)
             if due.snapshot:
                 self._writer.remember(ranks)
             if due.save or signals:

@@ -2,13 +2,15 @@
 
 A save takes each element from one rank. Where replicas differ there is no such thing as the run's
 value: for what is trained that is an error, for anything else the first rank's is saved. Each save
-compares a ninth of every tensor, in turns, so that nine saves have compared all.
+compares a ninth of every tensor, in turns, so that nine saves have compared all; a run may ask for
+more between its saves, of the whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,8 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.state.digests import start_digests
 from anyrank.state.part_types import SHOWN, Saved
-from anyrank.tensors.sharded_tensor import Coordinates, replicas
+from anyrank.state.train_state import TrainState, run_parts
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
 
@@ -31,7 +34,7 @@ Members = tuple[int, ...]  # global ranks that hold the same part of a tensor
 
 @dataclass(frozen=True)
 class _Replica:
-    """What this save compares of a tensor that other ranks hold as well, as it is on this rank."""
+    """What is compared of a tensor that other ranks hold as well, as it is on this rank."""
 
     name: str
     members: Members
@@ -52,7 +55,51 @@ def compare_replicas(
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
     """
-    mine = _replicas(parts, coordinates, turn, ranks.rank)
+    differing = _differing(_replicas(parts, coordinates, turn, ranks.rank), ranks)
+    if not differing:
+        return []
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    wrong = {name: held for name, held in differing.items() if name not in may_differ}
+    if wrong:
+        raise CheckpointError(_in_words("nothing was saved, as", wrong, parts))
+    if ranks.index == 0:
+        log.warning(
+            "%d tensors differ between the ranks; the first rank's are saved: %s",
+            len(differing),
+            ", ".join(sorted(differing)[:SHOWN]),
+        )
+    return sorted(differing)
+
+
+def check_replicas(state: TrainState, ranks: Ranks) -> None:
+    """Compare the whole of the model and the optimizers, and save nothing. All ranks.
+
+    Raises:
+        CheckpointError: a tensor differs that must not; names it, the ranks and the step.
+    """
+
+    def here() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
+        parts = run_parts(state).save_tensors(ranks.index)
+        tensors = [held for saved in parts.values() for held in saved.tensors]
+        names = "\n".join(held.name for held in tensors)
+        return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
+
+    parts, every = ranks.own_and_all("looking at the replicas", here)
+    if len({names for names, _ in every}) > 1:
+        raise CheckpointError(
+            f"step {state.step}: the ranks hold tensors of different names: build the model and "
+            "the optimizer alike on all ranks; save() says which differ"
+        )
+    coordinates = {r: one for r, (_, one) in zip(ranks.ranks, every, strict=True)}
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    held = _replicas(parts, coordinates, None, ranks.rank)
+    differing = _differing([one for one in held if one.name not in may_differ], ranks)
+    if differing:
+        raise CheckpointError(_in_words(f"step {state.step}:", differing, parts))
+
+
+def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
+    """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
     def here() -> tuple[list[int], dict[Members, str]]:
         digests = start_digests([(one.name, one.values) for one in mine], ranks.check)()
@@ -65,36 +112,26 @@ def compare_replicas(
         for answer in answers
         for members in answer
     ):
-        return []
+        return {}
     table = {(one.name, one.members): digest for one, digest in zip(mine, digests, strict=True)}
     found: dict[tuple[str, Members], dict[int, list[int]]] = {}
     for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
         for key, digest in other.items():
             found.setdefault(key, {}).setdefault(digest, []).append(rank)
-    differing = {name: [*held.values()] for (name, _), held in found.items() if len(held) > 1}
-    may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    wrong = {name: held for name, held in differing.items() if name not in may_differ}
-    if wrong:
-        raise CheckpointError(_in_words(wrong, parts))
-    if ranks.index == 0:
-        log.warning(
-            "%d tensors differ between the ranks; the first rank's are saved: %s",
-            len(differing),
-            ", ".join(sorted(differing)[:SHOWN]),
-        )
-    return sorted(differing)
+    return {name: [*held.values()] for (name, _), held in found.items() if len(held) > 1}
 
 
 def _replicas(
-    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int, rank: int
+    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int | None, rank: int
 ) -> list[_Replica]:
-    """What a save compares of the tensors that this rank holds with others."""
+    """What is compared of the tensors that this rank holds with others."""
     found: list[_Replica] = []
     tensors = [held for saved in parts.values() for held in saved.tensors]
     for index, held in enumerate(tensors):
         for members in replicas(index, held, coordinates).values():
             if len(members) > 1 and rank in members:
-                found.append(_Replica(held.name, members, _ninth(held.local(), turn)))
+                values = held.local() if turn is None else _ninth(held.local(), turn)
+                found.append(_Replica(held.name, members, values))
     return found
 
 
@@ -116,7 +153,7 @@ def _by_members(mine: Sequence[_Replica], digests: Sequence[int]) -> dict[Member
     return {members: hashed.hexdigest() for members, hashed in tables.items()}
 
 
-def _in_words(wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
+def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
     """What differs, and what has happened: replicas have diverged, or an optimizer is sharded."""
     found = [
         f"{name}: " + " unlike ".join(f"ranks {held}" for held in groups)
@@ -143,7 +180,7 @@ def _in_words(wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) 
             "alone): make them alike, or resume the last step"
         )
     lines = [
-        "nothing was saved, as ranks hold different values of what they should hold alike:",
+        f"{head} ranks hold different values of what they should hold alike:",
         *(f"  {line}" for line in first_few(found, SHOWN)),
         reason,
     ]
