@@ -1,4 +1,4 @@
-"""Promise 9 with exact=True: any optimizer that treats each element by itself, and a GradScaler."""
+"""Promise 9 with exact=True: optimizers that treat each element by itself, and a GradScaler."""
 
 from __future__ import annotations
 
@@ -95,140 +95,48 @@ def test_promise_9_the_same_bits_with_any_elementwise_optimizer() -> None:
     assert len(set(alone.values())) >= 4
 
 
-class Scaled(torch.optim.Optimizer):
-    """Steps by the gradient over its norm, as LARS; `noise` is added, and `more` is not kept."""
-
-    def __init__(self, params: Any, more: str, noise: float = 0.0) -> None:
-        super().__init__(params, {"noise": noise})
-        assert more
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["noise"]:
-                    parameter.add_(torch.rand_like(parameter) * group["noise"])
-                else:
-                    parameter.sub_(parameter.grad / parameter.grad.norm())
-
-
-class Normed(Scaled):
-    def __init__(self, params: Any, noise: float = 0.0) -> None:
-        super().__init__(params, "more", noise)
-
-
-class Quantised(torch.optim.Optimizer):
-    """Rounds gradients by blocks, but for small tensors, as optimizers with 8-bit state do."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            update = parameter.grad
-            if update.numel() >= 4096:
-                scale = update.abs().max() / 127
-                update = (update / scale).round() * scale
-            parameter.sub_(update)
-
-
-class Factored(torch.optim.Optimizer):
-    """Divides by the mean of a row and of a column, where a matrix has 128 of both."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            update = parameter.grad
-            if update.ndim == 2 and min(update.shape) >= 128:
-                squares = update.square()
-                update = update / (squares.mean(0) * squares.mean(1, keepdim=True) + 1e-9).sqrt()
-            parameter.sub_(update)
-
-
-def job_tried() -> dict[str, str]:
-    """What the first step with FSDP2 says, for optimizers that look beyond an element."""
+def job_judged() -> dict[str, str]:
+    """What the first step with FSDP2 says, for optimizers that are not proved."""
     found: dict[str, str] = {}
     makers: dict[str, Any] = {
         "fused": lambda params: torch.optim.AdamW(params, lr=0.0, fused=True),
-        "normed": Normed,
-        "noisy": lambda params: Normed(params, 0.1),
-        "unknown": lambda params: Scaled(params, "more"),
+        "factored": torch.optim.Adafactor,
+        "unknown": lambda params: Lion(params, lr=1e-2),
         "adam": torch.optim.Adam,
-        "quantised": Quantised,
-        "factored": Factored,
     }
     for name, make in makers.items():
-        net = build("fsdp", 200 if name == "factored" else 41)
+        net = build("fsdp")
         optimizer = make(net.parameters())
         loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
         before = torch.get_rng_state()
-        try:
-            for step in loader:
-                for batch in step.microbatches(net):
-                    step.backward(net(batch).square().mean())
-                weights = [whole(p).clone() for p in net.parameters()]
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+            weights = [whole(p).clone() for p in net.parameters()]
+            try:
                 optimizer.step()
+            except ValueError as error:
+                found[name] = str(error)
+                now = [whole(p) for p in net.parameters()]
+                assert all(map(torch.equal, weights, now))
+                assert not optimizer.state
                 break
             found[name] = " ".join(loader.notes)
-        except ValueError as error:
-            found[name] = str(error)
-            now = [whole(p) for p in net.parameters()]
-            assert all(map(torch.equal, weights, now))
-            assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), before)
-        optimizer.step()  # outside of the loop nothing is tried
+        if name != "factored":  # torch's own fails on shards
+            optimizer.step()  # outside of the loop nothing is judged
     return found
 
 
 @pytest.mark.exact_fsdp
 def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_step() -> None:
-    first, second = run_ranks(2, job_tried)
+    first, second = run_ranks(2, job_judged)
     assert first == second
-    assert "AdamW(fused=True) steps sharded parameters" in first["fused"]
-    assert "Normed gives an element other bits" in first["normed"]
-    assert "Normed gives an element other bits" in first["noisy"]
-    assert "a trial of Scaled failed" in first["unknown"]
-    assert "missing 1 required positional argument: 'more'" in first["unknown"]
+    assert "AdamW(fused=True) steps sharded parameters, and its kernel" in first["fused"]
+    assert "Adafactor steps sharded parameters, and its means run over rows" in first["factored"]
+    assert "Lion steps sharded parameters, and is not proved" in first["unknown"]
+    assert first["unknown"].count("exact=True") == 1, "noted again"
     assert first["adam"] == ""
-    assert "Quantised gives an element other bits" in first["quantised"]
-    assert "Factored gives an element other bits" in first["factored"]
-
-
-class Built(torch.optim.SGD):
-    """Counts how often it is made."""
-
-    number = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        Built.number += 1
-
-
-def job_trials() -> list[int]:
-    """How many optimizers there have been after each step of two passes."""
-    net = build("fsdp")
-    optimizer = Built(net.parameters(), lr=0.1)
-    loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
-    found: list[int] = []
-    for _ in range(2):
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(net(batch).square().mean())
-            optimizer.step()
-            found.append(Built.number)
-    return found
-
-
-@pytest.mark.exact_fsdp
-def test_an_optimizer_is_tried_once() -> None:
-    for found in run_ranks(2, job_trials):
-        assert len(found) > 3
-        assert found[0] > 1, "no trial"
-        assert len({*found}) == 1, "tried again"
 
 
 def job_by_kind() -> dict[str, str]:
@@ -269,7 +177,7 @@ def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None
     rounded = found["SGD bfloat16"]
     assert "SGD gives an element of torch.bfloat16 other bits" in rounded
     assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo" in rounded
-    assert "AdamW steps weight, a sharded parameter of torch.complex64" in found["AdamW complex64"]
+    assert "AdamW steps a sharded parameter of torch.complex64" in found["AdamW complex64"]
     assert "call torch.view_as_complex in the forward" in found["AdamW complex64"]
 
 

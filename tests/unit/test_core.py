@@ -20,7 +20,7 @@ BUDGETS = {
     "cli": 1300,
     "conversion": 1900,
     "data": 1350,
-    "exact": 2100,
+    "exact": 2000,
     "files": 2850,
     "formats": 3700,
     "frozen": 600,

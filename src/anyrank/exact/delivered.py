@@ -9,20 +9,15 @@ a loss for instance, have the gradients of a rank's own microbatches.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.steps.gradient_sync import local
-
-log = logging.getLogger("anyrank.exact")
 
 MAX_SAMPLES = 4  # parameters: a norm scales all
 CORNER = 4  # elements of a sample along each dim
@@ -31,8 +26,8 @@ WARNING = (
     "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
     "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
 )
-# Parameters of models that any loader trains, with their names, by id.
-KNOWN: dict[int, tuple[str, ref[nn.Parameter]]] = {}
+# Parameters of models that any loader trains, by id.
+KNOWN: dict[int, ref[nn.Parameter]] = {}
 
 
 class DeliveredGradients:
@@ -51,12 +46,10 @@ class DeliveredGradients:
         some = ((name, sample) for name, sample in samples if sample.numel())
         self.samples = dict(itertools.islice(some, MAX_SAMPLES))
 
-    def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
-        """Note, once, that gradients of some parameters were changed, not only by powers of two."""
-        if not self.is_noted and any(map(self._is_changed, parameters)):
-            self.is_noted = True
-            notes.append(WARNING)
-            log.warning("%s", WARNING)
+    def are_changed(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether gradients of some parameters were changed, not only by powers of two."""
+        self.is_noted = self.is_noted or any(map(self._is_changed, parameters))
+        return self.is_noted
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         before = self.samples.get(id(parameter))
@@ -84,20 +77,15 @@ def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
     return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)
 
 
-def know(named: Mapping[str, nn.Parameter]) -> None:
-    """Remember parameters whose gradients are exact sums."""
-    for name, parameter in named.items():
+def know(model: nn.Module) -> None:
+    """Remember a model's parameters, whose gradients are exact sums."""
+    for parameter in model.parameters():
         key = id(parameter)
         if key not in KNOWN:
-            KNOWN[key] = name, ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
+            KNOWN[key] = ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
 
 
-def name_of(parameter: object) -> str:
-    """The name of a parameter in the model that a loader trains."""
-    return KNOWN[id(parameter)][0] if id(parameter) in KNOWN else "a parameter of no known model"
-
-
-def stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+def _stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
     """The place, group and number, of a parameter whose gradient is no exact sum.
 
     None for an optimizer without any known parameter, which is for something else.
@@ -112,29 +100,18 @@ def stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
     return next(strangers, None) if any(places.values()) else None
 
 
-@contextmanager
-def changes_noted(delivered: DeliveredGradients, notes: list[str]) -> Generator[None, None, None]:
-    """Note once, within the block, that an optimizer steps gradients that were changed.
+def check_strangers(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has parameters of a model, and others.
 
     Raises:
-        ValueError: from the optimizer's step: it has parameters of a model, and others.
+        ValueError: names the parameter by its place.
     """
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if place := stranger(optimizer):
-            number, index = place
-            shape = list(optimizer.param_groups[number]["params"][index].shape)
-            raise ValueError(
-                f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
-                f"{shape}, is not part of the model that microbatches() got, so its gradient is "
-                "that of this rank's microbatches alone: give microbatches() one module that holds "
-                "both, as nn.ModuleList([model, loss])"
-            )
-        groups = optimizer.param_groups
-        delivered.compare((p for group in groups for p in group["params"]), notes)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
+    if place := _stranger(optimizer):
+        number, index = place
+        shape = list(optimizer.param_groups[number]["params"][index].shape)
+        raise ValueError(
+            f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
+            f"{shape}, is not part of the model that microbatches() got, so its gradient is "
+            "that of this rank's microbatches alone: give microbatches() one module that holds "
+            "both, as nn.ModuleList([model, loss])"
+        )

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.data.schedule import StepPlan, slots_of_rank
 from anyrank.errors import CheckpointError
@@ -24,8 +25,8 @@ from anyrank.exact.checks import (
     is_compiled,
     read_record,
 )
-from anyrank.exact.delivered import DeliveredGradients, changes_noted, know
-from anyrank.exact.optimizers import optimizers_tried
+from anyrank.exact.delivered import WARNING, DeliveredGradients, check_strangers, know
+from anyrank.exact.optimizers import judge_optimizer
 from anyrank.exact.rounds import Rounds, most_nodes
 from anyrank.exact.sync import ExactSync
 from anyrank.settings import EXACT_BYTES
@@ -51,10 +52,11 @@ class ExactRun:
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
         self.is_interleaved: bool | None = None
-        self._tried: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._delivered = DeliveredGradients()
         self._has_begun = False  # since the run began, or was resumed
+        self._logs = True  # whether this is the first rank
         self._told: set[str] = set()
 
     @contextmanager
@@ -68,9 +70,21 @@ class ExactRun:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
                 the ranks, or it has parameters of a model and others.
         """
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if optimizer not in self._judged:
+                for note in judge_optimizer(optimizer):
+                    self._tell(note, notes)
+                self._judged.add(optimizer)
+            check_strangers(optimizer)
+            self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
+
         self.is_interleaved = None
-        with optimizers_tried(self._tried, notes), changes_noted(self._delivered, notes):
+        handle = register_optimizer_step_pre_hook(before_step)
+        try:
             yield
+        finally:
+            handle.remove()
 
     def open_sync(
         self,
@@ -97,19 +111,21 @@ class ExactRun:
             TypeError, ValueError, CheckpointError: as `begin` and `ExactSync`.
         """
         if is_first:
-            notes += self.begin(model, ranks)
+            self.begin(model, ranks, notes)
         else:
             check_threads(self.record, ValueError)  # a library may have changed it since
         self.deal(model, count, ranks)
         rounds = Rounds(plan, ranks, bool(self.is_interleaved))
         return ExactSync(model, ranks, group, rounds, is_first, self._looks, notes)
 
-    def begin(self, model: nn.Module, ranks: Ranks) -> list[str]:
+    def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.
 
-        Returns:
-            Differences from what the run began with, and what cannot be seen, as sentences; each
-            of them once.
+        Args:
+            model: wrapped or not, or a container of several.
+            ranks: the data-parallel ranks.
+            notes: gets differences from what the run began with, and what cannot be seen, as
+                sentences; each of them once.
 
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
@@ -125,17 +141,20 @@ class ExactRun:
             check_threads(self.record, ValueError)
 
         same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
-        found = [
-            difference(name, self.record[name], now[name]) for name in changed(self.record, now)
-        ]
-        found += [COMPILED] if is_compiled(model) else []
-        notes = [note for note in found if note not in self._told]
-        self._told.update(notes)
+        self._logs = ranks.index == 0
+        for name in changed(self.record, now):
+            self._tell(difference(name, self.record[name], now[name]), notes)
+        if is_compiled(model):
+            self._tell(COMPILED, notes)
         self.record, self._has_begun = now, True
-        if ranks.index == 0:
-            for note in notes:
+
+    def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
+        """Note a sentence, once; the first rank logs it, or `anywhere` each that finds it."""
+        if note not in self._told:
+            self._told.add(note)
+            notes.append(note)
+            if self._logs or anywhere:
                 log.warning("%s", note)
-        return notes
 
     def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
         """Choose how the microbatches of a step are dealt to the ranks. All data-parallel ranks.
@@ -154,11 +173,12 @@ class ExactRun:
 
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
         """Note, once, that the gradients of parameters were changed since `deliver`."""
-        self._delivered.compare(parameters, notes)
+        if self._delivered.are_changed(parameters):
+            self._tell(WARNING, notes, anywhere=True)
 
     def deliver(self, model: nn.Module) -> None:
         """Remember the gradients of a model as the optimizer should find them."""
-        know(dict(model.named_parameters()))
+        know(model)
         self._delivered.record(model)
 
     def check_saved(self, saved: object) -> None:
