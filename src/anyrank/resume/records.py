@@ -50,44 +50,51 @@ def check_records(manifest: Manifest, names: Collection[str], path: str) -> None
             one of them.
     """
     try:
-        streams = from_json(manifest.streams)
-        check_saved(streams)
-        count = len(streams.coords)
-        if count != manifest.saved_on["ranks"]:
-            raise ValueError(f"streams: of {count} ranks, not {manifest.saved_on['ranks']}")
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {error}: the manifest is damaged") from error
-    for part, record in manifest.parts.items():
-        where = f"parts.{part}"
-        try:
-            check(record, {"kind": str}, where)
-            if record["kind"] not in RECORDS:
-                raise ValueError(f"{where}.kind: {record['kind'][:40]!r} is none")
-            check(record, BY_METHODS if "opaque" in record else RECORDS[record["kind"]], where)
-            trees = record.get("by_rank")
-            if trees is not None and len(trees) != manifest.saved_on["ranks"]:
-                raise ValueError(f"{where}.by_rank: has {len(trees)} trees")
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{path}: {error}: the manifest is damaged") from error
-    _check_tensors(manifest, names, path)
+        _check_streams(manifest)
+        for part, record in manifest.parts.items():
+            _check_part(f"parts.{part}", record, manifest.saved_on["ranks"])
+        _check_tensors(manifest, names)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path}: {error}: the step is damaged") from error
 
 
-def _check_tensors(manifest: Manifest, names: Collection[str], path: str) -> None:
-    """A module's own tensors are in the index alone: the module says which they must be."""
+def _check_streams(manifest: Manifest) -> None:
+    """Raises ValueError for streams that a save cannot have written."""
+    streams = from_json(manifest.streams)
+    check_saved(streams)
+    count, ranks = len(streams.coords), manifest.saved_on["ranks"]
+    if count != ranks:
+        raise ValueError(f"streams: of {count} ranks, not {ranks}")
+
+
+def _check_part(where: str, record: Any, ranks: int) -> None:
+    """Raises ValueError for a record that is not that of a part of its kind."""
+    check(record, {"kind": str}, where)
+    if record["kind"] not in RECORDS:
+        raise ValueError(f"{where}.kind: {record['kind'][:40]!r} is none")
+    check(record, BY_METHODS if "opaque" in record else RECORDS[record["kind"]], where)
+    trees = record.get("by_rank")
+    if trees is not None and len(trees) != ranks:
+        raise ValueError(f"{where}.by_rank: has {len(trees)} trees")
+
+
+def _check_tensors(manifest: Manifest, names: Collection[str]) -> None:
+    """Raises ValueError for a tensor that is in the manifest or in the index alone.
+
+    A module's own tensors are in the index alone: the module says which they must be.
+    """
     whole, own = set[str](), set[str]()
     for mark, name in _references(manifest.parts):
         (own if mark == OWN else whole).add(name)
     owners = {name.rpartition("@")[0] for name in names}
     lost = sorted((whole - set(names)) | (own - owners))
     if lost:
-        raise CorruptCheckpoint(f"{path}: has no tensor {lost[0]}: the step is damaged")
+        raise ValueError(f"has no tensor {lost[0]}")
     modules = tuple(f"{k}." for k, record in manifest.parts.items() if record["kind"] == "module")
     for name in names:
         known = name in whole or name.rpartition("@")[0] in own or name.startswith(modules)
         if not known:
-            raise CorruptCheckpoint(
-                f"{path}: the manifest does not refer to {name}, which was saved: it is damaged"
-            )
+            raise ValueError(f"the manifest does not refer to {name}, which was saved")
 
 
 def _references(value: Any) -> Iterator[tuple[str, str]]:
