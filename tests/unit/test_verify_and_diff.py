@@ -135,6 +135,17 @@ def test_nan_and_infinities_are_found_when_asked(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("step-7", "holds no step that a run has committed"), ("step-00000007", "it is damaged")],
+)
+def test_a_run_without_a_whole_step_is_not_fine(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).mkdir()
+    report = anyrank.verify(tmp_path)
+    assert not report
+    assert [said in str(finding) for finding in report.findings] == [True]
+
+
 def test_every_step_of_a_run_is_verified(tmp_path: Path) -> None:
     state = anyrank.TrainState(nn.Linear(64, 64))
     for _ in range(3):

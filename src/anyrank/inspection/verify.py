@@ -196,13 +196,15 @@ def _verify_run(
     folders = [path] if MANIFEST in names else []
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
+    if not folders:
+        found.findings.append(Finding(path, "holds no step that a run has committed"))
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:
         try:
             if not is_step(storage, folder):
                 found.findings.append(
-                    Finding(folder, f"has no {MANIFEST}: the save was not finished; remove it")
+                    Finding(folder, f"has no {MANIFEST}: it is damaged, or the save of it died")
                 )
                 continue
             manifest = read_manifest(storage, folder)
