@@ -381,7 +381,7 @@ def test_autograd_adds_the_weight_gradients_of_all_tiles_in_place() -> None:
     x = double(1, ROWS, WIDTH, grad=False)
     sums: dict[str, int] = {}
     for name, fn in (("tiled", anyrank.tile(module, chunk_size=2)), ("plain", split_call(module))):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             fn(x).sum().backward()
         sums[name] = sum(e.count for e in profile.key_averages() if e.key == "aten::add")
         module.zero_grad()

@@ -82,7 +82,7 @@ def recompute(
         y.sum().backward()
     """
     check_function("fn", fn, "a function or a module")
-    if foreign := kwargs.keys() & TORCH_OPTIONS:
+    if foreign := TORCH_OPTIONS.intersection(kwargs):
         raise TypeError(
             f"{min(foreign)} is an option of torch's checkpoint: leave it out, as recompute is "
             "never reentrant, sets random numbers back, and compares what the second run saves"

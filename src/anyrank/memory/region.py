@@ -68,9 +68,16 @@ def record_region(
 
     del first_run
     options: dict[str, Any] = {"context_fn": context_fn} if context_fn else {}
-    result: R = checkpoint(run, use_reentrant=False, preserve_rng_state=False, **options)
+    # torch 2.11 saves an empty tensor for each region, and an outer region would be recomputed for
+    # it. The hooks hide that one: those of checkpoint lie over them while the function runs.
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        result: R = checkpoint(run, use_reentrant=False, preserve_rng_state=False, **options)
     used.check_first_run()
     return result
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _SaveInputs(torch.autograd.Function):
