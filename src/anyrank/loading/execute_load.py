@@ -190,6 +190,7 @@ class _Executor:
         filled = (self.match.tensors[index] for index in self.match.stored)
         increment_version([target.tensor for target in filled if not target.is_meta])
         self.share.initialise()
+        self._compare_frozen()
         self.meter.sample()
 
     def _stored_bytes(self, index: int) -> int:
@@ -226,10 +227,12 @@ class _Executor:
                 self.match.tensors, self.ranks, self.share.initialiser, self.share.device
             )
 
-        def commit() -> tuple[Measured, list[str]]:
+        def commit() -> tuple[OwnCodeRun, tuple[Measured, list[str]]]:
             renewed = self.share.commit(replacements)
+            self.share.move_buffers()
+            ran = own_code.hand_over(self.share.filled())
             peaks, seconds = self.meter.peaks(), self.meter.seconds()
-            return Measured(self.bytes_read, self.bytes_sent, *peaks, seconds), renewed
+            return ran, (Measured(self.bytes_read, self.bytes_sent, *peaks, seconds), renewed)
 
         own_code = self.match.own_code
         if own_code.tensor_keys:
@@ -237,13 +240,8 @@ class _Executor:
             own_code.extras |= self.ranks.from_one(
                 "reading extra state", lambda: own_code.read_extras(self.match.listing), first
             )
-        self.ranks.together("comparing frozen parts", self._compare_frozen)
-        answers = self.ranks.together("putting the weights in place", commit)
-        ran = self.ranks.own(
-            "handing over extra state", lambda: own_code.hand_over(self.share.filled())
-        )
-        self._make_adapters_alike()
-        self.share.move_buffers()
+        self._make_adapters_alike()  # of what is kept, so that nothing follows the last agreement
+        ran, answers = self.ranks.own_and_all("putting the weights in place", commit)
         renewed = sorted({name for _, names in answers for name in names})
         measured = [each for each, _ in answers]
         return LoadResult(self.share.rules, rebuilt, renewed, ran, measured)
@@ -254,17 +252,25 @@ class _Executor:
             return
         kept = self._targets(self.match.keep)
         adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
-        hashes = {name: content_hash(target.local()) for name, target in adapters.items()}
-        every = self.ranks.gather(hashes)
+
+        def hashes() -> dict[str, str]:
+            return {name: content_hash(target.local()) for name, target in adapters.items()}
+
+        every = self.ranks.together("comparing adapters", hashes)
         differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))
-        if differ:
-            first = self.ranks.ranks[0]
-            values = self.ranks.from_one(
-                "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
-            )
+        if not differ:
+            return
+        first = self.ranks.ranks[0]
+        values = self.ranks.from_one(
+            "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
+        )
+
+        def take() -> None:
             for name, value in values.items():
                 adapters[name].local().copy_(value)
                 self.share.rules[name] = f"rank {first}, as the ranks had drawn different values"
+
+        self.ranks.own("taking the first rank's adapters", take)
 
     def _compare_frozen(self) -> None:
         """What a source holds of a frozen part must be what the part is.

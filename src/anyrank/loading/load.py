@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +13,13 @@ from torch import nn
 from anyrank.formats.sources import Source
 from anyrank.loading.execute_load import execute_load
 from anyrank.loading.load_live import load_live
-from anyrank.loading.plan_load import AgreedPlan, look_at_sources, plan_load
+from anyrank.loading.plan_load import (
+    AgreedPlan,
+    SourceInfo,
+    header_reader,
+    look_at_source,
+    plan_load,
+)
 from anyrank.loading.report import LoadReport
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter
@@ -115,13 +122,14 @@ def load(
     )
     # Under inference mode new parameters would never get gradients.
     with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
-        options.agree(ranks, "load", model, source)
-        sources = look_at_sources(source, ranks)
+        headers = header_reader(model, source, ranks)
+        tell = partial(look_at_source, source, ranks, headers)
+        sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
         if any(info.is_live for info in sources):
             report = load_live(model, source, options, ranks, meter)
             _log(report, ranks)
             return report
-        plan = plan_load(model, source, ranks, options, sources=sources)
+        plan = plan_load(model, source, ranks, options, sources, headers)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
         result = execute_load(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}

@@ -74,8 +74,8 @@ def materialize(
             _device_of(device)
 
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
-        same_arguments(ranks, "materialize", {"init": init}, LoadError, check)
-        seed = ranks.gather(torch.initial_seed())[0]
+        given = {"init": init}
+        seed, *_ = same_arguments(ranks, "materialize", given, LoadError, check, torch.initial_seed)
 
         def look() -> tuple[list[ModelTensor], torch.device]:
             tensors = find_tensors(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,13 @@ from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.loading.exchange import joint_reads_of
-from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.plan_load import (
+    AgreedPlan,
+    SourceInfo,
+    header_reader,
+    look_at_source,
+    plan_load,
+)
 from anyrank.loading.report import LoadPlan
 from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.given_layouts import GivenLayout
@@ -123,14 +130,19 @@ def plan(
     )
     if world_size is None and mesh is None:
         with open_ranks(process_group, "plan()") as ranks:
-            options.agree(ranks, "plan", model, source)
-            agreed = plan_load(model, source, ranks, options)
+            headers = header_reader(model, source, ranks)
+            tell = partial(look_at_source, source, ranks, headers)
+            sources: list[SourceInfo] = options.agree(ranks, "plan", model, source, tell)
+            agreed = plan_load(model, source, ranks, options, sources, headers)
             made = _plan_of(agreed, ranks.ranks, ranks.nodes)
     else:
         sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
         check_group(process_group)
         options.check_call(model, source)
-        agreed = plan_load(model, source, one_process(), options)
+        alone = one_process()
+        headers = header_reader(model, source, alone)
+        sources = [look_at_source(source, alone, headers)]
+        agreed = plan_load(model, source, alone, options, sources, headers)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
         made = _closed_form(tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing)
     match = agreed.match

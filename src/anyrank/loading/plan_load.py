@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,6 +29,21 @@ from anyrank.tensors.plan import wanted_rows
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 
+SMALL_BYTES = 64 << 10  # of headers that go with the first message; longer ones are broadcast
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What one rank has read for all.
+
+    Attributes:
+        listing: what the source holds; None where all ranks know it already.
+        parts: what the sources of frozen parts hold.
+    """
+
+    listing: Listing | None
+    parts: dict[FrozenSource, Listing]
+
 
 @dataclass(frozen=True)
 class SourceInfo:
@@ -38,12 +54,14 @@ class SourceInfo:
         visible: whether this rank can read it.
         seed: this rank's torch seed.
         is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
+        headers: what it holds, if this rank has read them for all, and they are few bytes.
     """
 
     given: str
     visible: bool
     seed: int
     is_live: bool = False
+    headers: Headers | None = None
 
 
 @dataclass(frozen=True)
@@ -89,13 +107,47 @@ class _MatchSummary:
     buffer_bytes: int
 
 
-def look_at_sources(source: Source | None, ranks: Ranks) -> list[SourceInfo]:
-    """What each rank was given. All ranks.
+def header_reader(
+    model: nn.Module, source: Source | None, ranks: Ranks, known: Listing | None = None
+) -> Callable[[], Headers]:
+    """What reads the headers of a load, once.
+
+    Args:
+        model, source, ranks: of the load.
+        known: what the source holds, where all ranks know that already.
+    """
+
+    def to_send(listed: Listing) -> Listing:
+        return with_ends(listed).without_memory() if ranks.size > 1 else listed
+
+    def read() -> Headers:
+        listing = None if known else to_send(list_source(_given(source)))
+        parts = {path: to_send(list_source(path)) for path in frozen_sources(model)}
+        return Headers(listing, parts)
+
+    return functools.cache(read)
+
+
+def look_at_source(
+    source: Source | None, ranks: Ranks, read_headers: Callable[[], Headers]
+) -> SourceInfo:
+    """What this rank was given, for the others; it does not wait for them.
+
+    The first rank reads the headers at once, as it is the one whose headers count wherever it sees
+    the source. What is wrong with them is raised where all ranks ask for them.
 
     Raises:
-        LoadError: of any rank, on all ranks.
+        LoadError: the source cannot be reached.
     """
-    return ranks.together("looking at the source", lambda: _look(source))
+    info = _look(source)
+    if ranks.index or not info.visible or info.is_live:
+        return info
+    try:
+        headers = read_headers()
+    except Exception:
+        return info
+    is_long = ranks.size > 1 and len(pickle.dumps(headers)) > SMALL_BYTES
+    return info if is_long else replace(info, headers=headers)
 
 
 def plan_load(
@@ -103,8 +155,9 @@ def plan_load(
     source: Source | None,
     ranks: Ranks,
     options: LoadOptions,
+    sources: Sequence[SourceInfo],
+    read_headers: Callable[[], Headers],
     *,
-    sources: Sequence[SourceInfo] | None = None,
     known: Listing | None = None,
     tensors: list[ModelTensor] | None = None,
 ) -> AgreedPlan:
@@ -112,27 +165,21 @@ def plan_load(
 
     Args:
         model, source, ranks, options: of the load.
-        sources: what each rank was given, where that is known already.
+        sources: what each rank was given.
+        read_headers: of `header_reader`.
         known: what the source holds, where all ranks know it already.
         tensors: of the model, where all ranks know what they are parts of already.
 
     Raises:
         LoadError: of any rank, on all ranks.
     """
-    sources = look_at_sources(source, ranks) if sources is None else sources
     first = _agreed_reader(sources, ranks)
-    list_own = functools.cache(lambda: list_source(_given(source)))
-
-    def to_send(listed: Listing) -> Listing:
-        return with_ends(listed).without_memory() if ranks.size > 1 else listed
-
-    def read_headers() -> tuple[Listing | None, dict[FrozenSource, Listing]]:
-        own = None if known else to_send(list_own())
-        return own, {path: to_send(list_source(path)) for path in frozen_sources(model)}
-
-    read, parts = ranks.from_one("reading the headers", read_headers, first)
-    listing = known or read
+    headers = sources[ranks.ranks.index(first)].headers
+    if headers is None:
+        headers = ranks.from_one("reading the headers", read_headers, first)
+    listing, parts = known or headers.listing, headers.parts
     assert listing is not None
+    list_own = functools.cache(lambda: list_source(_given(source)))
 
     if options.layout is not None:
         tensors = ranks.own("looking at it", lambda: find_tensors(model))

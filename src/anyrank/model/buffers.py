@@ -46,12 +46,14 @@ def rebuilt_values(
     """
     derived = {target.name: target for target in targets if target.kind == "derived"}
     wanted = {name: target for name, target in derived.items() if target.is_meta}
-    asked = sorted(set().union(*ranks.gather(sorted(wanted))))
+    asked = sorted(set().union(*ranks.gather(sorted(wanted), "looking for buffers")))
     if not asked:
         return {}, []
     known = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
     real = [name for name in asked if name in known]
-    offered = ranks.gather({name: known[name].local().cpu() for name in real})
+    offered = ranks.together(
+        "offering buffers", lambda: {name: known[name].local().cpu() for name in real}
+    )
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
         """The buffers of this rank; where each came from, and those that nothing gives."""

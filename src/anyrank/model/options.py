@@ -82,21 +82,32 @@ class LoadOptions:
             check_source(source)
         self.check()
 
-    def agree(self, ranks: Ranks, call: str, model: nn.Module, source: Source | None) -> None:
+    def agree(
+        self,
+        ranks: Ranks,
+        call: str,
+        model: nn.Module,
+        source: Source | None,
+        tell: Callable[[], object],
+    ) -> list[Any]:
         """Check a call's arguments, and compare them over the ranks. All ranks.
 
         `buffer_bytes` and `progress` may differ between ranks: the smallest buffer counts, and the
         first rank's progress.
+
+        Returns:
+            What `tell` gave on each rank.
 
         Raises:
             ValueError, TypeError: an argument that is wrong in itself; on all ranks.
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
-        same_arguments(
+        return same_arguments(
             ranks,
             call,
             {n: getattr(self, n) for n in names} | {"layout": self.layout is not None},
             LoadError,
             lambda: self.check_call(model, source),
+            tell,
         )

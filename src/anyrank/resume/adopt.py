@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from anyrank.files.storage import storage_for
 from anyrank.formats.tools.foreign import ForeignCheckpoint
 from anyrank.formats.tools.read import read_foreign
 from anyrank.loading.execute_load import execute_load
-from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
@@ -130,10 +131,22 @@ class _Adopting(Resuming):
             rename=self.arguments.rename, is_fresh=self._stored({}).is_fresh, ways=ways
         )
         listing, tensors = self.source.model(part), None
+        headers = header_reader(module, self.path, self.ranks, known=listing)
+        tell = partial(look_at_source, self.path, self.ranks, headers)
         if self.inner.given.is_used:
             tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
         try:
-            plan = plan_load(module, self.path, self.ranks, options, known=listing, tensors=tensors)
+            sources = self.ranks.together("looking at the source", tell)
+            plan = plan_load(
+                module,
+                self.path,
+                self.ranks,
+                options,
+                sources,
+                headers,
+                known=listing,
+                tensors=tensors,
+            )
             ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
             if ends:
                 self.ranks.from_one(

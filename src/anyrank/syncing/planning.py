@@ -8,8 +8,8 @@ has another token, or none, all plan anew: one rank of each layout describes it 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,12 +101,14 @@ class _Told:
         new: a token for the plan that is made if they differ; the first rank's counts.
         has_layout: whether it was given one.
         seed: its torch seed.
+        ends: as they are without `layout=`; None where something is wrong with them.
     """
 
     token: str
     new: str
     has_layout: bool
     seed: int
+    ends: EndsSummary | None
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
@@ -124,18 +126,19 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     here = _Here(call, ranks, kept)
 
     def tell() -> _Told:
-        token = kept.token if here.is_served() and kept is not None else ""
         has_layout = call.options.layout is not None
-        return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed())
+        token = kept.token if here.is_served() and kept is not None else ""
+        ends = None if has_layout else here.introduce()
+        return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
 
     given = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
     told: list[_Told] = same_arguments(ranks, "sync", given, LoadError, call.check, tell)
     token = told[0].token
     if kept is not None and token and all(each.token == token for each in told):
-        dst, src = here.ends
-        return Agreement(kept, dst, src, False, told[0].seed)
-    made = here.plan(told[0].new, any(each.has_layout for each in told))
-    return Agreement(made, *here.ends, True, told[0].seed)
+        return Agreement(kept, *here.both(), False, told[0].seed)
+    ends = [each.ends for each in told if each.ends is not None]
+    made = here.plan(told[0].new, ends, any(each.has_layout for each in told))
+    return Agreement(made, *here.both(), True, told[0].seed)
 
 
 class _Here:
@@ -147,7 +150,8 @@ class _Here:
         self.problem: Exception | None = None
         self.looks: tuple[Look, Look]
         self.said: RankLayouts
-        self.ends: tuple[End, End]
+        self.joined: JoinedLayouts
+        self.ends: tuple[End, End] | None = None
 
     def is_served(self) -> bool:
         """Look at both ends: whether the kept plan is for them as they are now.
@@ -160,6 +164,33 @@ class _Here:
             self.problem = error
             return False
 
+    def introduce(self) -> EndsSummary | None:
+        """Both ends for the other ranks, without `layout=`; None if something is wrong."""
+        if self.problem is not None:
+            return None
+        try:
+            if self.ends is None:
+                self._join(JoinedLayouts(self.said.parts, {}))  # of no parts
+            return self._summary()
+        except Exception as error:
+            self.problem = error
+            return None
+
+    def _join(self, joined: JoinedLayouts) -> None:
+        self.joined = joined
+        self.ends = join_ends(self.looks, joined)
+
+    def both(self) -> tuple[End, End]:
+        """dst and src, once they are joined."""
+        assert self.ends is not None
+        return self.ends
+
+    def _summary(self) -> EndsSummary:
+        dst, src = self.both()
+        check_values(src)
+        at = src.described.coordinates, dst.described.coordinates
+        return EndsSummary(src.digest, at[0], dst.digest, at[1])
+
     def _look(self) -> bool:
         call, kept = self.call, self.kept
         dst, src = kept.looks if kept is not None else (None, None)
@@ -169,16 +200,24 @@ class _Here:
         self.said = read_layouts(ends, options.layout, self.ranks.rank)
         if kept is None or (self.where, self.said) != (kept.where, kept.said):
             return False
-        self.ends = join_ends(self.looks, kept.joined)
-        now, before = (tuple(each.described for each in both) for both in (self.ends, kept.looks))
-        # A function may answer differently now.
-        return now == before and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
+        ends = join_ends(self.looks, kept.joined)
+        pairs = [
+            (end.described, look.described) for end, look in zip(ends, kept.looks, strict=True)
+        ]
+        if any(now != before for now, before in pairs):
+            return False
+        if kept.plan.renamed != renamed_by(kept.plan.renamed, options):
+            return False  # a function answers differently now
+        dst, src = (replace(end, described=old) for end, (_, old) in zip(ends, pairs, strict=True))
+        self.joined, self.ends = kept.joined, (dst, src)  # what was made of the rows still serves
+        return True
 
-    def plan(self, token: str, has_layout: bool) -> KeptPlan:
+    def plan(self, token: str, ends: Sequence[EndsSummary], has_layout: bool) -> KeptPlan:
         """A new plan. All ranks.
 
         Args:
             token: of it.
+            ends: of the ranks that have introduced theirs.
             has_layout: whether any rank was given one.
 
         Raises:
@@ -191,24 +230,22 @@ class _Here:
                 raise self.problem
             return None, self.said
 
-        def introduce() -> tuple[JoinedLayouts, EndsSummary]:
-            say()
-            known = joined or JoinedLayouts(self.said.parts, {})  # of no parts
-            self.ends = dst, src = join_ends(self.looks, known)
-            check_values(src)
-            at = src.described.coordinates, dst.described.coordinates
-            return known, EndsSummary(src.digest, at[0], dst.digest, at[1])
-
-        joined: JoinedLayouts | None = None
         if has_layout:  # ranks without it take part
             _, every = ranks.own_and_all("reading layout=", say)
             joined = join_layouts(self.said, every, ranks)
             for look in self.looks:
                 look.kept = None  # parts that look alike may be of another whole
-        known, summaries = ranks.own_and_all(what, introduce)
-        plan = Planner(summaries, ranks, self.call.options).plan(*self.ends)
-        dst, src = (look.to_keep(end) for look, end in zip(self.looks, self.ends, strict=True))
-        return KeptPlan(token, self.where, plan, (dst, src), self.said, known)
+
+            def introduce() -> EndsSummary:
+                self._join(joined)
+                return self._summary()
+
+            ends = ranks.together(what, introduce)
+        elif len(ends) < ranks.size:
+            ranks.own(what, say)  # raises
+        plan = Planner(ends, ranks, self.call.options).plan(*self.both())
+        dst, src = (look.to_keep(end) for look, end in zip(self.looks, self.both(), strict=True))
+        return KeptPlan(token, self.where, plan, (dst, src), self.said, self.joined)
 
 
 def _check_end(name: str, given: Any) -> None:

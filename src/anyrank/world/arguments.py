@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anyrank.errors import AnyrankError
+from anyrank.errors import AnyrankError, RankError
 from anyrank.world.failures import different, same_error, shown
 from anyrank.world.ranks import Ranks
 
@@ -35,7 +35,8 @@ def same_arguments(
         AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
             `check` or `tell` raised it on some rank.
         ValueError, TypeError: `check` raised it on some rank.
-        RankError: other ranks called something else.
+        RankError: other ranks called something else; or `check` or `tell` failed in an unforeseen
+            way on some rank.
     """
     problem: Exception | None = None
     value: object = None
@@ -44,12 +45,16 @@ def same_arguments(
             check()
         if tell is not None:
             value = tell()
-    except (AnyrankError, TypeError, ValueError) as raised:
+    except Exception as raised:
         if ranks.connections is None:
             raise
         problem = raised
     mine = {name: shown(value) for name, value in arguments.items()}
-    bad = None if problem is None else (type(problem), str(problem))
+    bad: tuple[type[Exception], str] | None = None
+    if isinstance(problem, (AnyrankError, TypeError, ValueError)):
+        bad = type(problem), str(problem)
+    elif problem is not None:
+        bad = RankError, f"{type(problem).__name__}: {problem}"
     every = ranks.gather((mine, bad, value), f"{call}()")
     failed = {r: found for r, (_, found, _) in zip(ranks.ranks, every, strict=True) if found}
     if failed:

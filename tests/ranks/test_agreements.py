@@ -1,0 +1,128 @@
+"""How often the ranks of a load meet, and that one rank's last error is every rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.models import Net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.loading import plan_load
+from anyrank.model.share import ModelShare
+from anyrank.testing import run_ranks
+from anyrank.world.ranks import Ranks
+
+SIZES = {"width": 7, "hidden": 9}
+LOAD = [
+    "load()",
+    "planning the load",
+    "opening the files",
+    "reading the weights",
+    "putting the weights in place",
+]
+
+
+def met_in(call: Callable[[], object]) -> list[str]:
+    """What the ranks meet for in a call, once they are connected."""
+    met: list[str] = []
+    usual = Ranks.start_gather
+
+    def spied(self: Ranks, value: Any, what: str) -> Any:
+        met.append(what)
+        return usual(self, value, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start_gather", spied)
+        call()
+    return [what for what in met if what != "connecting the ranks"]
+
+
+def count(path: str) -> list[list[str]]:
+    plain, sharded = Net(**SIZES), Net(**SIZES)
+    fully_shard(sharded)
+    with anyrank.meta():
+        on_meta = Net(**SIZES)
+    found = [met_in(lambda model=model: anyrank.load(model, path)) for model in (plain, on_meta)]
+    found.append(met_in(lambda: anyrank.load(sharded, path)))
+    frozen = nn.ModuleDict({"net": anyrank.freeze(plain, source=path)})
+    whole = {f"net.{name}": value for name, value in torch.load(path).items()}
+    found.append(met_in(lambda: anyrank.load(frozen, whole)))
+    return found
+
+
+def test_a_load_meets_five_times(tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(Net(**SIZES).state_dict(), path)
+    for plain, on_meta, sharded, frozen in run_ranks(2, count, path, timeout=60):
+        assert plain == on_meta == sharded == frozen == LOAD
+
+
+def fails_last(path: str) -> str:
+    rank = torch.distributed.get_rank()
+    model = Net(**SIZES)
+
+    def move_buffers(_: ModelShare) -> None:
+        if rank == 1:
+            raise torch.cuda.OutOfMemoryError("no memory left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelShare, "move_buffers", move_buffers)
+        try:
+            anyrank.load(model, path)
+        except anyrank.RankError as error:
+            return str(error)
+    return ""
+
+
+def test_an_error_in_the_last_step_of_one_rank_is_every_rank_s(tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(Net(**SIZES).state_dict(), path)
+    for text in run_ranks(2, fails_last, path, timeout=60):
+        assert "[rank 1] OutOfMemoryError: no memory left" in text
+
+
+def sees_late(path: str) -> list[str]:
+    """Only the second rank sees the source, so that it reads the headers for both."""
+    source = path if torch.distributed.get_rank() else None
+    model = Net(**SIZES)
+    met = met_in(lambda: anyrank.load(model, source, strategy="scatter"))
+    want = torch.load(path)
+    assert all(torch.equal(held, want[name]) for name, held in model.state_dict().items())
+    return met[:2]
+
+
+def test_another_rank_reads_the_headers_if_the_first_one_sees_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(Net(**SIZES).state_dict(), path)
+    for met in run_ranks(2, sees_late, path, timeout=60):
+        assert met == ["load()", "reading the headers"]
+
+
+def long_headers(path: str) -> tuple[list[str], int]:
+    """Headers that are too long for the first message; and how often this rank read them."""
+    read: list[object] = []
+    usual = plan_load.list_source
+
+    def spied(source: Any) -> Any:
+        read.append(source)
+        return usual(source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_load, "SMALL_BYTES", 100)
+        patch.setattr(plan_load, "list_source", spied)
+        met = met_in(lambda: anyrank.load(Net(**SIZES), path))
+    return met[:3], len(read)
+
+
+def test_long_headers_are_read_once_and_broadcast(tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(Net(**SIZES).state_dict(), path)
+    (met, read), (other, no_reads) = run_ranks(2, long_headers, path, timeout=60)
+    assert met == other == ["load()", "reading the headers", "planning the load"]
+    assert (read, no_reads) == (1, 0)
