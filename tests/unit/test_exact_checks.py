@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -91,66 +90,33 @@ def test_a_buffer_that_the_forward_changes_is_refused() -> None:
     train(Counts(False), loader_of())  # a cache, or the same value again
 
 
-class Sets(nn.Module):
-    """Sets plain attributes in its forward."""
-
-    def __init__(self, state: str = "") -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.state = state
-        self.calls, self.scale = 0, 2.0
-        self.nothing = math.nan
-        self.centre: torch.Tensor | float = torch.zeros(4)
-        self.mask = self.auxiliary = torch.ones(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.state == "calls":
-            self.calls += 1
-        elif self.state == "centre":
-            self.centre = 0.9 * self.centre + 0.1 * x.mean(0)
-        elif self.state == "in place":
-            assert isinstance(self.centre, torch.Tensor)
-            self.centre.lerp_(x.mean(0), 0.1)
-        elif self.state == "later":  # unknown before the first step
-            self.running = getattr(self, "running", 0.0) + float(x.mean())
-        # A table that grows, equal values, and a loss that the loop would add to its own.
-        self.mask = torch.ones(len(self.mask) + 1)
-        self.scale, self.nothing = 2.0, float("nan")
-        out = self.linear(x)
-        self.auxiliary = out.square().mean()
-        return out
+def test_a_large_buffer_is_sampled_in_later_steps() -> None:
+    model = Counts(False)
+    model.register_buffer("calls", torch.zeros(300, 100).t())
+    for step in (loader := loader_of()):
+        model.counts = step.number > 0
+        batches = iter(step.microbatches(model))
+        for _ in range(2):
+            step.backward(model(next(batches)).square().mean())
+        if model.counts:
+            with pytest.raises(ValueError, match=r"changes \['calls'\], and each"):
+                next(batches)
+            break
+        list(batches)
+    assert loader.step == 1
 
 
-@pytest.mark.parametrize(
-    ("state", "name"),
-    [
-        ("calls", "inner.calls"),
-        ("centre", "inner.centre"),
-        ("in place", "inner.centre"),
-        ("later", "inner.running"),
-    ],
-)
-def test_attributes_that_the_forward_changes_are_noted_once(
-    state: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = loader_of()
-    model = nn.ModuleDict({"inner": Sets(state)})
-    model.forward = model["inner"].forward  # type: ignore[method-assign]
-    for _ in range(2):
-        train(model, loader)
-    (note,) = loader.notes
-    assert f"forward passes set attributes of the model, ['{name}'], and" in note
-    assert caplog.text.count(note) == 1
-
-
-def test_attributes_that_are_no_state_are_not_noted() -> None:
-    model = Sets()
-    loader = loader_of()
-    for step in loader:
-        for batch in step.microbatches(model):
-            step.backward(model(batch).square().mean())
-        model.calls = step.number  # after the loop, the same on all ranks
-    assert loader.notes == []
+def test_several_gradients_of_a_parameter_in_a_microbatch_are_refused() -> None:
+    model = nn.Linear(4, 1)
+    for step in loader_of():
+        batches = iter(step.microbatches(model))
+        for number in range(2):
+            batch = next(batches)
+            for _ in range(1 + number):
+                step.backward(model(batch).square().mean())
+        with pytest.raises(ValueError, match=r"\['bias', 'weight'\] got gradients more than once"):
+            next(batches)
+        break
 
 
 def test_spectral_norm_is_refused() -> None:

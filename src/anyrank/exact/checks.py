@@ -26,6 +26,12 @@ KEEPS_STATISTICS = (
     nn.InstanceNorm3d,
 )
 KINDS = dict.fromkeys(("device", "cpu", "torch", "anyrank", "wrapper"), str) | {"threads": int}
+TITLES = {
+    "device": "device type",
+    "cpu": "CPU instruction set",
+    "torch": "torch version",
+    "anyrank": "anyrank version",
+}
 FSDP2, OTHER = "FSDP2", "DDP or none"
 COMPILED = (
     "exact=True: the model is compiled, and has the same bits on any number of ranks while its "
@@ -38,10 +44,9 @@ COMPILED = (
 
 def environment(model: nn.Module) -> dict[str, int | str]:
     """What the results of a model on this rank depend on, apart from its data."""
-    kinds = _device_types(model)
     return {
         "threads": torch.get_num_threads(),
-        "device": " and ".join(kinds),
+        "device": " and ".join(_device_types(model)),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),
         "anyrank": version("anyrank"),
@@ -77,28 +82,19 @@ def check_threads(record: Mapping[str, Any], error: Callable[[str], Exception]) 
         )
 
 
-def changed(record: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of what differs."""
-    return [name for name, value in record.items() if now[name] != value]
-
-
-def difference(name: str, before: object, now: object) -> str:
-    """A difference from the run in words."""
-    titles = {
-        "device": "device type",
-        "cpu": "CPU instruction set",
-        "torch": "torch version",
-        "anyrank": "anyrank version",
-    }
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How this run differs from a record, in words."""
     reasons = {
         "anyrank": "it may add up in another order",
         "wrapper": "where a unit of FSDP2 uses its input several times, as with skip connections, "
         "it adds up gradients in another order (x = x.view_as(x) at its beginning prevents it)",
     }
-    return (
-        f"exact=True: the {titles.get(name, name)} was {before} and is {now}: "
+    return [
+        f"exact=True: the {TITLES.get(name, name)} was {value} and is {now[name]}: "
         f"{reasons.get(name, 'kernels may round in another way')}, so bits may differ from here on"
-    )
+        for name, value in before.items()
+        if now[name] != value
+    ]
 
 
 def is_compiled(model: nn.Module) -> bool:

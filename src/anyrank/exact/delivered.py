@@ -42,9 +42,8 @@ class DeliveredGradients:
         if self.is_noted:
             return
         sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None)
-        samples = ((id(parameter), _sample_of(parameter)) for parameter in sharded)
-        some = ((name, sample) for name, sample in samples if sample.numel())
-        self.samples = dict(itertools.islice(some, MAX_SAMPLES))
+        some = (p for p in sharded if local(p.detach()).numel())
+        self.samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
 
     def are_changed(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether gradients of some parameters were changed, not only by powers of two."""
@@ -85,33 +84,24 @@ def know(model: nn.Module) -> None:
             KNOWN[key] = ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
 
 
-def _stranger(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """The place, group and number, of a parameter whose gradient is no exact sum.
-
-    None for an optimizer without any known parameter, which is for something else.
-    """
-    places = {
-        (number, place): id(parameter) in KNOWN
-        for number, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-        if parameter.grad is not None
-    }
-    strangers = (place for place, is_known in places.items() if not is_known)
-    return next(strangers, None) if any(places.values()) else None
-
-
 def check_strangers(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has parameters of a model, and others.
+    """Refuse an optimizer that has parameters of a model, and others. One without any may step.
 
     Raises:
         ValueError: names the parameter by its place.
     """
-    if place := _stranger(optimizer):
-        number, index = place
-        shape = list(optimizer.param_groups[number]["params"][index].shape)
+    places = [
+        (number, index, parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter.grad is not None
+    ]
+    strangers = [place for place in places if id(place[2]) not in KNOWN]
+    if 0 < len(strangers) < len(places):
+        number, index, parameter = strangers[0]
         raise ValueError(
             f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
-            f"{shape}, is not part of the model that microbatches() got, so its gradient is "
-            "that of this rank's microbatches alone: give microbatches() one module that holds "
-            "both, as nn.ModuleList([model, loss])"
+            f"{list(parameter.shape)}, is not part of the model that microbatches() got, so its "
+            "gradient is that of this rank's microbatches alone: give microbatches() one module "
+            "that holds both, as nn.ModuleList([model, loss])"
         )

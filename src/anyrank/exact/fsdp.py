@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.tree_sum import Span, TreeSum
 from anyrank.steps.fsdp_groups import parameter_groups
+from anyrank.steps.norm import sum_dtype
 from anyrank.world.ranks import Ranks
 
 
@@ -64,7 +65,7 @@ class OrderedReduceScatter:
             return
         self.number = self.rounds.number
         self.is_complete = self.rounds.is_last
-        term = as_term(input_tensor)
+        term = input_tensor.to(sum_dtype(input_tensor.dtype))
         self.add(term)
         if self.rounds.exchanges:
             # `group` has the ranks of `shards`, and may be one that FSDP2 keeps for this.
@@ -138,22 +139,18 @@ def unit_groups(
         ranks: the ranks with different data, those of the mesh.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
+    members = dist.get_process_group_ranks
     places = {rank: index for index, rank in enumerate(ranks.ranks)}
     axis = next(i for i, placement in enumerate(placements) if isinstance(placement, Shard))
     group = mesh.get_group(axis)
-    shards = OrderedGroup(group, count, [[places[rank]] for rank in _group_ranks(group)])
+    shards = OrderedGroup(group, count, [[places[rank]] for rank in members(group)])
     replicated = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
     if not replicated:
         return shards, None
     lines: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
     line_of = {rank: [places[other] for other in line] for line in lines for rank in line}
     group = mesh.get_group(replicated[0])
-    return shards, OrderedGroup(group, count, [line_of[rank] for rank in _group_ranks(group)])
-
-
-def _group_ranks(group: Any) -> list[int]:
-    """Global ranks of a process group, in its order."""
-    return dist.get_process_group_ranks(group)
+    return shards, OrderedGroup(group, count, [line_of[rank] for rank in members(group)])
 
 
 @contextmanager
@@ -190,10 +187,7 @@ def installed(
 
 @contextmanager
 def exchanging(unit: Any) -> Generator[None, None, None]:
-    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside.
-
-    There is no public way to read the former settings, which are restored.
-    """
+    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside."""
     before = [
         (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(unit)
     ]

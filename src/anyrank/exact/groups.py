@@ -3,20 +3,19 @@
 A gradient is taken from the parameter as it comes, and added to what this rank has. Sums are
 exchanged by groups of parameters, in an order that is the same on all ranks: after a backward, or
 within it as soon as a group's gradients are there. What was sent is not kept: the totals are
-written over it. A parameter may get further gradients in a microbatch, after its first was sent:
-these are the terms of a second sum, which is exchanged after the backward and added to the first.
+written over it. So a parameter may get one gradient in a microbatch; further ones are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from anyrank.exact.checks import sparse_gradient
-from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, as_term, start_reduce_scatter
+from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.tree_sum import TreeSum
 from anyrank.steps.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
@@ -126,18 +125,16 @@ class ExactGroups:
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.parameters, self.rounds, self.ranks, self.dtypes = parameters, rounds, ranks, dtypes
-        self.groups = [self.group_of(names) for names in grouped(parameters)]
+        self.groups = [
+            GradientGroup({name: parameters[name] for name in names}, rounds, ranks)
+            for names in grouped(parameters)
+        ]
         self.place = {name: n for n, group in enumerate(self.groups) for name in group.parts}
-        self.further: dict[int, GradientGroup] = {}  # sums of gradients after a microbatch's first
+        self.repeated: set[str] = set()  # parameters that got several gradients in a microbatch
         self.totals: dict[str, torch.Tensor] = {}
         self.used: set[str] = set()  # parameters that a microbatch here has used
         self.earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
         self.begin(False)
-
-    def group_of(self, names: Iterable[str]) -> GradientGroup:
-        return GradientGroup(
-            {name: self.parameters[name] for name in names}, self.rounds, self.ranks
-        )
 
     def set_earlier_aside(self) -> None:
         """Take the gradients from before the pass."""
@@ -174,9 +171,10 @@ class ExactGroups:
         self.num_started = self.num_ended = 0
 
     def come(self, name: str) -> None:
-        """A backward has brought a gradient. Further ones of the microbatch stay where they are."""
+        """A backward has brought a gradient."""
         number = self.place[name]
         if name not in self.waiting[number]:
+            self.repeated.add(name)
             return
         self.waiting[number].discard(name)
         self.take(self.groups[number], name)
@@ -186,22 +184,17 @@ class ExactGroups:
             self.start_next()
 
     def end(self) -> None:
-        """Take the microbatch's gradients that did not come by a hook, and the further ones."""
+        """Take the microbatch's gradients that did not come by a hook."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
+            if name in self.place and name in self.waiting[self.place[name]]:
+                self.take(self.groups[self.place[name]], name)
+                continue
+            # A wrapper may give back what it has exchanged, after the gradient was taken from it.
+            parameter.grad = None
             if name not in self.place:  # it was frozen when the pass began
                 self.used.add(name)
-                parameter.grad = None
-            elif name in self.waiting[self.place[name]]:
-                self.take(self.groups[self.place[name]], name)
-            else:
-                self.take(self.further_of(self.place[name]), name)
-
-    def further_of(self, number: int) -> GradientGroup:
-        if number not in self.further:
-            self.further[number] = self.group_of(self.groups[number].parts)
-        return self.further[number]
 
     def take(self, group: GradientGroup, name: str) -> None:
         """Make a parameter's gradient a term of a group's sum."""
@@ -239,22 +232,6 @@ class ExactGroups:
             self.totals.update(group.gather())
         self.num_ended += 1
 
-    def exchange_further(self, numbers: set[int]) -> None:
-        """Exchange further gradients, and add the last round's sums of them. All ranks.
-
-        Args:
-            numbers: of the groups that have some on any rank, in this round or before.
-        """
-        for number in sorted(numbers):
-            group = self.further_of(number)
-            if self.ranks.size > 1:
-                group.start()
-                group.end()
-            if self.rounds.is_last:
-                for name, total in group.totals() if self.ranks.size == 1 else group.gather():
-                    first = self.totals.get(name)
-                    self.totals[name] = total if first is None else first.add_(total)
-
     def states(self) -> bytes:
         """Of each parameter: frozen, without a gradient in this rank's microbatches, or with."""
         return bytes(
@@ -267,12 +244,11 @@ class ExactGroups:
         )
 
     def deliver(self, used: set[str]) -> None:
-        """Make the sums the gradients of the parameters that any rank has used."""
+        """Make sums the gradients of what any rank has used, or add them to those from before."""
         for name in used:
-            self.give(name, self.totals.pop(name))
+            self._give(name, self.totals.pop(name))
 
-    def give(self, name: str, total: torch.Tensor) -> None:
-        """Make a sum the parameter's gradient, or add it to the one from before the pass."""
+    def _give(self, name: str, total: torch.Tensor) -> None:
         parameter = self.parameters[name]
         # Several ranks would get the total from FSDP2 in the dtype of its reduction.
         total = total.to(self.dtypes.get(name, total.dtype))
@@ -317,4 +293,4 @@ def _term_of(name: str, whole: torch.Tensor) -> torch.Tensor:
     gradient = local(whole.detach())
     if gradient.layout != torch.strided:
         raise ValueError(sparse_gradient(name, gradient.layout))
-    return as_term(gradient)
+    return gradient.to(sum_dtype(gradient.dtype))

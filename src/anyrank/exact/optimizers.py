@@ -2,8 +2,8 @@
 
 On another number of ranks FSDP2's shards end elsewhere. Kernels may round the elements at the end
 of a tensor in another way (fused ones do, and those of two bytes), and optimizers may look over a
-whole shard (norms, rows, blocks). What is proved stands in a table, and a test cuts tensors to
-prove each row on the installed torch. An optimizer that is in no row is noted, and steps.
+whole shard (norms, rows, blocks). What is proved stands in a table: a test cuts tensors for each
+row, on the installed torch. An optimizer that is in no row is noted, and steps.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from anyrank.exact.tree_sum import Span, TreeSum, merged, ordered
-from anyrank.steps.norm import sum_dtype
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,3 @@ def all_gather(shard: torch.Tensor, whole: torch.Tensor, group: Any) -> torch.Te
     gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
     gather(whole, shard, group=group)
     return whole
-
-
-def as_term(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in the dtype of sums."""
-    return gradient.to(sum_dtype(gradient.dtype))

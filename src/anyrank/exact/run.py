@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,10 +17,9 @@ from anyrank.data.schedule import StepPlan, slots_of_rank
 from anyrank.errors import CheckpointError
 from anyrank.exact.checks import (
     COMPILED,
-    changed,
     check_model,
     check_threads,
-    difference,
+    differences,
     environment,
     is_compiled,
     read_record,
@@ -53,18 +52,13 @@ class ExactRun:
         self.record: dict[str, int | str] = {}
         self.is_interleaved: bool | None = None
         self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._looks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._delivered = DeliveredGradients()
-        self._has_begun = False  # since the run began, or was resumed
-        self._logs = True  # whether this is the first rank
+        self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
         self._told: set[str] = set()
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
-        """Run a pass over the data, and look at the optimizers that step in it.
-
-        Args:
-            notes: gets a sentence about what they do.
+        """Run a pass over the data, and look at the optimizers that step in it, for the notes.
 
         Raises:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
@@ -116,16 +110,12 @@ class ExactRun:
             check_threads(self.record, ValueError)  # a library may have changed it since
         self.deal(model, count, ranks)
         rounds = Rounds(plan, ranks, bool(self.is_interleaved))
-        return ExactSync(model, ranks, group, rounds, is_first, self._looks, notes)
+        return ExactSync(model, ranks, group, rounds, is_first)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.
 
-        Args:
-            model: wrapped or not, or a container of several.
-            ranks: the data-parallel ranks.
-            notes: gets differences from what the run began with, and what cannot be seen, as
-                sentences; each of them once.
+        Differences from what the run began with, and what cannot be seen, are noted once.
 
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
@@ -142,10 +132,8 @@ class ExactRun:
 
         same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
         self._logs = ranks.index == 0
-        for name in changed(self.record, now):
-            self._tell(difference(name, self.record[name], now[name]), notes)
-        if is_compiled(model):
-            self._tell(COMPILED, notes)
+        for note in differences(self.record, now) + [COMPILED] * is_compiled(model):
+            self._tell(note, notes)
         self.record, self._has_begun = now, True
 
     def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
@@ -157,13 +145,7 @@ class ExactRun:
                 log.warning("%s", note)
 
     def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
-        """Choose how the microbatches of a step are dealt to the ranks. All data-parallel ranks.
-
-        Args:
-            model: the first of the pass; batches are fetched ahead from here on.
-            count: K, the microbatches of a step.
-            ranks: the ranks with different data.
-        """
+        """Choose how the K microbatches of a step are dealt, by a pass's first model. All ranks."""
         if self.is_interleaved is None:
             kept = _most_kept_bytes(model, count, ranks)
             is_short = ranks.together(
@@ -194,11 +176,8 @@ class ExactRun:
     def load(self, saved: object, step: int) -> list[str]:
         """Continue with the record of a state, None for one without. Returns notes."""
         if saved is None:
-            return (
-                [f"exact=True begins at step {step}: steps before were summed in another order"]
-                if step
-                else []
-            )
+            note = f"exact=True begins at step {step}: steps before were summed in another order"
+            return [note] if step else []
         self.record, self._has_begun = read_record(saved), False
         return []
 

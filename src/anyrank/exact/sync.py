@@ -8,8 +8,7 @@ groups (`groups`), in the rounds that `rounds` says.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -28,22 +27,10 @@ from anyrank.exact.fsdp import (
 from anyrank.exact.groups import ExactGroups
 from anyrank.exact.ordered_reduce import OrderedGroup
 from anyrank.exact.rounds import Rounds
-from anyrank.exact.watch import (
-    LOOKS,
-    ChangeWatch,
-    attributes_of,
-    changed_attributes,
-    note_of,
-)
+from anyrank.exact.watch import ChangeWatch
 from anyrank.steps.fsdp_groups import check_names, parameter_groups, reduction_dtype
-from anyrank.steps.gradient_sync import (
-    GRADIENT,
-    GradientSync,
-    check_trainable,
-)
+from anyrank.steps.gradient_sync import GRADIENT, GradientSync, check_trainable
 from anyrank.world.ranks import Ranks
-
-log = logging.getLogger("anyrank.exact")
 
 
 class PassRecord(NamedTuple):
@@ -51,23 +38,13 @@ class PassRecord(NamedTuple):
 
     Attributes:
         states: of each parameter that `ExactGroups` adds up.
-        complete: of each FSDP2 unit, whether all of its gradients were exchanged.
-        used: of each unit, the parameters that a microbatch has used.
-        changed: names of parameters and buffers that the loop has changed.
-        attributes: names of attributes that it has changed, as far as they are compared.
-        has_repeated_units: a unit got several gradients in a microbatch.
-        further: groups of parameters that got further gradients in a microbatch.
-        is_unsynced: FSDP2 was told to keep gradients back, and has added some up by itself.
+        used: of each FSDP2 unit, the parameters that a microbatch has used.
+        refusal: why this rank's sums are not exact, if they are not.
     """
 
     states: bytes
-    complete: list[bool]
     used: list[set[int]]
-    changed: list[str]
-    attributes: list[str]
-    has_repeated_units: bool
-    further: set[int]
-    is_unsynced: bool
+    refusal: str | None
 
 
 class ExactSync(GradientSync):
@@ -79,31 +56,19 @@ class ExactSync(GradientSync):
         group: the user's group of these ranks.
         rounds: of the step.
         is_first: exchange after the backward: what fails in a first step is told before.
-        looks: at the attributes of models, in the passes over their first microbatches.
-        notes: gets a sentence about attributes that forward passes change.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: Ranks,
-        group: Any,
-        rounds: Rounds,
-        is_first: bool,
-        looks: MutableMapping[nn.Module, int],
-        notes: list[str],
+        self, model: nn.Module, ranks: Ranks, group: Any, rounds: Rounds, is_first: bool
     ) -> None:
         super().__init__(model, ranks)
         check_names(self.fsdp, is_exact=True)
         check_wrappers(self, ranks)
-        self.model, self.ranks, self.rounds, self.is_first = model, ranks, rounds, is_first
-        self.looks, self.notes = looks, notes
+        self.ranks, self.rounds = ranks, rounds
         self.watch = ChangeWatch(model, is_first)
-        looks[model] = looks.get(model, 0) + 1
-        self.attributes = attributes_of(model) if looks[model] <= LOOKS else {}
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -175,9 +140,6 @@ class ExactSync(GradientSync):
         self.sums.end()
         if exchanges and (self.is_early or not is_last):
             self.sums.exchange()
-        if exchanges and not is_last and self.sums.groups:
-            rows = self.ranks.gather({*self.sums.further})
-            self.sums.exchange_further(set().union(*rows))
 
     def drop_unfinished(self) -> None:
         """Drop the terms, and restore the gradients from before the pass, which was not ended."""
@@ -209,62 +171,56 @@ class ExactSync(GradientSync):
             self.scale(factor)
         return True
 
-    def record(self) -> PassRecord:
-        """What this rank has seen in the pass."""
-        reductions = [reduction for _, _, reduction in self.reductions]
-        return PassRecord(
-            self.sums.states(),
-            [reduction.is_complete for reduction in reductions],
-            [reduction.used for reduction in reductions],
-            self.watch.changed(),
-            changed_attributes(self.attributes, self.model),
-            any(reduction.is_repeated for reduction in reductions),
-            {*self.sums.further},
-            self.is_unsynced,
-        )
+    def refusal(self) -> str | None:
+        """Why this rank's sums of the pass are not exact, and the way out; None if they are."""
+        if changed := self.watch.changed():
+            return (
+                f"the loop over microbatches() changes {sorted(changed)[:8]}, and each rank has "
+                "the changes of its own microbatches: use a module without such state, as "
+                "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
+            )
+        if self.is_unsynced:
+            return (
+                "set_requires_gradient_sync(False) was called in the loop over microbatches(), so "
+                "FSDP2 adds up gradients in an order of its own: remove the call, the loop "
+                "exchanges gradients when it has to"
+            )
+        if not all(reduction.is_complete for _, _, reduction in self.reductions):
+            return (
+                "an FSDP2 module has gradients in some microbatches, and was not part of the last "
+                "one: run the same modules in every microbatch"
+            )
+        if any(reduction.is_repeated for _, _, reduction in self.reductions):
+            return (
+                "an FSDP2 module got gradients more than once in a microbatch: add up the losses "
+                "for one step.backward, and run each module that fully_shard wraps inside of "
+                "another once in it, or wrap the outermost module alone"
+            )
+        if self.sums.repeated:
+            return (
+                f"{sorted(self.sums.repeated)[:8]} got gradients more than once in a microbatch, "
+                "and the first is exchanged as it comes: add up the losses for one step.backward, "
+                "and recompute with use_reentrant=False"
+            )
+        if late := self.sums.used - self.sums.place.keys():
+            return (
+                f"{sorted(late)[:8]} were frozen when the loop over microbatches() began, and have "
+                "gradients now: call requires_grad_() before the loop"
+            )
+        return None
 
     def exchange_sums(self) -> None:
         """Deliver the sum of each parameter's terms. All ranks."""
-        rows = self.ranks.gather(self.record())
-        if changed := {name for row in rows for name in row.changed}:
-            raise ValueError(
-                f"exact=True: the loop over microbatches() changes {sorted(changed)[:8]}, and each "
-                "rank has the changes of its own microbatches: use a module without such state, as "
-                "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
-            )
-        if attributes := [name for row in rows for name in row.attributes]:
-            self.looks[self.model] = LOOKS
-            self.notes.append(note_of(attributes))
-            if self.ranks.index == 0:
-                log.warning("%s", self.notes[-1])
+        reductions = [reduction for _, _, reduction in self.reductions]
+        own = PassRecord(self.sums.states(), [r.used for r in reductions], self.refusal())
+        rows = self.ranks.gather(own)
+        if refusal := next((row.refusal for row in rows if row.refusal), None):
+            raise ValueError(f"exact=True: {refusal}")
         names = list(self.sums.parameters)
         check_trainable(names, [row.states for row in rows], self.ranks)
-        if any(row.is_unsynced for row in rows):
-            raise ValueError(
-                "exact=True: set_requires_gradient_sync(False) was called in the loop over "
-                "microbatches(), so FSDP2 adds up gradients in an order of its own: remove the "
-                "call, the loop exchanges gradients when it has to"
-            )
-        if any(False in row.complete for row in rows):
-            raise ValueError(
-                "exact=True: an FSDP2 module has gradients in some microbatches, and was not part "
-                "of the last one: run the same modules in every microbatch"
-            )
-        if any(row.has_repeated_units for row in rows):
-            raise ValueError(
-                "exact=True: an FSDP2 module got gradients more than once in a microbatch: add up "
-                "the losses for one step.backward, and run each module that fully_shard wraps "
-                "inside of another once in it, or wrap the outermost module alone"
-            )
         every = zip(names, *(row.states for row in rows), strict=True)
         used = {name for name, *there in every if GRADIENT in there}
-        if late := used - self.sums.place.keys():
-            raise ValueError(
-                f"exact=True: {sorted(late)[:8]} were frozen when the loop over microbatches() "
-                "began, and have gradients now: call requires_grad_() before the loop"
-            )
         self.sums.exchange()
-        self.sums.exchange_further(set().union(*(row.further for row in rows)))
         self.sums.deliver(used)
         self.sums.restore()
         for (_, group, reduction), *there in zip(
