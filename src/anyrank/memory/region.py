@@ -13,7 +13,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -68,12 +68,20 @@ def record_region(
 
     del first_run
     options: dict[str, Any] = {"context_fn": context_fn} if context_fn else {}
-    # torch 2.11 saves an empty tensor for each region, and an outer region would be recomputed for
-    # it. The hooks hide that one: those of checkpoint lie over them while the function runs.
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    with _without_torchs_own():
         result: R = checkpoint(run, use_reentrant=False, preserve_rng_state=False, **options)
     used.check_first_run()
     return result
+
+
+def _without_torchs_own() -> AbstractContextManager[Any]:
+    """Hides from an outer region the empty tensor that torch 2.11 saves for each region: the outer
+    one would be recomputed for it. Checkpoint's own hooks lie over these while the function runs.
+    Later versions save none, and from 2.14 warn of hooks around a selective policy.
+    """
+    if torch.__version__ >= "2.12":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
