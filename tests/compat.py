@@ -1,7 +1,8 @@
 """Sums up a log of `make compat`: what passed on a torch version, printed and kept as a result.
 
-Called by the Makefile with the Python of that version's environment, and the log. It exits with 1
-if a test failed, or if the log has not the end of each of the three sessions.
+Called by the Makefile with the Python of that version's environment, and the log; the log of an
+earlier commit is followed by that commit. It exits with 1 if a test failed, or if the log has not
+the end of each of the three sessions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +37,8 @@ def read_log(text: str) -> Row:
             raise ValueError(f"the log has no last line of the session {session!r}: it was cut off")
         for number, kind in re.findall(r"(\d+) (passed|failed|errors?|skipped)", ends[-1]):
             row["errors" if kind.startswith("error") else kind] += int(number)
-    row["failures"] = sorted(set(re.findall(r"\| (?:FAILED|ERROR) (\S+)", text)))
+    failures = re.findall(r"\| (?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, flags=re.M)
+    row["failures"] = sorted(set(failures))
     row["skips"] = sorted(set(re.findall(r"\| SKIPPED \[\d+\] (.*)$", text, flags=re.M)))
     return row
 
@@ -47,6 +50,23 @@ def keep(row: Row, result: Row) -> Row:
     return {"command": "make compat TORCH=VERSION", "rows": by_version}
 
 
+def table(result: Row) -> list[str]:
+    """The lines of README's table: an error in a test's set-up counts as failed."""
+    lines = ["| torch | Python | passed | failed | skipped |", "| --- " * 5 + "|"]
+    for row in result["rows"]:
+        failed = row["failed"] + row["errors"]
+        cells = (row["torch"], row["python"], row["passed"], failed, row["skipped"])
+        lines.append("| " + " | ".join(f"{cell}" for cell in cells) + " |")
+    return lines
+
+
+def commit_of(name: str) -> str:
+    """The short hash of a commit; the tests that ran are that commit's."""
+    command = ["git", "rev-parse", "--verify", "--short=9", f"{name}^{{commit}}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def main() -> None:
     import torch
 
@@ -56,14 +76,17 @@ def main() -> None:
         "python": platform.python_version(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "device": "none, gloo",
+        "commit": commit_of(sys.argv[2] if len(sys.argv) > 2 else "HEAD"),
     }
     before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"rows": []}
-    RESULT.write_text(json.dumps(keep(row, before), indent=1) + "\n", encoding="utf-8")
+    result = keep(row, before)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"torch {row['torch']}: " + ", ".join(f"{row[kind]} {kind}" for kind in COUNTED))
     for line in row["failures"]:
         print(f"  failed: {line}")
     for line in row["skips"]:
         print(f"  skipped: {line}")
+    print("README's table of support:", *table(result), sep="\n")
     sys.exit(1 if row["failed"] or row["errors"] or not row["passed"] else 0)
 
 
