@@ -11,11 +11,11 @@ from __future__ import annotations
 import collections
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import keep
 from machine import describe_machine
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 import anyrank
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "order.json"
 SAMPLES, BATCH, STEPS = 960, 4, 10
 CASES = ((3, 2), (2, 3), (4, 1), (3, 3))
 
@@ -77,8 +76,7 @@ def main() -> None:
         )
         print(json.dumps(rows[-1]), flush=True)
     result = describe_machine() | {"samples": SAMPLES, "batch": BATCH, "steps": STEPS}
-    RESULTS.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("order", result | {"rows": rows})
 
 
 if __name__ == "__main__":

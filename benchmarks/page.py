@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from figures import read
 from live_tables import (
     exact_memory_table,
     exact_table,
@@ -21,7 +22,6 @@ from tables import (
     link_table,
     load_tables,
     order_table,
-    read,
     save_table,
     small_table,
     trap_table,

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 MIB = 1 << 20
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
-
-
-def read(name: str) -> dict[str, Any]:
-    """One result file."""
-    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -281,7 +274,7 @@ def save_table(result: dict[str, Any]) -> str:
     ]
     head = (
         f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
-        f"n = {len(result['runs'])}. {provenance(result)}"
+        f"n = {result['n']}. {provenance(result)}"
     )
     return "\n\n".join(
         [
