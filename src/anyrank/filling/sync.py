@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anyrank.filling.execute_sync import execute_sync
+from anyrank.filling.planning import KeptPlan, SyncCall, agree_plan
+from anyrank.filling.sync_report import SyncReport
 from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.execute import execute_sync
-from anyrank.syncing.planning import KeptPlan, SyncCall, agree_plan
-from anyrank.syncing.report import SyncReport
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks

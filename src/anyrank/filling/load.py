@@ -10,17 +10,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.formats.sources import Source
-from anyrank.loading.execute_load import execute_load
-from anyrank.loading.load_live import load_live
-from anyrank.loading.plan_load import (
+from anyrank.filling.execute_load import execute_load
+from anyrank.filling.load_live import load_live
+from anyrank.filling.load_report import LoadReport
+from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
     header_reader,
     look_at_source,
     plan_load,
 )
-from anyrank.loading.report import LoadReport
+from anyrank.formats.sources import Source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
