@@ -23,7 +23,7 @@ from machine import describe_machine, load_average
 from anyrank.filling.ends import Row
 from anyrank.filling.flows import EndsSummary, Planner
 from anyrank.filling.match import Filling, MatchedEnd, SourceTensor
-from anyrank.filling.sync_report import SyncReport
+from anyrank.filling.report import SyncReport
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Placement, local_pieces

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
         UnsafeFile,
     )
     from anyrank.filling.load import load
-    from anyrank.filling.load_report import LoadPlan, LoadReport
     from anyrank.filling.materialize import materialize
     from anyrank.filling.meta import meta
     from anyrank.filling.plan import plan
+    from anyrank.filling.report import LoadPlan, LoadReport, SyncReport
     from anyrank.filling.sync import Sync, sync
-    from anyrank.filling.sync_report import SyncReport
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
     from anyrank.inspection.diff import diff
@@ -100,15 +99,15 @@ HOMES = {
     "ElasticLoader": "anyrank.steps.loader",
     "ElasticSampler": "anyrank.steps.sampler",
     "LoadError": "anyrank.errors",
-    "LoadPlan": "anyrank.filling.load_report",
-    "LoadReport": "anyrank.filling.load_report",
+    "LoadPlan": "anyrank.filling.report",
+    "LoadReport": "anyrank.filling.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
     "Sync": "anyrank.filling.sync",
-    "SyncReport": "anyrank.filling.sync_report",
+    "SyncReport": "anyrank.filling.report",
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "check": "anyrank.watching.check",

@@ -15,9 +15,9 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
 from anyrank.filling.exchange import move
-from anyrank.filling.load_report import LoadReport
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.filling.progress import Progress, progress_for
+from anyrank.filling.report import LoadReport
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter

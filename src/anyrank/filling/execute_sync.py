@@ -14,7 +14,7 @@ from anyrank.filling.flows import Flow
 from anyrank.filling.merge import Adapters
 from anyrank.filling.move import WHAT, LocalEnds, Mover
 from anyrank.filling.planning import Agreement, SyncCall
-from anyrank.filling.sync_report import SyncReport
+from anyrank.filling.report import SyncReport
 from anyrank.filling.verify import check_before, check_equal
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import SourceMemory, check_memory, unwritable

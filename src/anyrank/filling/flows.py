@@ -20,7 +20,7 @@ from anyrank.filling.match import (
     match_ends,
     sources_of,
 )
-from anyrank.filling.sync_report import SyncReport
+from anyrank.filling.report import SyncReport
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.box import Box

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.filling.ends import End, Row
-from anyrank.filling.sync_report import SyncReport
+from anyrank.filling.report import SyncReport
 from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict

@@ -21,7 +21,6 @@ from anyrank.files.checksums import checked_bytes
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.filling.exchange import joint_reads_of
-from anyrank.filling.load_report import LoadPlan
 from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
@@ -29,6 +28,7 @@ from anyrank.filling.plan_load import (
     look_at_source,
     plan_load,
 )
+from anyrank.filling.report import LoadPlan
 from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
