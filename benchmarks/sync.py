@@ -41,9 +41,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import anyrank
+from anyrank.filling.ends import look
+from anyrank.filling.planning import SyncCall, agree_plan
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.ends import look
-from anyrank.syncing.planning import SyncCall, agree_plan
 from anyrank.testing import PeakMemory, run_ranks
 from anyrank.world.ranks import open_ranks
 

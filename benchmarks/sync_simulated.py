@@ -20,11 +20,11 @@ import torch
 from figures import keep
 from machine import describe_machine, load_average
 
+from anyrank.filling.ends import Row
+from anyrank.filling.flows import EndsSummary, Planner
+from anyrank.filling.match import Filling, MatchedEnd, SourceTensor
+from anyrank.filling.report import SyncReport
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.ends import Row
-from anyrank.syncing.flows import EndsSummary, Planner
-from anyrank.syncing.match import Filling, MatchedEnd, SourceTensor
-from anyrank.syncing.report import SyncReport
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Placement, local_pieces
 from anyrank.tensors.sync_plan import Strip, places_of, transfers_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.syncing.ends import End, KeptLook, Look, look
+from anyrank.filling.ends import End, KeptLook, Look, look
 
 
 class Net(nn.Module):

@@ -18,10 +18,10 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
+from anyrank.filling.execute_load import execute_load
+from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.formats.tools.foreign import ForeignCheckpoint
 from anyrank.formats.tools.read import read_foreign
-from anyrank.loading.execute_load import execute_load
-from anyrank.loading.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
