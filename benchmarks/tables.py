@@ -291,25 +291,6 @@ def stall(row: dict[str, Any]) -> str:
     return f"{row['stall_seconds'] or row['seconds']:.2f}"
 
 
-def order_table(result: dict[str, Any]) -> str:
-    """Samples repeated and lost."""
-    body = [
-        [
-            f"{row['from']} to {row['to']}",
-            f"{row['sampler']['repeated']} / {row['sampler']['lost']}",
-            f"{row['anyrank']['repeated']} / {row['anyrank']['lost']}",
-            str(row["anyrank"]["alike"]),
-        ]
-        for row in result["rows"]
-    ]
-    what = (
-        f"{result['samples']} samples, {result['batch']} a rank and step, {result['steps']} steps, "
-        f"then on other ranks to the epoch's end. {provenance(result)}"
-    )
-    head = ["ranks", "DistributedSampler and skipping: repeated / lost", "anyrank: repeated / lost"]
-    return f"{what}\n\n{table([*head, 'anyrank: ranks that draw like another'], body)}"
-
-
 def kill_table(result: dict[str, Any]) -> str:
     """The worst outcome of each contender by event, of which there are fewer."""
     rows = result["rows"]
