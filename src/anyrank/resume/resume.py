@@ -9,7 +9,6 @@ from typing import NamedTuple
 from anyrank.errors import CheckpointError
 from anyrank.files.store import reading, store_for
 from anyrank.formats.run_folder import is_step, number_of
-from anyrank.resume.adopt import adopt
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
 from anyrank.resume.select_step import StepSearch
@@ -90,6 +89,8 @@ def _from_elsewhere(
 ) -> Resumed:
     """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
     if found is None:
+        from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
+
         resuming = adopt(state, path, arguments, ranks)
         return _resumed(resuming, resuming.report(folder, verify), ranks)
     other = RunFolder(store_for(found[0]), found[0])
