@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.syncing.ends import look
+from anyrank.filling.ends import look
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ describe them, and go the way of `resume`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,27 +16,22 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
+from anyrank.filling.execute_load import execute_load
+from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.formats.tools.foreign import ForeignCheckpoint
 from anyrank.formats.tools.read import read_foreign
-from anyrank.loading.execute_load import execute_load
-from anyrank.loading.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
-from anyrank.random_state.saved_streams import StreamOutcome, derive_all
 from anyrank.resume import foreign_optimizer, foreign_state
 from anyrank.resume.options import ResumeArguments
-from anyrank.resume.restore import Resuming
-from anyrank.resume.select_step import Candidate, Selected
-from anyrank.saving.run_store import RunFolder
-from anyrank.saving.save import rank_coords
+from anyrank.resume.source import ResumeSource, misfit
 from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored, listed
-from anyrank.state.report import Outcome, ResumeReport
+from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
-from anyrank.state.train_state import TrainState, names_of
+from anyrank.state.train_state import TrainState, names_of, run_parts
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
@@ -47,132 +42,162 @@ WAYS = {  # on, where a module's tensors do not fit
 }
 
 
-def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> Resuming:
-    """Fill a state from another tool's checkpoint at a path. All ranks.
+def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
+    """Read what another tool saved at a path, and plan the load of its modules. All ranks.
 
     Raises:
-        CheckpointError: it does not fit the state, which is unchanged then; or reading failed in
-            the middle.
+        CheckpointError: weights do not fit the state, which is unchanged; or a rank does not see
+            the checkpoint.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
     source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path, ranks.size > 1))
-    adopting = _Adopting(state, source, path, arguments, ranks)
-    adopting.match()
-    adopting.fill()
-    return adopting
 
-
-class _Adopting(Resuming):
-    """Matches a state with another tool's checkpoint, and fills it."""
-
-    def __init__(
-        self,
-        state: TrainState,
-        source: ForeignCheckpoint,
-        path: str,
-        arguments: ResumeArguments,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(state, _selected(source, path), ranks, arguments)
-        self.source, self.path, self.arguments = source, path, arguments
-        self.rename = renamer(arguments.rename)
-        self.plans: dict[str, AgreedPlan] = {}
-        self.used: set[str] = set()
-
-    def match(self) -> None:
-        """Compare every part with what the checkpoint holds. Nothing is changed.
-
-        Raises:
-            CheckpointError: all problems, in one list.
-        """
-        self.ranks.together("looking at the checkpoint", self._check_visible)
-        wanted = {k: value for k, value in self.inner.parts.items() if k not in self.skip}
-        for part, value in wanted.items():
-            if isinstance(value, nn.Module):
-                self._match_module(part, value)
-
-        def here() -> None:
-            targets = self.inner.targets()
-            names = names_of(targets)
-            for part, value in wanted.items():
-                if isinstance(value, Optimizer):
-                    self.matched[part] = self._optimizer(part, value, names)
-                elif not isinstance(value, nn.Module):
-                    self.matched[part] = self._stateful(part, value)
-            wrong = [problem for match in self.matched.values() for problem in match.problems]
-            wrong += self._unknown(self._held())
-            if wrong:
-                raise CheckpointError(self._mismatch(wrong))
-
-        self.ranks.together("matching the checkpoint", here)
-        self.matched = {part: self.matched[part] for part in wanted}
-
-    def _check_visible(self) -> None:
-        for info in self.source.listing.files:
+    def check_visible() -> None:
+        for info in source.listing.files:
             if not storage_for(info.path).is_file(info.path):
                 raise CheckpointError(
                     f"{info.path}: is not there on this rank: put the checkpoint where all ranks "
                     "see it"
                 )
 
-    def _match_module(self, part: str, module: nn.Module) -> None:
-        """Plan the load of a module, or say why nothing comes. All ranks."""
-        if part not in self.source.weights:
-            self.matched[part] = self._absent()
-            if part == "model":
-                raise CheckpointError(
-                    f"{self.path} holds no model's weights; it has "
-                    f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
-                )
-            return
-        self.used.add(part)
-        ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
-        options = LoadOptions(
-            rename=self.arguments.rename, is_fresh=self._stored({}).is_fresh, ways=ways
+    ranks.together("looking at the checkpoint", check_visible)
+    step = ForeignStep(
+        path=path,
+        listing=source.listing,
+        names={*source.weights, *source.optimizers, *source.states},
+        step=source.step or 0,
+        epoch=int(source.epoch or 0),
+        samples=source.samples or 0,
+        saved_on=SavedOn(source.ranks or 0, source.tool),
+        no_streams=f"{source.tool} keeps them by process",
+        source=source,
+        skip={*arguments.skip},
+    )
+    for part, value in run_parts(state).parts.items():
+        if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
+            step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
+    return step
+
+
+def _plan_module(
+    state: TrainState,
+    part: str,
+    source: ForeignCheckpoint,
+    path: str,
+    arguments: ResumeArguments,
+    ranks: Ranks,
+) -> AgreedPlan:
+    """Plan the load of a module. All ranks.
+
+    Raises:
+        CheckpointError: its tensors do not fit.
+    """
+    inner = run_parts(state)
+    ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
+    is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
+    module, listing, tensors = inner.parts[part], source.model(part), None
+    headers = header_reader(module, path, ranks, known=listing)
+    tell = partial(look_at_source, path, ranks, headers)
+    if inner.given.is_used:
+        tensors = ranks.own("looking at the model", lambda: inner.tensors()[part])
+    try:
+        sources = ranks.together("looking at the source", tell)
+        plan = plan_load(
+            module, path, ranks, options, sources, headers, known=listing, tensors=tensors
         )
-        listing, tensors = self.source.model(part), None
-        headers = header_reader(module, self.path, self.ranks, known=listing)
-        tell = partial(look_at_source, self.path, self.ranks, headers)
-        if self.inner.given.is_used:
-            tensors = self.ranks.own("looking at the model", lambda: self.inner.tensors()[part])
-        try:
-            sources = self.ranks.together("looking at the source", tell)
-            plan = plan_load(
-                module,
-                self.path,
-                self.ranks,
-                options,
-                sources,
-                headers,
-                known=listing,
-                tensors=tensors,
+        ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
+        if ends:
+            ranks.from_one(
+                "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
             )
-            ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
-            if ends:
-                self.ranks.from_one(
-                    "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
-                )
-        except LoadError as error:
-            text = self._mismatch([f"{part}: {error}"])
-            raise CheckpointError(text, causes=error.causes) from error
-        self.plans[part] = plan
-        self.matched[part] = Matched(_outcome_of(plan))
+    except LoadError as error:
+        text = misfit(path, inner.unusable, [f"{part}: {error}"])
+        raise CheckpointError(text, causes=error.causes) from error
+    return plan
+
+
+@dataclass(kw_only=True)
+class ForeignStep(ResumeSource):
+    """What another tool saved, as a resume sees a step of a run.
+
+    Attributes:
+        source: the checkpoint, by its headers.
+        skip: names of parts that stay as they are.
+        plans: of the modules that are loaded, by part.
+        used: names of its parts that come over.
+    """
+
+    source: ForeignCheckpoint
+    skip: set[str]
+    plans: dict[str, AgreedPlan] = field(default_factory=dict[str, AgreedPlan])
+    used: set[str] = field(default_factory=set[str])
+
+    def has_weights(self, part: str) -> bool:
+        """Whether it has the weights of a module.
+
+        Raises:
+            CheckpointError: it has not those of the model itself.
+        """
+        if part not in self.source.weights and part == "model":
+            raise CheckpointError(
+                f"{self.path} holds no model's weights; it has "
+                f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
+            )
+        return part in self.source.weights
+
+    def match(
+        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
+    ) -> dict[str, Matched]:
+        inner = run_parts(state)
+        names, matched = names_of(inner.targets()), dict[str, Matched]()
+        for part, value in inner.parts.items():
+            if part in self.skip:
+                continue
+            if isinstance(value, nn.Module):
+                matched[part] = self._module(part, value, ranks)
+            elif isinstance(value, Optimizer):
+                matched[part] = self._optimizer(part, value, names, arguments, ranks)
+            elif isinstance(value, Position):
+                matched[part] = self._position(value, state)
+            else:
+                matched[part] = self._stateful(part, value, ranks)
+        return matched
+
+    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> Matched:
+        plan = self.plans.get(part)
+        if plan is None:
+            return self._absent()
+        self.used.add(part)
+
+        def load() -> int:
+            result = execute_load(module, plan, ranks, Meter(), None)
+            return result.measured[ranks.index].bytes_read
+
+        return Matched(_outcome_of(plan), load=load)
 
     def _absent(self) -> Matched:
         return Matched(Outcome("fresh", f"the checkpoint of {self.source.tool} has none"))
 
-    def _optimizer(self, part: str, optimizer: Optimizer, names: Names) -> Matched:
+    def _optimizer(
+        self,
+        part: str,
+        optimizer: Optimizer,
+        names: Names,
+        arguments: ResumeArguments,
+        ranks: Ranks,
+    ) -> Matched:
         source = self.source.optimizers.get(part)
         if source is None:
             return self._absent()
         self.used.add(part)
         record, tensors, problems = foreign_optimizer.record_of(
-            part, optimizer, source, names, self.rename
+            part, optimizer, source, names, renamer(arguments.rename)
         )
         if problems:
             return Matched(Outcome("exact"), problems=problems)
-        stored = self._stored(tensors)
-        matched = match_optimizer(part, optimizer, record, stored, names, self.ranks.index)
+        stored = self._stored(tensors, tuple(arguments.fresh))
+        matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
         matched.outcome = _outcome_of_fills(matched)
         commit = matched.commit
 
@@ -183,14 +208,19 @@ class _Adopting(Resuming):
         matched.commit = commit_counted
         return matched
 
-    def _stored(self, tensors: dict[str, StoredTensor]) -> Stored:
-        listing = self.source.listing.with_tensors(tensors)
-        return Stored(listing, 0, False, self.fresh, casts=True)
+    def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
+        return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
-    def _stateful(self, part: str, thing: Any) -> Matched:
-        if isinstance(thing, Position):
-            made, outcome = foreign_state.start_of(thing, self.source)
-            return Matched(outcome, commit=lambda: thing.load_state_dict(made))
+    def _position(self, data: Position, state: TrainState) -> Matched:
+        made, outcome = foreign_state.start_of(data, self.source)
+
+        def commit() -> None:
+            data.load_state_dict(made)
+            state.samples = data.samples
+
+        return Matched(outcome, commit=commit)
+
+    def _stateful(self, part: str, thing: Any, ranks: Ranks) -> Matched:
         if part not in self.source.states:
             return self._absent()
         self.used.add(part)
@@ -203,35 +233,11 @@ class _Adopting(Resuming):
         record, tensors = foreign_state.record_of(part, thing, tree)
         if isinstance(record, str):
             return Matched(Outcome("fresh", record))
-        matched = match_stateful(part, thing, record, self._stored(tensors), self.ranks.index)
+        matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
         matched.outcome = outcome or matched.outcome
         return matched
 
-    def _read(self) -> None:
-        for part, plan in self.plans.items():
-            module: Any = self.inner.parts[part]
-            result = execute_load(module, plan, self.ranks, Meter(), None)
-            self.bytes_read += result.measured[self.ranks.index].bytes_read
-        super()._read()
-
-    def _commit(self) -> None:
-        super()._commit()
-        self.state.run = None  # a run of its own, which begins here
-        data = self.state.data
-        if isinstance(data, Position):
-            self.state.samples = data.samples
-
-    def _restore_streams(self) -> dict[str, StreamOutcome]:
-        coords = rank_coords(self.state, self.ranks)
-        return derive_all(
-            coords,
-            seed=self.inner.seed,
-            samples=self.state.samples,
-            generators=self.inner.generators,
-            reason=f"{self.source.tool} keeps them by process",
-        )
-
-    def _notes(self, streams: Any) -> list[str]:
+    def notes(self) -> list[str]:
         source = self.source
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
         if source.step is None:
@@ -244,42 +250,13 @@ class _Adopting(Resuming):
         ]
         notes += [
             f"not read: {name}, which no part of the state is named after"
-            for name in sorted(self._held() - self.used - {*self.skip})
+            for name in sorted(self.names - self.used - self.skip)
         ]
         reasons: dict[str, list[str]] = {}
         for name, why in source.not_read.items():
             reasons.setdefault(why, []).append(name)
         notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
         return notes
-
-    def _held(self) -> set[str]:
-        """The parts that the checkpoint has, of those that can be read."""
-        source = self.source
-        return {*source.weights, *source.optimizers, *source.states}
-
-    def report(self, folder: RunFolder, verify: bool) -> ResumeReport:
-        """What was done. All ranks."""
-        made = super().report(folder, verify)
-        return replace(made, path=self.path, verified="headers and sizes")
-
-
-def _selected(source: ForeignCheckpoint, path: str) -> Selected:
-    """A checkpoint of another tool, as a resume sees a step of a run."""
-    step, samples = source.step or 0, source.samples or 0
-    manifest = Manifest(
-        run="",
-        step=step,
-        epoch=int(source.epoch or 0),
-        samples=samples,
-        saved_on={"ranks": source.ranks or 0, "layout": source.tool},
-        lineage=[],
-        written="",
-        versions={},
-        files={},
-        parts={},
-    )
-    candidate = Candidate(step, path, manifest, source.listing)
-    return Selected(candidate, manifest, source.listing, step, samples, [], [], verify=False)
 
 
 def _outcome_of(plan: AgreedPlan) -> Outcome:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from anyrank.syncing.ends import Added
+from anyrank.filling.ends import Added
 from anyrank.tensors.box import Box
 from anyrank.tensors.low_rank import product, tiles
 

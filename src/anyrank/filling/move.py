@@ -18,9 +18,9 @@ import torch
 
 from anyrank import faults
 from anyrank.files.reader import copy_into, synchronize
+from anyrank.filling.flows import Flow
+from anyrank.filling.merge import Adapters
 from anyrank.settings import BUFFER_BYTES
-from anyrank.syncing.adapters import Adapters
-from anyrank.syncing.flows import Flow
 from anyrank.tensors.box import Box
 from anyrank.tensors.sync_plan import Strip, Transfer
 from anyrank.world.pinned import page_locked

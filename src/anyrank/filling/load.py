@@ -10,17 +10,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.formats.sources import Source
-from anyrank.loading.execute_load import execute_load
-from anyrank.loading.load_live import load_live
-from anyrank.loading.plan_load import (
+from anyrank.filling.execute_load import execute_load
+from anyrank.filling.load_live import load_live
+from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
     header_reader,
     look_at_source,
     plan_load,
 )
-from anyrank.loading.report import LoadReport
+from anyrank.filling.report import LoadReport, log_report
+from anyrank.formats.sources import Source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
@@ -159,26 +159,10 @@ def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
 
 
 def _log(report: LoadReport, ranks: Ranks) -> None:
-    """Log on the first rank; what differs from a plain, whole load is a warning (promise 8)."""
+    """Log on the first rank."""
     if ranks.index:
         return
-    log.info("%s", report)
-    for title, items in (
-        (
-            "given initial values, as the source does not hold them",
-            list(report.initialised),
-        ),
-        ("kept as they were, as the source does not hold them", report.kept),
-        ("ignored, as the model has none of these names", report.unexpected),
-        (
-            "or modules have load_state_dict code that was not run",
-            [f"{name} {reason}" for name, reason in report.own_code_not_run.items()],
-        ),
-        ("are new objects, as something else referred to the meta tensor", report.renewed),
-        ("not finite", list(report.nonfinite)),
-    ):
-        if items:
-            log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
+    log_report(report, log, "the source", "the model")
     if report.duplicates and not report.verified and report.strategy != "sync":
         log.warning(
             "the source holds tied tensors more than once; %s was loaded, and not compared with "

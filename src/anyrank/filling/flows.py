@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.model.match import ModelMatch
-from anyrank.model.options import LoadOptions
-from anyrank.syncing.ends import Added, End, Row
-from anyrank.syncing.match import (
+from anyrank.filling.ends import Added, End, Row
+from anyrank.filling.match import (
     Filling,
     MatchedEnd,
     SourceTensor,
@@ -22,7 +20,9 @@ from anyrank.syncing.match import (
     match_ends,
     sources_of,
 )
-from anyrank.syncing.report import SyncReport
+from anyrank.filling.report import SyncReport
+from anyrank.model.match import ModelMatch
+from anyrank.model.options import LoadOptions
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer

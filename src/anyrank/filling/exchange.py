@@ -17,7 +17,7 @@ from anyrank import faults
 from anyrank.files.listing import Fill, Listing
 from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import Job, Reader, copy_into
-from anyrank.loading.strategy import Decision
+from anyrank.filling.strategy import Decision
 from anyrank.tensors.plan import GAP_BYTES, JointRead, Read, joint_reads, plan_reads
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor

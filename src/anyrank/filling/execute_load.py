@@ -14,10 +14,10 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.loading.exchange import move
-from anyrank.loading.plan_load import AgreedPlan
-from anyrank.loading.progress import Progress, progress_for
-from anyrank.loading.report import LoadReport
+from anyrank.filling.exchange import move
+from anyrank.filling.plan_load import AgreedPlan
+from anyrank.filling.progress import Progress, progress_for
+from anyrank.filling.report import LoadReport
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter

@@ -15,10 +15,10 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
+from anyrank.filling.exchange import gap_bytes
+from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_ends
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
-from anyrank.loading.exchange import gap_bytes
-from anyrank.loading.strategy import Decision, caches_of, decide
 from anyrank.model.allocate import default_buffer
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.match import ModelMatch, match_model

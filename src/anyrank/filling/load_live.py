@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import EXTRA_STATE, Listing
-from anyrank.loading.report import LoadReport
+from anyrank.filling.execute_sync import execute_sync
+from anyrank.filling.planning import SyncCall, agree_plan
+from anyrank.filling.report import FillReport, LoadReport
 from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import NOT_RUN, OwnCode
-from anyrank.model.report import FillReport
 from anyrank.model.tensors import find_places
-from anyrank.syncing.execute import execute_sync
-from anyrank.syncing.planning import SyncCall, agree_plan
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 

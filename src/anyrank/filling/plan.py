@@ -20,17 +20,17 @@ from anyrank.checks import check_choice, check_int
 from anyrank.files.checksums import checked_bytes
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
-from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.loading.exchange import joint_reads_of
-from anyrank.loading.plan_load import (
+from anyrank.filling.exchange import joint_reads_of
+from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
     header_reader,
     look_at_source,
     plan_load,
 )
-from anyrank.loading.report import LoadPlan
-from anyrank.loading.strategy import Decision, caches_of, decide
+from anyrank.filling.report import LoadPlan
+from anyrank.filling.strategy import Decision, caches_of, decide
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import STRATEGIES, LoadOptions

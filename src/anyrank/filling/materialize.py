@@ -11,7 +11,7 @@ from torch import nn
 
 from anyrank.checks import check_choice, check_model
 from anyrank.errors import LoadError
-from anyrank.loading.report import LoadReport
+from anyrank.filling.report import LoadReport
 from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import parametrised, shared_on_meta

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anyrank.filling.execute_sync import execute_sync
+from anyrank.filling.planning import KeptPlan, SyncCall, agree_plan
+from anyrank.filling.report import SyncReport, log_report
 from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.execute import execute_sync
-from anyrank.syncing.planning import KeptPlan, SyncCall, agree_plan
-from anyrank.syncing.report import SyncReport
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
@@ -176,18 +176,5 @@ class Sync:
             report = execute_sync(self._call, agreed, ranks, meter)
         self.version += 1
         if ranks.index == 0:
-            _log(report)
+            log_report(report, log, "src", "dst")
         return report
-
-
-def _log(report: SyncReport) -> None:
-    """What differs from a plain, whole sync is a warning (promise 8)."""
-    log.info("%s", report)
-    for title, items in (
-        ("given initial values, as src does not hold them", list(report.initialised)),
-        ("kept as they were, as src does not hold them", report.kept),
-        ("of src ignored, as dst has none of these names", report.unexpected),
-        ("are new objects, as something else referred to the meta tensor", report.renewed),
-    ):
-        if items:
-            log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))

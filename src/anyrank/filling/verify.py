@@ -8,8 +8,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
-from anyrank.syncing.flows import Flow
-from anyrank.syncing.move import LocalEnds
+from anyrank.filling.flows import Flow
+from anyrank.filling.move import LocalEnds
 from anyrank.tensors.sync_plan import Transfer
 from anyrank.world.ranks import Ranks
 

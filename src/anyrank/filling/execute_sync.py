@@ -10,6 +10,12 @@ from functools import cached_property
 import torch
 
 from anyrank.errors import AnyrankError, LoadError
+from anyrank.filling.flows import Flow
+from anyrank.filling.merge import Adapters
+from anyrank.filling.move import WHAT, LocalEnds, Mover
+from anyrank.filling.planning import Agreement, SyncCall
+from anyrank.filling.report import SyncReport
+from anyrank.filling.verify import check_before, check_equal
 from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.match import ModelMatch
@@ -17,12 +23,6 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.model.verify import compare_replicas
-from anyrank.syncing.adapters import Adapters
-from anyrank.syncing.flows import Flow
-from anyrank.syncing.move import WHAT, LocalEnds, Mover
-from anyrank.syncing.planning import Agreement, SyncCall
-from anyrank.syncing.report import SyncReport
-from anyrank.syncing.verify import check_before, check_equal
 from anyrank.tensors.box import row_major
 from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.world.ranks import Ranks

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
+from anyrank.filling.ends import End, Row
+from anyrank.filling.report import SyncReport
 from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
-from anyrank.syncing.ends import End, Row
-from anyrank.syncing.report import SyncReport
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import candidates, match_keys, renamer
 from anyrank.tensors.spec import StoredTensor, dtype_name
