@@ -13,6 +13,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from tests.integrations.families import build
 
 import anyrank
+from anyrank.versions import warn_if_untested
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
@@ -213,3 +214,15 @@ def test_a_sync_of_a_base_alone_is_refused_where_adapters_follow_it(more: dict[s
     with pytest.raises(anyrank.LoadError, match="PEFT may compute these"):
         anyrank.sync(model, base())
     anyrank.sync(model, adapted("LORA", **more))
+
+
+def test_a_version_of_peft_that_was_not_tested_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted("LORA")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
+    warn_if_untested.cache_clear()
+    for _ in range(2):
+        load_or_refuse(model)
+    warn_if_untested.cache_clear()
+    assert caplog.text.count("peft 0.99.0 is installed") == 1

@@ -19,16 +19,24 @@ from anyrank.files.receipt import (
     tensor_differences,
 )
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, recognises
-from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.formats.tools import read
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps
+from anyrank.formats.sources import (
+    DCP,
+    RUN,
+    Source,
+    check_source,
+    format_of_folder,
+    is_of_tool,
+    list_source,
+    looks_like,
+)
+from anyrank.formats.weight_files import format_of
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, in_units, printable, rows
 
 SHOWN = 20
-FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     if isinstance(source, (str, os.PathLike)):
         storage = storage_for(path)
         names = _names(storage, path)
-        if names is not None and recognises(names):
+        if names is not None and looks_like(RUN, names):
             return _verify_run(storage, path, names, finite, found)
     try:
         listing = list_source(source)
@@ -133,7 +141,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         found.findings.append(_finding(error, path))
         _verify_each(source, found)
         return VerifyReport(path, "", found.findings, 0, 0, ["structure"], [])
-    if names is not None and listing.format != "dcp" and read.recognises(names):
+    if names is not None and is_of_tool(names) and format_of_folder(names) != DCP:
         listing = _with_state(path, listing, found)
     _verify_listing(listing, finite, found)
     for name, what in listing.unreadable.items():
@@ -143,8 +151,10 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 
 def _with_state(path: str, weights: Listing, found: _Found) -> Listing:
     """The weights in another tool's folder, with its optimizers and what else a run is made of."""
+    from anyrank.foreign.read import read_foreign
+
     try:
-        run = read.read_foreign(path)
+        run = read_foreign(path)
     except AnyrankError as error:
         found.findings.append(_finding(error, path))
         return weights
@@ -195,7 +205,7 @@ def _verify_each(source: Source, found: _Found) -> None:
         path = os.fspath(source)
         storage = storage_for(path)
         if storage.is_dir(path):
-            names = [name for name in storage.names(path) if name.endswith(FILE_ENDINGS)]
+            names = [name for name in storage.names(path) if format_of(name) is not None]
             paths = [join_path(path, name) for name in names]
     elif not isinstance(source, Mapping):
         paths = [os.fspath(path) for path in source]

@@ -35,6 +35,7 @@ TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
 ASIDE = ".aside-"
 DAMAGED = "damaged"
+SUPERSEDED = "superseded"
 MIN_KEPT = 2
 
 
@@ -245,8 +246,8 @@ class RunFolder:
 
     def abandon(self, step: int) -> list[str]:
         """Set aside the steps after this one, from which the run now branches off."""
-        newer = [each.name for each in self.steps() if each.number > step]
-        aside = [self.set_aside(name, "superseded") for name in newer]
+        newer = [each for each in self.steps() if each.number > step]
+        aside = [self.set_aside(n.name, SUPERSEDED if n.is_whole else DAMAGED) for n in newer]
         if aside:
             log.warning(
                 "%s: the run goes on from step %d; newer ones are now %s",
