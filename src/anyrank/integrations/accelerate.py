@@ -279,7 +279,7 @@ class Accelerator(_Accelerator):
             args: not used, as are `kwargs`.
 
         Returns:
-            The path of the step.
+            The path of the step; with background=True of the newest that is committed.
 
         Raises:
             ValueError: within a step.

@@ -142,7 +142,7 @@ class FrameworkRun:
             self.open().step_done()
 
     def save(self) -> str | None:
-        """Save after an optimizer's step, unless that step is saved; the path of the step."""
+        """Save after an optimizer's step, unless that step is saved; the newest committed path."""
         self.count()
         checkpoints = self.open()
         checkpoints.save(unless_saved=True)

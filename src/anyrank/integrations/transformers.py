@@ -37,14 +37,15 @@ def elastic(
 ) -> T:
     """Make a Trainer's run independent of the number of ranks, and saved in a folder of its own.
 
-    Call it on every rank, before `train()`. What it returns is of a subclass of the trainer's class
-    with the same name, so that any subclass of Trainer keeps its own methods, and takes over all
-    that the trainer has: attributes are one and the same, and `train()` of either is that of the
-    run. One step is `global_batch` samples
-    on any number of ranks, in microbatches of `per_device_train_batch_size`; losses are weighted by
-    their tokens where the Trainer counts tokens, else by samples. Where the Trainer would write
-    `checkpoint-N` the run is saved in `folder`, with model, optimizer, scheduler, scaler, position
-    in the data, random streams, and the Trainer's own counts, logs and callbacks' states.
+    Call it on every rank, before `train()`. The trainer that it returns is of a subclass with the
+    same name, so that any subclass of Trainer keeps its own methods. It takes over the one that was
+    given: their attributes are one and the same, and `train()` of either is that of the run.
+
+    One step is `global_batch` samples on any number of ranks, in microbatches of
+    `per_device_train_batch_size`; losses are weighted by their tokens where the Trainer counts
+    tokens, else by samples. Where the Trainer would write `checkpoint-N` the run is saved in
+    `folder`, with model, optimizer, scheduler, scaler, position in the data, random streams, and
+    the Trainer's own counts, logs and callbacks' states.
 
     `train(resume_from_checkpoint=True)` continues the newest step, and starts anew in an empty
     folder; the path of a saved step continues that one, and the path of what the Trainer or another
@@ -95,6 +96,8 @@ def elastic(
     training = Training(global_batch, {"base": base, **parts})
 
     def stays(step: int) -> bool:
+        if callable(keep_every):
+            return step in training.best or keep_every(step)
         return step in training.best or (keep_every is not None and step % keep_every == 0)
 
     if args.load_best_model_at_end:
