@@ -13,7 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
-from anyrank.frozen.freeze import FrozenSource, is_frozen
+from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
@@ -224,12 +224,15 @@ def _fill_frozen(
     """
     frozen: dict[str, str] = {}
     compared: dict[int, StoredTensor] = {}
-    by_part = {place.module: place.raw for place in reversed(places) if is_frozen(place.module)}
+    by_part = {place.module: place.raw for place in reversed(places)}
     for part, name in by_part.items() if listing.format != LIVE else ():
-        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+        info = frozen_info(part)
+        source = info.source if info else None
+        if source is None:
+            continue
         mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
-        if source is None or not indices:
+        if not indices:
             continue
         inner = in_state_dict(find_tensors(part))
         own = dequantised(parts[source], _held(inner))
@@ -254,7 +257,7 @@ def _fill_frozen(
 
 def is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part with a source, whole and real: never written to."""
-    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    info = None if target.frozen is None else frozen_info(target.frozen)
     if info is None or info.source is None:
         return False
     return info.tensors is not None and not target.is_meta
