@@ -23,7 +23,8 @@ BUDGETS = {
     "exact": 1800,
     "files": 2850,
     "filling": 4400,
-    "formats": 3700,
+    "foreign": 2350,
+    "formats": 2100,
     "frozen": 600,
     "inspection": 1350,
     "integrations": 3450,
@@ -40,7 +41,16 @@ BUDGETS = {
     "world": 2200,
     "": 700,  # the modules that are in no room
 }
-AROUND = ("exact", "memory", "conversion", "inspection", "integrations", "cli", "testing")
+AROUND = (
+    "exact",
+    "foreign",
+    "memory",
+    "conversion",
+    "inspection",
+    "integrations",
+    "cli",
+    "testing",
+)
 
 PLAIN_RUN = """
 import sys, torch, anyrank

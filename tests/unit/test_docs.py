@@ -46,7 +46,7 @@ from tests.scripts import run_script
 import anyrank
 from anyrank import cli, settings
 from anyrank.files.manifest import FileRecord, Manifest
-from anyrank.formats.sources import FILES
+from anyrank.formats.weight_files import FILES
 from anyrank.saving.save import SaveRecord
 from anyrank.testing import run_ranks
 

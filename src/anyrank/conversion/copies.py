@@ -11,7 +11,8 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_whole, storage_for
-from anyrank.formats.sources import ENDINGS, Source
+from anyrank.formats.sources import Source
+from anyrank.formats.weight_files import ENDINGS
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")

@@ -109,11 +109,6 @@ def steps_in(folder: str) -> list[SavedStep]:
     return found
 
 
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is a run, or one step of a run."""
-    return MANIFEST in names or any(STEP.match(name) for name in names)
-
-
 class Step(NamedTuple):
     """A step's folder in a run's.
 

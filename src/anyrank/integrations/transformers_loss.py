@@ -52,7 +52,8 @@ def tiled_loss(
         model(input_ids=tokens, labels=tokens).loss.backward()
     """
     inner: Any = inner_model(model)
-    head, plain = inner.get_output_embeddings(), inner.loss_function
+    head: Any = inner.get_output_embeddings()
+    plain = inner.loss_function
     if head is not None and "forward" in vars(head):
         raise ValueError("the head has a forward of its own already: call tiled_loss() once")
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":

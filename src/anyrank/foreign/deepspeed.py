@@ -15,7 +15,7 @@ from typing import Any, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignGroup,
@@ -35,12 +35,6 @@ LATEST = ("latest_universal", "latest")
 UNIVERSAL = "zero"
 MAX_TAG_BYTES = 4096  # of the file that names the latest step
 Shapes = list[dict[str, tuple[int, ...]]]
-
-
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is one step, or a run, that DeepSpeed saved."""
-    step = any(OPTIMIZER.match(name) or MODEL.match(name) for name in names)
-    return step or ("latest" in names and any(name.startswith("global_step") for name in names))
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:

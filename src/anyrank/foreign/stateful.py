@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.data.position import Position
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import to_json
-from anyrank.formats.tools.foreign import ForeignCheckpoint
+from anyrank.foreign.checkpoint import ForeignCheckpoint
 from anyrank.state.report import Outcome
 from anyrank.tensors.spec import StoredTensor
 

@@ -10,33 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside
+from anyrank.foreign.checkpoint import Collector, ForeignCheckpoint, Unread
+from anyrank.foreign.shards import merged
+from anyrank.foreign.tables import of_table
 from anyrank.formats import pickles
-from anyrank.formats.tools.foreign import Collector, ForeignCheckpoint, Unread
-from anyrank.formats.tools.shards import merged
-from anyrank.formats.tools.tables import of_table
 
 ITEM = re.compile(r"^(\w+?)_(\d+)\.pt$")
 METADATA = "metadata.pkl"
 VERL = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
 STEP = re.compile(r"global_step_?(\d+)")
-
-
-def is_torch_checkpointing(names: list[str]) -> bool:
-    """Whether a folder with these entries is one that torch_checkpointing wrote."""
-    return "model_0.pt" in names or (METADATA in names and any(map(ITEM.match, names)))
-
-
-def is_verl(names: list[str]) -> bool:
-    """Whether a folder with these entries is an FSDP checkpoint of verl's."""
-    return any(VERL.match(name) for name in names)
-
-
-def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of either."""
-    reader = read_verl if is_verl(storage.names(folder)) else read_torch_checkpointing
-    return reader(storage, folder).model("model")
 
 
 def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint:

@@ -11,16 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage
-from anyrank.formats import dcp
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
     count_of,
     is_plain_number,
 )
+from anyrank.formats import dcp
 from anyrank.tensors.box import row_major
 from anyrank.tensors.flat import boxes_of_range
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -29,16 +28,6 @@ COMMON = "common.pt"
 STATE = "optimizer.state."
 MASTER = "fp32_param"
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
-
-
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is one that Megatron saved as `torch_dist`."""
-    return dcp.METADATA in names and COMMON in names
-
-
-def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of such a folder."""
-    return read(storage, folder).model("model")
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:

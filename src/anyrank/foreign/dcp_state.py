@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from anyrank.errors import LoadError
-from anyrank.formats import dcp
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignGroup,
     ForeignOptimizer,
@@ -21,6 +20,7 @@ from anyrank.formats.tools.foreign import (
     bound,
     optimizer_of,
 )
+from anyrank.formats import dcp
 
 STATE, GROUPS = "state.", "param_groups."
 

@@ -12,10 +12,8 @@ from typing import Any, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, versions_of
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats import dcp
-from anyrank.formats.pickles import extras_of
-from anyrank.formats.tools import dcp_state
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign import dcp_state
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
@@ -24,6 +22,8 @@ from anyrank.formats.tools.foreign import (
     is_plain_number,
     optimizer_of,
 )
+from anyrank.formats import dcp
+from anyrank.formats.pickles import extras_of
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import StoredTensor
 

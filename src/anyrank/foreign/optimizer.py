@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
-from anyrank.formats.tools.foreign import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
+from anyrank.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
 from anyrank.state.optimizer import UNKNOWN, Names
 from anyrank.state.part_types import listed
 from anyrank.state.stateful import has_own_methods

@@ -9,14 +9,15 @@ from typing import Any
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats import dcp, huggingface, safetensors, torch_file
-from anyrank.formats.tools import dcp_state, deepspeed
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign import dcp_state, deepspeed
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
     optimizer_of,
 )
+from anyrank.formats import dcp, huggingface, safetensors, torch_file
+from anyrank.formats.sources import looks_like
 
 RANDOM = re.compile(r"^random_states_(\d+)\.pkl$")
 CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
@@ -29,11 +30,6 @@ FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 
 
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is one that `save_state` wrote, or a save with FSDP."""
-    return any(RANDOM.match(name) or FSDP_MODEL.match(name) for name in names)
-
-
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of a folder of Accelerate, the Trainer or DeepSpeed: in safetensors if there are
     any, else where DeepSpeed or FSDP put them.
@@ -43,7 +39,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = storage.names(folder)
     if not any(".safetensors" in name for name in names):
-        if deepspeed.recognises(names):
+        if looks_like("deepspeed", names):
             return deepspeed.list_folder(storage, folder)
         if ENGINE in names:
             return deepspeed.list_folder(storage, join_path(folder, ENGINE))

@@ -9,23 +9,19 @@ from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.files.storage import Storage
-from anyrank.formats.tools import deepspeed
-from anyrank.formats.tools.accelerate import exported, model_files, optimizer_files
-from anyrank.formats.tools.foreign import (
+from anyrank.foreign import deepspeed
+from anyrank.foreign.accelerate import exported, model_files, optimizer_files
+from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     count_of,
     is_plain_number,
     optimizer_of,
 )
+from anyrank.formats.sources import looks_like
 
 STATE = "trainer_state.json"
 RANDOM = re.compile(r"^rng_state(?:_\d+)?\.pth$")
-
-
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint of the Trainer's."""
-    return STATE in names
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -40,7 +36,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     epoch = progress.get("epoch")
     epoch = float(epoch) if is_plain_number(epoch) else None
     step = count_of(progress, "global_step")
-    if deepspeed.recognises(names):
+    if looks_like("deepspeed", names):
         made = deepspeed.read(storage, folder)
         return replace(made, tool="transformers Trainer", step=step, epoch=epoch)
     is_sharded = any(name.startswith("pytorch_model_fsdp") for name in names)

@@ -13,8 +13,8 @@ import torch
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
+from anyrank.foreign import shards
 from anyrank.formats import pickles, torch_file
-from anyrank.formats.tools import shards
 from anyrank.tensors.spec import StoredTensor
 
 MAX_JSON_BYTES = 1 << 30

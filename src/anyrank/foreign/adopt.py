@@ -19,12 +19,13 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.storage import storage_for
 from anyrank.filling.execute_load import execute_load
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
-from anyrank.formats.tools.foreign import ForeignCheckpoint
-from anyrank.formats.tools.read import read_foreign
+from anyrank.foreign import optimizer as foreign_optimizer
+from anyrank.foreign import stateful as foreign_state
+from anyrank.foreign.checkpoint import ForeignCheckpoint
+from anyrank.foreign.read import read_foreign
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
-from anyrank.resume import foreign_optimizer, foreign_state
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource, misfit
 from anyrank.state.optimizer import Names, match_optimizer
