@@ -30,7 +30,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "syncing", "loading", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching"}
+AREAS |= {"watching", "peers"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "exact": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
+    "peers": CORE | {"formats", "saving"},
     "resume": MODEL | {"loading", "random_state", "data", "steps", "state", "saving"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
@@ -64,7 +65,13 @@ MAY_IMPORT = {
 }
 # Modules of the core -> the room around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
-DOORS = {"anyrank.steps.loader": "exact", "anyrank.steps.step_state": "exact"}
+DOORS = {
+    "anyrank.steps.loader": "exact",
+    "anyrank.steps.step_state": "exact",
+    "anyrank.resume.checkpoints": "peers",
+    "anyrank.resume.resume": "peers",  # for the type checkers
+    "anyrank.resume.search": "peers",  # for the type checkers
+}
 
 
 def read_sources(root: Path) -> dict[str, str]:

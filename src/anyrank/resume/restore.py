@@ -31,7 +31,7 @@ from anyrank.random_state.saved_streams import (
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable
 from anyrank.resume.source import ResumeSource, misfit
-from anyrank.saving.save import rank_coords
+from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
