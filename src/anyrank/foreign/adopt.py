@@ -56,7 +56,9 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the middle.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path, ranks.size > 1))
+    source = ranks.from_one(
+        "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
+    )
     adopting = _Adopting(state, source, path, arguments, ranks)
     adopting.match()
     adopting.fill()

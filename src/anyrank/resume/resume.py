@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from anyrank.errors import CheckpointError
-from anyrank.files.store import reading, store_for
+from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import Resuming, log_report, resume_newest
@@ -93,7 +93,7 @@ def _from_elsewhere(
 
         resuming = adopt(state, path, arguments, ranks)
         return _resumed(resuming, resuming.report(folder, verify), ranks)
-    other = RunFolder(store_for(found[0]), found[0])
+    other = RunFolder(storage_for(found[0]), found[0])
     search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
     resuming = resume_newest(state, search, ranks, arguments)
     assert resuming is not None
@@ -136,7 +136,7 @@ def _agree_on_path(
 def _meant_by(path: str, folder: RunFolder) -> _Meant:
     """What there is at a path. One rank."""
     path = path.rstrip("/")
-    run = RunFolder(store_for(path), path)
+    run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
             return _Meant(problem=_nothing_there(path, folder))
