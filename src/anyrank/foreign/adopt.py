@@ -51,7 +51,9 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the checkpoint.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path, ranks.size > 1))
+    source = ranks.from_one(
+        "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
+    )
 
     def check_visible() -> None:
         for info in source.listing.files:

@@ -52,12 +52,13 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
     """How the weights are quantised, as config.json says."""
-    path = join_path(folder, "config.json")
-    if "config.json" not in names or storage.info(path).size > MAX_CONFIG_BYTES:
+    if "config.json" not in names:
         return {}
     try:
-        config: Any = json.loads(read_whole(storage, path))
-    except (ValueError, RecursionError):
+        config: Any = json.loads(
+            read_whole(storage, join_path(folder, "config.json"), MAX_CONFIG_BYTES)
+        )
+    except (LoadError, ValueError, RecursionError):
         return {}  # whoever builds the model from it says so
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
@@ -110,16 +111,16 @@ def _indexed(storage: Storage, folder: str, index: str, others: tuple[str, ...])
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
     shards = sorted(set(weight_map.values()))
+    listings: list[Listing] = []
     for shard in shards:
-        if not storage.is_file(inside(folder, shard)):
+        try:
+            listing = list_file(storage, inside(folder, shard))
+        except FileNotFoundError as error:
             keys = [key for key, name in weight_map.items() if name == shard]
             raise LoadError(
                 f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
                 f"({keys[0]}, ...): the download is incomplete"
-            )
-    listings: list[Listing] = []
-    for shard in shards:
-        listing = list_file(storage, inside(folder, shard))
+            ) from error
         mine = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
         lost = [k for k, name in weight_map.items() if name == shard and k not in mine]
         if lost:

@@ -126,7 +126,7 @@ def _agree_on_path(
 def _meant_by(path: str, folder: RunFolder) -> _Meant:
     """What there is at a path. One rank."""
     path = path.rstrip("/")
-    run = RunFolder(store_for(path), path)
+    run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
             return _Meant(problem=_nothing_there(path, folder))
