@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.files.store import reading, store_for
+from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import restore_state
@@ -57,7 +57,7 @@ def resume_run(
         return resumed._replace(report=replace(report, notes=[*report.notes, note]))
     if meant is not None and meant.step is not None:
         place, number = meant.step
-        other = RunFolder(store_for(place), place)
+        other = RunFolder(storage_for(place), place)
         search = StepSearch(other, number, verify, ranks)  # a given step, so nothing is set aside
         begun = _newest(state, search, arguments, ranks)
         assert begun is not None
