@@ -69,6 +69,7 @@ DOORS = {
     "anyrank.steps.step_state": "exact",
     "anyrank.formats.sources": "foreign",
     "anyrank.resume.resume": "foreign",
+    "anyrank.inspection.verify": "foreign",
 }
 
 
