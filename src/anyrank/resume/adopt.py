@@ -18,8 +18,8 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
-from anyrank.filling.execute_load import execute_load
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
+from anyrank.filling.read import fill_from_files
 from anyrank.formats.tools.foreign import ForeignCheckpoint
 from anyrank.formats.tools.read import read_foreign
 from anyrank.model.memory_meter import Meter
@@ -210,8 +210,8 @@ class _Adopting(Resuming):
     def _read(self) -> None:
         for part, plan in self.plans.items():
             module: Any = self.inner.parts[part]
-            result = execute_load(module, plan, self.ranks, Meter(), None)
-            self.bytes_read += result.measured[self.ranks.index].bytes_read
+            filled = fill_from_files(module, plan, self.ranks, Meter(), None)
+            self.bytes_read += filled.moved[self.ranks.index].read
         super()._read()
 
     def _commit(self) -> None:
