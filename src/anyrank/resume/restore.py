@@ -14,7 +14,7 @@ from anyrank.data.position import Position
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.filling.exchange import read_own
+from anyrank.filling.read import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
