@@ -50,7 +50,7 @@ def train(path: str, steps: int | None) -> tuple[list[int], float]:
         ckpts.resume()
         for step in ckpts.steps(epochs=1) if steps is None else ckpts.steps(until=steps):
             for batch in step.microbatches(model):
-                if not step._slot.is_copy:
+                if not step._run.slot.is_copy:
                     seen += batch.tolist()
     return seen, torch.rand(()).item()
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import storage_for
@@ -188,7 +188,7 @@ class _Adopting(Resuming):
         return Stored(listing, 0, False, self.fresh, casts=True)
 
     def _stateful(self, part: str, thing: Any) -> Matched:
-        if isinstance(thing, Position):
+        if isinstance(thing, ElasticData):
             made, outcome = foreign_state.start_of(thing, self.source)
             return Matched(outcome, commit=lambda: thing.load_state_dict(made))
         if part not in self.source.states:
@@ -218,7 +218,7 @@ class _Adopting(Resuming):
         super()._commit()
         self.state.run = None  # a run of its own, which begins here
         data = self.state.data
-        if isinstance(data, Position):
+        if isinstance(data, ElasticData):
             self.state.samples = data.samples
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:

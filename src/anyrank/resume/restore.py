@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from anyrank import faults
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill, Listing
 from anyrank.files.reader import Reader
@@ -20,11 +20,7 @@ from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
-    RankCoords,
     StreamOutcome,
-    capture,
-    check_scopes,
-    digests_of,
     from_json,
     restore,
 )
@@ -35,7 +31,7 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import rank_coords
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, ResumeReport, SavedOn
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -84,7 +80,7 @@ class Resuming:
         *,
         began: bool = False,
     ) -> None:
-        self.state, self.inner = state, run_parts(state)
+        self.state, self.inner = state, state.parts
         self.found, self.ranks = found, ranks
         self.named, self.fresh = tuple(arguments.skip), tuple(arguments.fresh)
         self.skip = () if began else self.named
@@ -123,7 +119,7 @@ class Resuming:
             wrong = [problem for part in self.matched.values() for problem in part.problems]
             if wrong:
                 raise CheckpointError(self._mismatch(wrong))
-            if isinstance(self.state.data, Position) and "data" in records:
+            if isinstance(self.state.data, ElasticData) and "data" in records:
                 check_counts(manifest, self.found.name)
             return any(part.has_meta_buffers for part in self.matched.values())
 
@@ -226,16 +222,12 @@ class Resuming:
                 )
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
-        """Put the random streams back: the last act, so that nothing moves them afterwards.
-
-        Raises:
-            CheckpointError: they came out equal or different where their scope says otherwise.
-        """
+        """Put the random streams back: the last act, so that nothing moves them afterwards."""
         saved = from_json(self.found.manifest.streams)
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
 
-        def here() -> tuple[RankCoords, dict[str, str], dict[str, StreamOutcome]]:
-            outcomes = restore(
+        def here() -> dict[str, StreamOutcome]:
+            return restore(
                 saved,
                 coords,
                 seed=self.inner.seed,
@@ -243,22 +235,19 @@ class Resuming:
                 generators=generators,
                 torch_version=self.found.manifest.versions.get("torch", ""),
             )
-            return coords, digests_of(capture(generators)), outcomes
 
-        gathered = self.ranks.together("restoring the random streams", here)
-        check_scopes(gathered, saved.scopes())
-        return gathered[0][2]
+        return self.ranks.together("restoring the random streams", here)[0]
 
     def _notes(self, streams: Mapping[str, StreamOutcome]) -> list[str]:
         notes = [
             f"random stream {name}: {outcome.how}, {outcome.reason}"
             for name, outcome in streams.items()
-            if outcome.how != "exact"
+            if outcome.how not in ("exact", "unused")
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
         notes += _differed_in_words(self.found.manifest.differed)
         data = self.state.data
-        if isinstance(data, Position):
+        if isinstance(data, ElasticData):
             notes += [
                 f"epoch {receipt.epoch}: {receipt.samples} samples {receipt.verdict}"
                 for receipt in data.receipts
