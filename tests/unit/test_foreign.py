@@ -246,15 +246,14 @@ def test_skip_is_for_the_beginning_and_not_for_the_runs_own_steps(tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(moments, held, strict=True))
 
 
-def test_a_wrong_name_in_skip_is_an_error_at_the_beginning_and_later(tmp_path: Path) -> None:
+def test_a_wrong_name_in_skip_is_an_error_where_the_run_begins(tmp_path: Path) -> None:
     accelerate_folder(tmp_path / "a")
     wrong = r"skip= names 'optimiser': no part is called so; there are .*model.*optimizer"
-    for _ in range(2):  # without steps of its own, and with one
-        with anyrank.Checkpoints(tmp_path / "run", state_of(net_of())) as ckpts:
-            with pytest.raises(anyrank.CheckpointError, match=wrong):
-                ckpts.resume(tmp_path / "a", skip=["optimiser"])
-            ckpts.resume(tmp_path / "a")
-            ckpts.save()
+    with (
+        anyrank.Checkpoints(tmp_path / "run", state_of(net_of())) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match=wrong),
+    ):
+        ckpts.resume(tmp_path / "a", skip=["optimiser"])
 
 
 def test_a_part_that_only_the_beginning_had_is_skipped_at_every_restart(tmp_path: Path) -> None:

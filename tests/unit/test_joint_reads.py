@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.loading.exchange import _windows  # pyright: ignore[reportPrivateUsage]
-from anyrank.loading.strategy import caches_of, decide
+from anyrank.filling.exchange import _windows  # pyright: ignore[reportPrivateUsage]
+from anyrank.filling.strategy import caches_of, decide
 from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
 from anyrank.tensors.plan import joint_reads, wanted_rows

@@ -149,12 +149,13 @@ OF_INTEGRATIONS = {
         " prepared_models report run save_state skip_first_batches step_loss unscale_gradients"
     ),
     "integrations.lightning.Elastic": (
-        "on_exception on_fit_start on_train_end on_train_epoch_end on_train_start setup teardown"
+        "loader on_exception on_fit_start on_train_end on_train_epoch_end on_train_start report"
+        " setup state teardown"
     ),
     "integrations.torchtitan.CheckpointManager": (
         "close load maybe_wait_for_saving maybe_wait_for_staging save"
     ),
-    "integrations.transformers.ElasticRun": "checkpoints loader report",
+    "integrations.transformers.ElasticRun": "",
 }
 
 

@@ -26,9 +26,9 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
+from anyrank.files.local import LocalFile
 from anyrank.files.manifest import FileRecord, Manifest, parse
-from anyrank.files.storage import LocalFile
-from anyrank.files.store import LocalStore, store_for
+from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_store import RunFolder
@@ -140,7 +140,7 @@ def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(LocalStore, "rename", refuse)
+    monkeypatch.setattr(LocalStorage, "rename", refuse)
     with pytest.raises(anyrank.CheckpointError, match="cannot be written: Read-only file system"):
         resume(tmp_path, build())
     assert folders(tmp_path) == [BEFORE, NEWEST]
@@ -250,7 +250,7 @@ def test_a_failing_clean_up_is_a_warning(
 def test_an_unreadable_lock_is_nobodys(
     tmp_path: Path, bad_sectors: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (RunLock(LocalStore(), str(tmp_path)) for _ in range(2))
+    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
     first.take()
     bad_sectors.add(".lock")
     with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
@@ -477,7 +477,7 @@ def test_whose_lock_is_stale(tmp_path: Path, changed: dict[str, Any], stale: boo
     (tmp_path / ".lock").write_text(holder(**changed))
     if changed.get("host") and stale:  # its silence counts by the storage's clock
         os.utime(tmp_path / ".lock", (0, 0))
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     if not stale:
         with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
             lock.take()
@@ -490,7 +490,7 @@ def test_whose_lock_is_stale(tmp_path: Path, changed: dict[str, Any], stale: boo
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(RunLock, "_read"), (LocalStore, "rename"), (LocalStore, "create")],
+    [(RunLock, "_read"), (LocalStorage, "rename"), (LocalStorage, "create")],
     ids=["read", "rename", "create"],
 )
 def test_one_of_two_gets_a_stale_lock(
@@ -498,7 +498,7 @@ def test_one_of_two_gets_a_stale_lock(
 ) -> None:
     """The other takes it behind the read, before the rename or before the creation."""
     (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
-    lock, raced = RunLock(LocalStore(), str(tmp_path)), list[bytes | None]()
+    lock, raced = RunLock(LocalStorage(), str(tmp_path)), list[bytes | None]()
     real = getattr(owner, method)
 
     def racing(self: Any, *paths: str) -> Any:
@@ -522,7 +522,7 @@ def test_a_lock_without_content_is_waited_for_and_then_stale(
     path = tmp_path / ".lock"
     path.write_text("")
     monkeypatch.setattr(time, "sleep", lambda _: path.write_text(holder()))
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
         lock.take()
     path.write_text("")
@@ -532,7 +532,7 @@ def test_a_lock_without_content_is_waited_for_and_then_stale(
 
 
 def test_a_lock_is_never_away_while_it_is_renewed(tmp_path: Path) -> None:
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     lock.take()
     (tmp_path / ".lock.new").write_text("of a renewal that was killed")
     before, passed = (tmp_path / ".lock").read_text(), list[str]()
@@ -587,7 +587,7 @@ def test_of_two_that_write_a_lock_to_an_object_store_the_last_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    lock, written = RunLock(store_for(url), url), list[int]()
+    lock, written = RunLock(storage_for(url), url), list[int]()
     real = RunLock._write  # type: ignore[attr-defined]
 
     def both(self: RunLock, path: str) -> None:
@@ -640,12 +640,12 @@ def test_each_new_folder_survives_a_power_cut(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.chdir(tmp_path)
     for path in (f"{tmp_path}/a/b/c", f"{tmp_path}/a/b/c/", "a/b/d/", "e"):
-        LocalStore().make_folder(path)
+        LocalStorage().make_folder(path)
     assert synced == [str(tmp_path / one) for one in ("", "a", "a/b", "a/b", "")]
     (tmp_path / "file").write_text("")
     for path, kind in (("file", FileExistsError), ("file/a", NotADirectoryError)):
         with pytest.raises(kind):
-            LocalStore().make_folder(path)
+            LocalStorage().make_folder(path)
 
 
 # -- the ranks ------------------------------------------------------------------------------------

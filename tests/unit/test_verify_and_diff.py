@@ -162,7 +162,7 @@ def test_every_step_of_a_run_is_verified(tmp_path: Path) -> None:
     assert not anyrank.verify(tmp_path / "run/step-00000002")
     assert anyrank.verify(tmp_path / "run/step-00000001")
     (tmp_path / "run/step-00000001/anyrank.json").unlink()
-    assert any("not finished" in e.what for e in anyrank.verify(tmp_path / "run").findings)
+    assert any("it is damaged" in e.what for e in anyrank.verify(tmp_path / "run").findings)
 
 
 def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ from anyrank.files.receipt import (
     tensor_differences,
 )
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, recognises
-from anyrank.formats.sources import Source, check_source, list_source
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps
+from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
+from anyrank.formats.weight_files import format_of
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, in_units, printable, rows
 
 SHOWN = 20
-FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     if isinstance(source, (str, os.PathLike)):
         storage = storage_for(path)
         names = _names(storage, path)
-        if names is not None and recognises(names):
+        if names is not None and looks_like(RUN, names):
             return _verify_run(storage, path, names, finite, found)
     try:
         listing = list_source(source)
@@ -174,7 +174,7 @@ def _verify_each(source: Source, found: _Found) -> None:
         path = os.fspath(source)
         storage = storage_for(path)
         if storage.is_dir(path):
-            names = [name for name in storage.names(path) if name.endswith(FILE_ENDINGS)]
+            names = [name for name in storage.names(path) if format_of(name) is not None]
             paths = [join_path(path, name) for name in names]
     elif not isinstance(source, Mapping):
         paths = [os.fspath(path) for path in source]

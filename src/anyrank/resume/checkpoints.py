@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.data.position import ElasticData
 from anyrank.errors import AnyrankError, CheckpointError
-from anyrank.files.store import store_for
+from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.loop import (
     BoundaryReport,
@@ -109,7 +109,7 @@ class Checkpoints:
             self._options = RunOptions(
                 self.path, keep, every, background, verify, keep_every, peers, replicas_every
             )
-            self._folder = RunFolder(store_for(self.path), self.path)
+            self._folder = RunFolder(storage_for(self.path), self.path)
             self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._state = state
         self._process_group = process_group

@@ -114,10 +114,13 @@ class RunWriter:
         resumed = resume_run(self._state, self._folder, arguments, verify, ranks, memory)
         if resumed is None:
             return None
-        self.branch = resumed.branch
-        self.on_disk = (self._state.step, self._state.run) if resumed.is_own else None
+        step = resumed.step
+        self.branch = None if step is None else step.step
+        in_memory = step is not None and step.memory is not None
+        is_on_disk = step is not None and not in_memory
+        self.on_disk = (self._state.step, self._state.run) if is_on_disk else None
         if memory is not None:
-            memory.remove_but(*filter(None, [resumed.snapshot]))
+            memory.remove_but(*([step.candidate.name] if step is not None and in_memory else []))
         return resumed.report
 
     def due(self) -> Due:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
-from anyrank.files.storage import absolute, join_path
-from anyrank.files.store import WritableStorage, reading, storing, write_file
+from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
 from anyrank.formats.run_folder import (
     SavedStep,
     Step,
@@ -35,6 +34,7 @@ TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
 ASIDE = ".aside-"
 DAMAGED = "damaged"
+SUPERSEDED = "superseded"
 MIN_KEPT = 2
 
 
@@ -46,7 +46,7 @@ class RunFolder:
         place: where it is, wherever the process goes.
     """
 
-    def __init__(self, store: WritableStorage, path: str) -> None:
+    def __init__(self, store: Storage, path: str) -> None:
         self.store = store
         self.path = path
         self.place = absolute(path)
@@ -245,8 +245,8 @@ class RunFolder:
 
     def abandon(self, step: int) -> list[str]:
         """Set aside the steps after this one, from which the run now branches off."""
-        newer = [each.name for each in self.steps() if each.number > step]
-        aside = [self.set_aside(name, "superseded") for name in newer]
+        newer = [each for each in self.steps() if each.number > step]
+        aside = [self.set_aside(n.name, SUPERSEDED if n.is_whole else DAMAGED) for n in newer]
         if aside:
             log.warning(
                 "%s: the run goes on from step %d; newer ones are now %s",

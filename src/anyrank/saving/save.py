@@ -18,8 +18,7 @@ from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest, record
 from anyrank.files.receipt import Digests, receipt_of_step
-from anyrank.files.storage import join_path
-from anyrank.files.store import write_file
+from anyrank.files.storage import join_path, write_file
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import INDEX, index_of

@@ -52,6 +52,7 @@ class Matched:
     Attributes:
         outcome: exact or resharded, or what else, and why.
         fills: memory that is filled, the same list on all ranks.
+        load: fills a module by itself, by all ranks together; the bytes that this rank read.
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
         notes: for the report, in sentences.
@@ -61,6 +62,7 @@ class Matched:
 
     outcome: Outcome
     fills: list[Fill] = field(default_factory=list[Fill])
+    load: Callable[[], int] | None = None
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
