@@ -84,7 +84,8 @@ class Bucket:
 
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's sum where there is one rank; without those that have no term."""
-        for name, own in self.sums.items():
+        sums, self.sums = self.sums, {}
+        for name, own in sums.items():
             self.rounds.complete(own)
             total = own.total()
             if total is not None:

@@ -174,8 +174,8 @@ class ExactSync(GradientSync):
         if self.sums.repeated:
             return (
                 f"{sorted(self.sums.repeated)[:8]} got gradients more than once in a microbatch, "
-                "and the first is exchanged as it comes: add up the losses for one step.backward, "
-                "and recompute with use_reentrant=False"
+                "which is one term of the sum: add up the losses for one step.backward, and "
+                "recompute with use_reentrant=False"
             )
         if self.sums.late:
             return (
