@@ -901,3 +901,27 @@ def test_a_step_walks_through_the_model_once(exact: bool, monkeypatch: pytest.Mo
         found.append(sum(walks))
         net.zero_grad(set_to_none=True)
     assert found[1:] == [1, 1]
+
+
+def test_with_exact_the_power_of_weights_goes_on_in_the_state() -> None:
+    net = torch.nn.Linear(4, 1)
+
+    def run(loader: anyrank.ElasticLoader, weight: float) -> None:
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean(), weight * (1 + step.k))
+            loader.commit()
+            break
+
+    options: Any = {"global_batch": 4, "microbatch": 2, "exact": True}
+    loader = anyrank.ElasticLoader(torch.randn(16, 4), **options)
+    assert "exponent" not in loader.state_dict()["exact"]
+    run(loader, 0)
+    assert "exponent" not in loader.state_dict()["exact"]
+    run(loader, 100)  # that of the step's first microbatch, on any number of ranks
+    run(loader, 3)
+    other = anyrank.ElasticLoader(torch.randn(16, 4), **options)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    run(other, 3)
+    assert other.state_dict()["exact"] == loader.state_dict()["exact"]
+    assert loader.state_dict()["exact"]["exponent"] == 7

@@ -7,10 +7,11 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from anyrank.checks import check_choice, check_type
@@ -129,13 +130,11 @@ class Position:
         """Count the current step as completed; raises as `check_complete`. No collectives."""
         raise NotImplementedError
 
-    def receipt(self, plan: StepPlan, slot: MicrobatchSlot) -> Receipt:
+    def receipt(self, plan: StepPlan, slot: MicrobatchSlot, ids: Sequence[int]) -> Receipt:
         """Of a microbatch's samples. Copies, and positions that pad the step, are in no receipt."""
-        start, stop = plan.bounds(slot.k)
-        stop = min(stop, plan.n)
-        if slot.is_copy or stop <= start:
-            return Receipt()
-        return receipt_of(plan.epoch, self.schedule.order.ids(plan.epoch, start, stop))
+        num_real = max(0, plan.n - plan.bounds(slot.k)[0])
+        real = [] if slot.is_copy else ids[:num_real]
+        return receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64, device="cpu"))
 
     def next_step(self) -> StepPlan:
         """The next step, in this epoch or the following one."""

@@ -105,8 +105,9 @@ class SamplerPosition(Position):
         for plan in self.schedule.rest(first):
             for slot in self.slots(plan):
                 num_batches, seen = yielded.get(plan.number, (0, Receipt()))
-                yielded[plan.number] = num_batches + 1, seen + self.receipt(plan, slot)
-                yield self.schedule.ids(plan, slot.k)
+                ids = self.schedule.ids(plan, slot.k)
+                yielded[plan.number] = num_batches + 1, seen + self.receipt(plan, slot, ids)
+                yield ids
 
     def num_yielded(self, plan: StepPlan) -> int:
         """How many batches of a step were yielded."""
@@ -211,9 +212,8 @@ class ElasticSampler(ElasticData):
 
     def __len__(self) -> int:
         """Number of batches in the rest of the epoch, equal on all ranks."""
-        _, size = self.position.data_rank()
         steps = self.position.schedule.rest(self.position.next_step())
-        return sum(-(-plan.num_microbatches // size) for plan in steps)
+        return sum(len(self.position.slots(plan)) for plan in steps)
 
     def __getattr__(self, name: str) -> NoReturn:
         # What Accelerate asks a batch sampler for before it gives each process some of its batches.

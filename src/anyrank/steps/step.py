@@ -292,7 +292,7 @@ class Step:
                 f"step {self.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
                 f"workers returned {got}: start a new iteration of the loader"
             )
-        run.seen += self._position.receipt(run.plan, slot)
+        run.seen += self._position.receipt(run.plan, slot, ids)
         return fetched.batch
 
     def _take_again(self, slot: MicrobatchSlot) -> Any:
