@@ -66,7 +66,7 @@ MAY_IMPORT = {
 # function, and for the type checkers. No other import of theirs may be of that room.
 DOORS = {
     "anyrank.steps.loader": "exact",
-    "anyrank.steps.step_state": "exact",
+    "anyrank.steps.loader_position": "exact",
     "anyrank.formats.sources": "foreign",
     "anyrank.resume.resume": "foreign",
     "anyrank.inspection.verify": "foreign",

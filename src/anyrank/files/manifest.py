@@ -40,6 +40,7 @@ class FileRecord:
 STREAMS = {
     "ranks": [{"data_index": COUNT, "data_size": COUNT, "streams": Table(str)}],
     "states": Table({"algorithm": str, "values": [ANY], "data": str}),
+    "unused": [str],
 }
 FIELDS = {
     "run": str,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.storage import storage_for
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
@@ -32,7 +32,7 @@ from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
-from anyrank.state.train_state import TrainState, names_of, run_parts
+from anyrank.state.train_state import TrainState, names_of
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
@@ -76,7 +76,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source=source,
         skip={*arguments.skip},
     )
-    for part, value in run_parts(state).parts.items():
+    for part, value in state.parts.parts.items():
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
             step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
     return step
@@ -95,7 +95,7 @@ def _plan_module(
     Raises:
         CheckpointError: its tensors do not fit.
     """
-    inner = run_parts(state)
+    inner = state.parts
     ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
     is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
@@ -152,7 +152,7 @@ class ForeignStep(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        inner = run_parts(state)
+        inner = state.parts
         names, matched = names_of(inner.targets()), dict[str, Matched]()
         for part, value in inner.parts.items():
             if part in self.skip:
@@ -161,7 +161,7 @@ class ForeignStep(ResumeSource):
                 matched[part] = self._module(part, value, ranks)
             elif isinstance(value, Optimizer):
                 matched[part] = self._optimizer(part, value, names, arguments, ranks)
-            elif isinstance(value, Position):
+            elif isinstance(value, ElasticData):
                 matched[part] = self._position(value, state)
             else:
                 matched[part] = self._stateful(part, value, ranks)
@@ -214,7 +214,7 @@ class ForeignStep(ResumeSource):
     def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
         return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
-    def _position(self, data: Position, state: TrainState) -> Matched:
+    def _position(self, data: ElasticData, state: TrainState) -> Matched:
         made, outcome = foreign_state.start_of(data, self.source)
 
         def commit() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.data.position import check_same_on_ranks
+from anyrank.data.position import ElasticData
 from anyrank.errors import AnyrankError, CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
@@ -29,8 +29,8 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
-from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, announce_left_step
+from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
@@ -223,7 +223,7 @@ class Checkpoints:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
         ranks, state = self._open("steps"), self._state
-        same_arguments(ranks, "steps", limits, CheckpointError, run_parts(state).check_usable)
+        same_arguments(ranks, "steps", limits, CheckpointError, state.parts.check_usable)
         self._is_training = True
         with StepHooks(self._state) as hooks:
             while not is_finished():
@@ -345,13 +345,16 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
-        announce_left_step(self._state.data)
+        data = self._state.data
+        if isinstance(data, ElasticLoader):
+            data.position.announce_left_step()
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
             same_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
-            check_same_on_ranks(self._state.data, ranks)
-            run_parts(self._state).agree(ranks)
+            if isinstance(data, ElasticData):
+                data.position.check_same(ranks)
+            self._state.parts.agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
@@ -404,7 +407,7 @@ class Checkpoints:
         """
 
         def here() -> tuple[bool, bool]:
-            run_parts(self._state).check_usable()
+            self._state.parts.check_usable()
             return self._counter.completed > 0, self._writer.is_within_step
 
         flags = ranks.together("leaving the loop", here)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.checks import check_int
-from anyrank.data.position import Position, check_complete
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.resume.run_writer import Due
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
-from anyrank.steps.loader import ElasticLoader, abandon_step
-from anyrank.steps.step import Step, is_complete
+from anyrank.steps.loader import ElasticLoader
+from anyrank.steps.step import Step
 
 log = logging.getLogger("anyrank.resume")
 
@@ -71,9 +71,9 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        parts = run_parts(state).parts.values()
+        parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
-        self.optimizers = [innermost(one) for one in run_parts(state).optimizers()]
+        self.optimizers = [innermost(one) for one in state.parts.optimizers()]
         self._handles = [one.register_step_post_hook(self._note) for one in self.optimizers]
 
     def missed_gradients(self) -> bool:
@@ -124,9 +124,9 @@ class StepCounter:
                 "step_done() in the body of steps(), which counts the step itself at the body's "
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
-        run_parts(self._state).check_usable()
-        if isinstance(self._state.data, Position):
-            check_complete(self._state.data)
+        self._state.parts.check_usable()
+        if isinstance(self._state.data, ElasticData):
+            self._state.data.position.check_complete()
 
     def enter_body(self, step: Step, hooks: StepHooks) -> None:
         """The loop's body begins."""
@@ -159,12 +159,13 @@ class StepCounter:
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
-        if is_complete(step) and (hooks.stepped or not hooks.optimizers):
+        position = loader_of(self._state).position
+        if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            run_parts(self._state).unusable = _lost_step(step.number, EARLY_STEP)
+            self._state.parts.unusable = _lost_step(step.number, EARLY_STEP)
         else:
-            abandon_step(loader_of(self._state))  # the weights are those of the step before
+            position.abandon_step()  # the weights are those of the step before
 
     @contextlib.contextmanager
     def at_boundary(self) -> Generator[None]:
@@ -175,13 +176,13 @@ class StepCounter:
             raise
         except BaseException:
             why = "it was interrupted while it was counted"
-            run_parts(self._state).unusable = _lost_step(self._state.step, why)
+            self._state.parts.unusable = _lost_step(self._state.step, why)
             raise
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
         state = self._state
-        if isinstance(state.data, Position):
+        if isinstance(state.data, ElasticData):
             state.data.commit()
             state.samples = state.data.samples
         state.step += 1

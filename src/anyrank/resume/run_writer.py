@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from anyrank.data.position import Position, check_receipt
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.resume import resume_run
@@ -18,7 +18,7 @@ from anyrank.saving.peers import PeerMemory, open_memory
 from anyrank.saving.run_store import RunFolder
 from anyrank.saving.save import SaveRecord, Snapshot, collect, write
 from anyrank.state.report import ResumeReport
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -80,7 +80,7 @@ class RunWriter:
     def is_within_step(self) -> bool:
         """Whether microbatches were drawn that no completed step accounts for."""
         data = self._state.data
-        return isinstance(data, Position) and data.in_step
+        return isinstance(data, ElasticData) and data.in_step
 
     def open(self, ranks: Ranks) -> None:
         """Look at the folder and at the optimizers, before hours of training. All ranks.
@@ -89,7 +89,7 @@ class RunWriter:
             CheckpointError: the folder is no place for a run, or an optimizer cannot be saved.
         """
         ranks.from_one("opening the run", self._folder.check_no_other)
-        check = run_parts(self._state).check_optimizers
+        check = self._state.parts.check_optimizers
         ranks.together("opening the run", lambda: check(ranks.index))
         self._is_first = ranks.index == 0
         self.has_callback = ranks.any(self.has_callback, "opening the run")
@@ -101,7 +101,7 @@ class RunWriter:
         """
         problem: str | None = None
         try:
-            run_parts(self._state).check_optimizers(ranks.index)
+            self._state.parts.check_optimizers(ranks.index)
         except CheckpointError as error:
             problem = str(error)
         found = [*filter(None, ranks.gather(problem, "looking at the optimizers"))]
@@ -171,8 +171,8 @@ class RunWriter:
         self._background.start(snapshot, ranks, writers, start)
 
     def _collect(self, ranks: Ranks) -> Snapshot:
-        if isinstance(self._state.data, Position):
-            check_receipt(self._state.data, ranks)
+        if isinstance(self._state.data, ElasticData):
+            self._state.data.position.check_receipt(ranks)
         return collect(self._state, ranks)
 
     def remember(self, ranks: Ranks) -> None:
@@ -201,7 +201,7 @@ class RunWriter:
 
     def _check_boundary(self) -> None:
         """Refuse to save within a step."""
-        run_parts(self._state).check_usable()
+        self._state.parts.check_usable()
         if self.is_within_step:
             raise CheckpointError(
                 "save() within a step, whose samples are not accounted for: save after the body "

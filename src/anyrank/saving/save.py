@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anyrank import faults
-from anyrank.data.position import Position, data_rank
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest, record
 from anyrank.files.receipt import Digests, receipt_of_step
@@ -41,8 +41,8 @@ from anyrank.saving.summary import (
 from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved
 from anyrank.state.replicas import compare_replicas
-from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, is_exact
+from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
@@ -113,14 +113,14 @@ class SaveRecord:
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
-    if isinstance(state.data, Position):
-        data = data_rank(state.data)
+    if isinstance(state.data, ElasticData):
+        data = state.data.position.data_rank()
     return RankCoords(ranks.index, ranks.size, *data)
 
 
 def _samples_of(state: TrainState) -> int:
     """Samples of completed steps, by the loader where it counts them."""
-    return state.data.samples if isinstance(state.data, Position) else state.samples
+    return state.data.samples if isinstance(state.data, ElasticData) else state.samples
 
 
 def collect(state: TrainState, ranks: Ranks) -> Snapshot:
@@ -131,7 +131,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     """
 
     def here() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
-        inner = run_parts(state)
+        inner = state.parts
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         for held in tensors_of(parts):
@@ -149,7 +149,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
         rank: summary.coordinates for rank, summary in zip(ranks.ranks, summaries, strict=True)
     }
     differed = compare_replicas(parts, coordinates, summaries[0].saves, ranks)
-    run_parts(state).saves = summaries[0].saves + 1
+    state.parts.saves = summaries[0].saves + 1
     streams = _streams(summaries, states, ranks)
     own = [
         held
@@ -174,7 +174,7 @@ def collect(state: TrainState, ranks: Ranks) -> Snapshot:
     aliases = {alias: name for saved in parts.values() for alias, name in saved.aliases.items()}
     items = _items(parts, own, coordinates, ranks.rank)
     receipt = None
-    if isinstance(state.data, ElasticLoader) and is_exact(state.data):
+    if isinstance(state.data, ElasticLoader) and state.data.position.exact:
         by_rank = {name for name, record in records.items() if "by_rank" in record}
         left_out = {held.name for name in by_rank for held in parts[name].own}
         receipt = ReceiptOf(left_out, state.data.state_dict())
@@ -205,7 +205,9 @@ def _streams(
     own = {s.digest: s for s in states.values() if s.digest not in earlier}
     every = ranks.gather(own, "collecting the random streams")
     merged = {digest: state for states in every for digest, state in states.items()}
-    return SavedStreams([summary.coords for summary in summaries], digests, merged)
+    coords = [summary.coords for summary in summaries]
+    unused = set(summaries[0].unused).intersection(*(summary.unused for summary in summaries))
+    return SavedStreams(coords, digests, merged, sorted(unused))
 
 
 def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:

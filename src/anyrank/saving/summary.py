@@ -10,9 +10,9 @@ from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
-from anyrank.random_state.saved_streams import RankCoords
+from anyrank.random_state.saved_streams import RankCoords, undrawn
 from anyrank.state.part_types import Saved, differences
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.world.ranks import Ranks
 
@@ -27,6 +27,7 @@ class RankSummary:
         coordinates: of the rank on the meshes of its tensors.
         coords: of the rank itself.
         streams: random stream -> digest of its state.
+        unused: streams that the rank has neither drawn from nor seeded.
         step, run: of the state.
         saves: of the state in the process.
     """
@@ -36,6 +37,7 @@ class RankSummary:
     coordinates: Coordinates
     coords: RankCoords
     streams: dict[str, str]
+    unused: list[str]
     step: int
     run: str | None
     saves: int
@@ -70,9 +72,10 @@ def summarize(
         coordinates=coordinates_of(tensors_of(parts)),
         coords=coords,
         streams=streams,
+        unused=undrawn(state.parts.streams_before, streams),
         step=state.step,
         run=state.run,
-        saves=run_parts(state).saves,
+        saves=state.parts.saves,
     )
 
 
