@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from figures import keep, spread
 from machine import describe_machine, load_average
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +33,6 @@ import anyrank
 from anyrank.saving import save
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "checked.json"
 MIB = 1 << 20
 SAVES = 10  # of which nine compare all of the replicas
 WIDTHS = [512, 1024, 768, 1536]
@@ -127,8 +126,7 @@ def job_extra(path: str) -> int:
 
 def summary(values: list[float], goal: float) -> dict[str, float]:
     """Median, least and most of a figure, beside its goal."""
-    spread = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    return spread | {"n": len(values), "goal": goal}
+    return spread(values) | {"goal": goal}
 
 
 def measure_replicas(top: str, repeats: int) -> dict[str, Any]:
@@ -192,8 +190,7 @@ def main() -> None:
         "widths": WIDTHS,
     }
     result = describe_machine() | shape | {"figures": figures}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("checked", result)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,22 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from figures import keep
 from machine import describe_machine, load_average
 
+from anyrank.filling.ends import Row
+from anyrank.filling.live_flows import EndsSummary, Planner
+from anyrank.filling.match import Filling, MatchedEnd, SourceTensor
+from anyrank.filling.report import SyncReport
 from anyrank.model.options import LoadOptions
-from anyrank.syncing.ends import Row
-from anyrank.syncing.flows import EndsSummary, Planner
-from anyrank.syncing.match import Filling, MatchedEnd, SourceTensor
-from anyrank.syncing.report import SyncReport
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Placement, local_pieces
 from anyrank.tensors.sync_plan import Strip, places_of, transfers_of
 from anyrank.world.ranks import Ranks
 
-RESULTS = Path(__file__).parent / "results" / "sync_simulated.json"
 SENDERS, RECEIVERS, ON_NODE, LAYERS = 1024, 512, 8, 80
 ROWS, COLUMNS, WHOLE = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
 # Of one layer: shape, and how tensor parallelism cuts it.
@@ -144,8 +143,7 @@ def main() -> None:
         )
         print(json.dumps(rows[-1]), flush=True)
     result = describe_machine() | {"load_average": load_average(), "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("sync_simulated", result)
 
 
 if __name__ == "__main__":

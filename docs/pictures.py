@@ -157,7 +157,7 @@ LOAD = (
     ("agree", "all ranks compare, and raise the same error or go on", "world"),
     ("spans", "reads at offsets, joined where they are near, in file order", "files"),
     ("boxes", "straight into the tensor, or cast through a bounded buffer", "files"),
-    ("report", "what was read, cast, tied, initialised; equal on all ranks", "loading"),
+    ("report", "what was read, cast, tied, initialised; equal on all ranks", "filling"),
 )
 SAVE = (
     ("layouts", "each rank says which boxes it holds of each tensor", "state"),

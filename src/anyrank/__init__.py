@@ -22,16 +22,17 @@ if TYPE_CHECKING:
         RecomputeError,
         UnsafeFile,
     )
+    from anyrank.filling.load import load
+    from anyrank.filling.materialize import materialize
+    from anyrank.filling.meta import meta
+    from anyrank.filling.plan import plan
+    from anyrank.filling.report import LoadPlan, LoadReport, SyncReport
+    from anyrank.filling.sync import Sync, sync
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
     from anyrank.inspection.diff import diff
     from anyrank.inspection.inspect import inspect
     from anyrank.inspection.verify import verify
-    from anyrank.loading.load import load
-    from anyrank.loading.materialize import materialize
-    from anyrank.loading.meta import meta
-    from anyrank.loading.plan import plan
-    from anyrank.loading.report import LoadPlan, LoadReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
     from anyrank.steps.sampler import ElasticSampler
-    from anyrank.syncing.report import SyncReport
-    from anyrank.syncing.sync import Sync, sync
     from anyrank.watching.check import check
     from anyrank.world.group import ALONE
 
@@ -100,15 +99,15 @@ HOMES = {
     "ElasticLoader": "anyrank.steps.loader",
     "ElasticSampler": "anyrank.steps.sampler",
     "LoadError": "anyrank.errors",
-    "LoadPlan": "anyrank.loading.report",
-    "LoadReport": "anyrank.loading.report",
+    "LoadPlan": "anyrank.filling.report",
+    "LoadReport": "anyrank.filling.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
-    "Sync": "anyrank.syncing.sync",
-    "SyncReport": "anyrank.syncing.report",
+    "Sync": "anyrank.filling.sync",
+    "SyncReport": "anyrank.filling.report",
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "check": "anyrank.watching.check",
@@ -116,14 +115,14 @@ HOMES = {
     "diff": "anyrank.inspection.diff",
     "freeze": "anyrank.frozen.freeze",
     "inspect": "anyrank.inspection.inspect",
-    "load": "anyrank.loading.load",
-    "materialize": "anyrank.loading.materialize",
-    "meta": "anyrank.loading.meta",
-    "plan": "anyrank.loading.plan",
+    "load": "anyrank.filling.load",
+    "materialize": "anyrank.filling.materialize",
+    "meta": "anyrank.filling.meta",
+    "plan": "anyrank.filling.plan",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "cpu_only": "anyrank.frozen.cpu_only",
-    "sync": "anyrank.syncing.sync",
+    "sync": "anyrank.filling.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",

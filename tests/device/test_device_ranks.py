@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
-from anyrank.syncing import move
+from anyrank.filling import move
 from anyrank.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sim]

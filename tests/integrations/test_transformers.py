@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -121,6 +122,15 @@ def test_a_conversion_that_lacks_an_expert_is_refused(tmp_path: Any) -> None:
     del tensors[lost]
     save_file(tensors, path)
     with pytest.raises(anyrank.LoadError, match=r"gate_up_proj is fused from"):
+        anyrank.load(build("mixtral"), tmp_path)
+
+
+def test_a_version_that_has_its_conversions_elsewhere_is_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("mixtral", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    with pytest.raises(anyrank.LoadError, match=r"tested with transformers 5\.\d+; install that"):
         anyrank.load(build("mixtral"), tmp_path)
 
 

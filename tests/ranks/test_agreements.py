@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.loading import plan_load
+from anyrank.filling import plan_load
 from anyrank.model.share import ModelShare
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.filling import plan_load
 from anyrank.formats import sources
-from anyrank.loading import plan_load
 from anyrank.model import match
 from anyrank.testing import run_ranks
 

@@ -22,11 +22,12 @@ BUDGETS = {
     "data": 1350,
     "exact": 1800,
     "files": 2850,
-    "formats": 3700,
+    "filling": 4400,
+    "foreign": 2350,
+    "formats": 2100,
     "frozen": 600,
     "inspection": 1350,
     "integrations": 3450,
-    "loading": 2050,
     "memory": 3100,
     "model": 3200,
     "peers": 400,
@@ -35,14 +36,23 @@ BUDGETS = {
     "saving": 1850,
     "state": 2550,
     "steps": 2050,
-    "syncing": 2350,
     "tensors": 2450,
     "testing": 1350,
     "watching": 1500,
     "world": 2200,
     "": 700,  # the modules that are in no room
 }
-AROUND = ("exact", "memory", "peers", "conversion", "inspection", "integrations", "cli", "testing")
+AROUND = (
+    "exact",
+    "foreign",
+    "memory",
+    "peers",
+    "conversion",
+    "inspection",
+    "integrations",
+    "cli",
+    "testing",
+)
 
 PLAIN_RUN = """
 import sys, torch, anyrank

@@ -13,7 +13,7 @@ from torch import nn
 
 import anyrank
 import anyrank.faults
-from anyrank.loading.plan import plan_source
+from anyrank.filling.plan import plan_source
 
 WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4), "1.weight": torch.randn(2, 4)}
 

@@ -24,9 +24,9 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
+from anyrank.files.local import LocalFile
 from anyrank.files.manifest import FileRecord, Manifest, parse
-from anyrank.files.storage import LocalFile
-from anyrank.files.store import LocalStore, store_for
+from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_store import RunFolder
@@ -138,7 +138,7 @@ def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(LocalStore, "rename", refuse)
+    monkeypatch.setattr(LocalStorage, "rename", refuse)
     with pytest.raises(anyrank.CheckpointError, match="cannot be written: Read-only file system"):
         resume(tmp_path, build())
     assert folders(tmp_path) == [BEFORE, NEWEST]
@@ -248,7 +248,7 @@ def test_a_failing_clean_up_is_a_warning(
 def test_an_unreadable_lock_is_nobodys(
     tmp_path: Path, bad_sectors: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (RunLock(LocalStore(), str(tmp_path)) for _ in range(2))
+    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
     first.take()
     bad_sectors.add(".lock")
     with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
@@ -471,7 +471,7 @@ def test_whose_lock_is_stale(
     path.write_text(holder(**changed))
     since = time.time() - silent_sec
     os.utime(path, (since, since))
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     if stale:
         lock.take()
         assert token(tmp_path) == lock.token
@@ -484,7 +484,7 @@ def test_whose_lock_is_stale(
 
 def test_what_is_no_lock_is_one_until_it_was_silent_for_long(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("[")
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
         lock.take()
     os.utime(tmp_path / ".lock", (0, 0))
@@ -494,7 +494,7 @@ def test_what_is_no_lock_is_one_until_it_was_silent_for_long(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(RunLock, "_read"), (LocalStore, "create"), (os, "link")],
+    [(RunLock, "_read"), (LocalStorage, "create"), (os, "link")],
     ids=["read", "create", "link"],
 )
 @pytest.mark.parametrize("is_there", [True, False], ids=["stale", "none"])
@@ -506,7 +506,7 @@ def test_one_of_two_gets_a_lock(
         (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
     elif method == "_read":
         pytest.skip("nothing is read")
-    lock, other = (RunLock(LocalStore(), str(tmp_path)) for _ in range(2))
+    lock, other = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
     real, raced = getattr(owner, method), list[int]()
     monkeypatch.setattr("anyrank.saving.lock._is_stale", lambda h, _: h.get("token") == "theirs")
 
@@ -532,7 +532,7 @@ def test_a_kill_before_a_stale_lock_is_replaced_leaves_an_error_that_says_what_t
 ) -> None:
     (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
     (tmp_path / ".lock.theirs").write_text(holder(pid=dead_pid()))
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     with pytest.raises(anyrank.CheckpointError, match=r"same time: stop them, and remove \.lock"):
         lock.take()
     (tmp_path / ".lock").unlink()
@@ -540,7 +540,7 @@ def test_a_kill_before_a_stale_lock_is_replaced_leaves_an_error_that_says_what_t
 
 
 def test_a_lock_is_renewed_in_place_and_seldom(tmp_path: Path) -> None:
-    lock = RunLock(LocalStore(), str(tmp_path))
+    lock = RunLock(LocalStorage(), str(tmp_path))
     lock.take()
     path = tmp_path / ".lock"
     text = path.read_text()
@@ -585,10 +585,10 @@ def test_a_lock_that_was_removed_by_hand_is_made_again(tmp_path: Path) -> None:
 def test_an_object_store_has_no_lock(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     for _ in range(2):
-        lock = RunLock(store_for(url), url)
+        lock = RunLock(storage_for(url), url)
         lock.take()
         lock.renew()
-    assert store_for(url).names(url) == []
+    assert storage_for(url).names(url) == []
 
 
 # -- what dead saves leave, and what a power cut takes --------------------------------------------
@@ -629,12 +629,12 @@ def test_each_new_folder_survives_a_power_cut(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.chdir(tmp_path)
     for path in (f"{tmp_path}/a/b/c", f"{tmp_path}/a/b/c/", "a/b/d/", "e"):
-        LocalStore().make_folder(path)
+        LocalStorage().make_folder(path)
     assert synced == [str(tmp_path / one) for one in ("", "a", "a/b", "a/b", "")]
     (tmp_path / "file").write_text("")
     for path, kind in (("file", FileExistsError), ("file/a", NotADirectoryError)):
         with pytest.raises(kind):
-            LocalStore().make_folder(path)
+            LocalStorage().make_folder(path)
 
 
 # -- the ranks ------------------------------------------------------------------------------------

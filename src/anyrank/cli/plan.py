@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.padding import Padding
 
-    from anyrank.loading.plan import LoadPlan
+    from anyrank.filling.plan import LoadPlan
 
 STRATEGIES = ("own", "stripe", "scatter")
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,7 +69,7 @@ def command(
     world = _world_size(ranks, mesh, nodes)
     import torch
 
-    from anyrank.loading.plan import plan_source
+    from anyrank.filling.plan import plan_source
 
     def plan_with(name: str) -> LoadPlan:
         return plan_source(
@@ -108,7 +108,7 @@ def _world_size(ranks: int | None, mesh: tuple[int, ...] | None, nodes: int | No
 
 def _show(path: str, mesh: tuple[int, ...], chosen: LoadPlan, plans: list[LoadPlan]) -> None:
     from anyrank.cli.console import out, write
-    from anyrank.loading.plan import READ_BYTES_PER_SEC, SEND_BYTES_PER_SEC
+    from anyrank.filling.plan import READ_BYTES_PER_SEC, SEND_BYTES_PER_SEC
     from anyrank.wording import count, in_units
 
     copies, shards = count(math.prod(mesh[:-1]), "copy", "copies"), count(mesh[-1], "shard")

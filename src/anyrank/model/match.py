@@ -13,13 +13,20 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
-from anyrank.frozen.freeze import FrozenSource, frozen_parts
+from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable
 from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.tensors import (
+    ModelTensor,
+    Place,
+    find_places,
+    find_tensors,
+    in_state_dict,
+    tensors_of,
+)
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
@@ -74,6 +81,11 @@ class ModelMatch:
         return replace(self, tensors=tensors)
 
     @property
+    def filled(self) -> list[tuple[int, StoredTensor]]:
+        """Every tensor that bytes are read for: those of `stored`, then of `compared`."""
+        return [*self.stored.items(), *self.compared.items()]
+
+    @property
     def tied(self) -> dict[str, list[str]]:
         """Tensors that the model has in several places -> their other names."""
         several = (t for t in self.tensors if len(t.registrations) > 1)
@@ -111,7 +123,8 @@ def match_model(
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    tensors = find_tensors(model) if tensors is None else tensors
+    places = find_places(model)
+    tensors = tensors_of(places) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
@@ -123,12 +136,12 @@ def match_model(
     listing, rename = converted(model, tensors, listing, renamer(options.rename))
     found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
-    listing, frozen, compared = _fill_frozen(model, tensors, stored, listing, parts or {})
+    listing, frozen, compared = _fill_frozen(places, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
     empty = {loadable[n] for n in found.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
     ignored = _ignorable(found.unexpected, tensors, model, rename)
-    own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
+    own_code = OwnCode([] if is_raw else places, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
         of_no_use |= _tied_to(filled, listing)
@@ -158,6 +171,25 @@ def match_model(
         ignored=ignored,
         frozen=frozen,
         own_code=own_code,
+    )
+
+
+def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
+    """A match without a source: rules fill some of the tensors, and the others stay as they are."""
+    nothing = Listing("initial values", (), {})
+    return ModelMatch(
+        tensors=tensors,
+        listing=nothing,
+        stored={},
+        compared={},
+        initialise=initialise,
+        keep=[],
+        missing=[],
+        unexpected=[],
+        duplicates={},
+        ignored=[],
+        frozen={},
+        own_code=OwnCode([], nothing, renamer(None)),
     )
 
 
@@ -204,7 +236,7 @@ def _is_beside(key: str, held: Mapping[str, torch.dtype], listing: Listing) -> b
 
 
 def _fill_frozen(
-    model: nn.Module,
+    places: Sequence[Place],
     targets: list[ModelTensor],
     stored: dict[int, StoredTensor],
     listing: Listing,
@@ -216,11 +248,15 @@ def _fill_frozen(
     """
     frozen: dict[str, str] = {}
     compared: dict[int, StoredTensor] = {}
-    for name, part in frozen_parts(model) if listing.format != LIVE else ():
-        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+    by_part = {place.module: place.raw for place in reversed(places)}
+    for part, name in by_part.items() if listing.format != LIVE else ():
+        info = frozen_info(part)
+        source = info.source if info else None
+        if source is None:
+            continue
         mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
-        if source is None or not indices:
+        if not indices:
             continue
         inner = in_state_dict(find_tensors(part))
         own = dequantised(parts[source], _held(inner))
@@ -245,7 +281,7 @@ def _fill_frozen(
 
 def is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part with a source, whole and real: never written to."""
-    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    info = None if target.frozen is None else frozen_info(target.frozen)
     if info is None or info.source is None:
         return False
     return info.tensors is not None and not target.is_meta
@@ -322,7 +358,7 @@ def _problems(
 
 
 def _names(targets: list[ModelTensor]) -> list[str]:
-    return [place.names[-1] for target in targets for place in target.registrations]
+    return [place.name for target in targets for place in target.registrations]
 
 
 def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:

@@ -22,8 +22,7 @@ from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
-from anyrank.files.storage import LocalStorage, absolute, join_path
-from anyrank.files.store import LocalStore, digest_of, storing, write_file
+from anyrank.files.storage import LocalStorage, absolute, digest_of, join_path, storing, write_file
 from anyrank.formats.run_folder import INDEX, list_step
 from anyrank.peers.transfers import FileTransfer, make_folder, pass_on
 from anyrank.saving.collect import Snapshot
@@ -67,11 +66,8 @@ class _Together(LocalStorage):
     def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
         self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
 
-    def is_file(self, path: str) -> bool:
-        return path in self.sizes
-
-    def info(self, path: str) -> FileInfo:
-        return FileInfo(path, self.sizes[path], "")
+    def find(self, path: str) -> FileInfo | None:
+        return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
 
 
 class PeerMemory:
@@ -86,7 +82,7 @@ class PeerMemory:
     def __init__(self, root: str, path: str, ranks: Ranks, is_due: IsDue) -> None:
         place = absolute(path)
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-        self.folder = RunFolder(LocalStore(), join_path(root, key))
+        self.folder = RunFolder(LocalStorage(), join_path(root, key))
         self.ranks = ranks
         self._is_due, self._last = is_due, time.monotonic()
         self._tag = ranks.from_one("naming the memory", lambda: uuid.uuid4().hex[:8])
@@ -252,7 +248,9 @@ class PeerMemory:
         pass_on(transfers, path, self.ranks)
         infos, sums = [*listing.files], dict(listing.sums)
         for n in numbers:
-            infos[n] = LocalStorage().info(_moved(infos[n].path, path))
+            found = LocalStorage().find(_moved(infos[n].path, path))
+            assert found is not None  # it was here, or came just now
+            infos[n] = found
             sums[n] = replace(sums[n], path=_moved(sums[n].path, path))
         return replace(listing, files=tuple(infos), sums=sums)
 

@@ -1,7 +1,6 @@
 """`anyrank.Checkpoints`: the loop of a run, its saves, and its resume on any number of ranks.
 
-It holds what a run is between two steps: the ranks, the folder and its lock, the save in flight,
-what is on disk already. The rooms below do the work: `saving` a save, `restore` a resume.
+It holds what a run is between two steps; `saving` does the work of a save, `restore` of a resume.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.data.position import check_same_on_ranks
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
-from anyrank.files.store import store_for
+from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.loop import (
     BoundaryReport,
@@ -37,8 +36,8 @@ from anyrank.saving.run_store import RunFolder
 from anyrank.saving.write import SaveRecord, write
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
-from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, announce_left_step
+from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
@@ -123,7 +122,7 @@ class Checkpoints:
             self._options = RunOptions(
                 self.path, keep, every, background, verify, keep_every, peers, replicas_every
             )
-            self._folder = RunFolder(store_for(self.path), self.path)
+            self._folder = RunFolder(storage_for(self.path), self.path)
         self._state = state
         self._on_commit = on_commit
         self._process_group = process_group
@@ -136,7 +135,6 @@ class Checkpoints:
         self._background = Background(self._write) if background else None
         self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
-        self._has_stepped = False
         self._is_training = False  # on all ranks alike: whether a loop was begun
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
         self._branch: int | None = None  # that was resumed although newer ones are there
@@ -250,7 +248,7 @@ class Checkpoints:
     ) -> Generator[Step, None, None]:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
-        ranks, check = self._open("steps"), run_parts(self._state).check_usable
+        ranks, check = self._open("steps"), self._state.parts.check_usable
         same_arguments(ranks, "steps", limits, CheckpointError, check)
         self._is_training = True
         yield from self._counter.go_over(loader, is_finished, self.step_done)
@@ -292,8 +290,7 @@ class Checkpoints:
         with self._counter.at_boundary():
             reports = ranks.together("completing the step", here)
             self._counter.count()
-        if not self._has_stepped:
-            self._has_stepped = True
+        if self._counter.completed == 1:
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
@@ -422,12 +419,15 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
-        announce_left_step(self._state.data)
+        data = self._state.data
+        if isinstance(data, ElasticLoader):
+            data.position.announce_left_step()
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
-            ranks, parts = self._groups.enter_context(opened), run_parts(self._state)
+            ranks, parts = self._groups.enter_context(opened), self._state.parts
             same_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
-            check_same_on_ranks(self._state.data, ranks)
+            if isinstance(data, ElasticData):
+                data.position.check_same(ranks)
             parts.agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.

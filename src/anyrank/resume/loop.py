@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.checks import check_int
-from anyrank.data.position import Position, check_complete
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
-from anyrank.steps.loader import ElasticLoader, abandon_step
-from anyrank.steps.step import Step, is_complete
+from anyrank.steps.loader import ElasticLoader
+from anyrank.steps.step import Step
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -74,9 +74,9 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        parts = run_parts(state).parts.values()
+        parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
-        self.optimizers = [innermost(one) for one in run_parts(state).optimizers()]
+        self.optimizers = [innermost(one) for one in state.parts.optimizers()]
         self._handles = [one.register_step_post_hook(self._note) for one in self.optimizers]
 
     def missed_gradients(self) -> bool:
@@ -127,9 +127,9 @@ class StepCounter:
                 "step_done() in the body of steps(), which counts the step itself at the body's "
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
-        run_parts(self._state).check_usable()
-        if isinstance(self._state.data, Position):
-            check_complete(self._state.data)
+        self._state.parts.check_usable()
+        if isinstance(self._state.data, ElasticData):
+            self._state.data.position.check_complete()
 
     def go_over(
         self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
@@ -176,12 +176,13 @@ class StepCounter:
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
-        if is_complete(step) and (hooks.stepped or not hooks.optimizers):
+        position = loader_of(self._state).position
+        if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            run_parts(self._state).unusable = _lost_step(step.number, EARLY_STEP)
+            self._state.parts.unusable = _lost_step(step.number, EARLY_STEP)
         else:
-            abandon_step(loader_of(self._state))  # the weights are those of the step before
+            position.abandon_step()  # the weights are those of the step before
 
     @contextlib.contextmanager
     def at_boundary(self) -> Generator[None]:
@@ -192,7 +193,7 @@ class StepCounter:
             raise
         except BaseException:
             why = "it was interrupted while it was counted"
-            run_parts(self._state).unusable = _lost_step(self._state.step, why)
+            self._state.parts.unusable = _lost_step(self._state.step, why)
             raise
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
@@ -203,7 +204,7 @@ class StepCounter:
         """
 
         def here() -> tuple[bool, bool]:
-            run_parts(self._state).check_usable()
+            self._state.parts.check_usable()
             return self.completed > 0, is_within_step(self._state)
 
         flags = ranks.together("leaving the loop", here)
@@ -219,7 +220,7 @@ class StepCounter:
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
         state = self._state
-        if isinstance(state.data, Position):
+        if isinstance(state.data, ElasticData):
             state.data.commit()
             state.samples = state.data.samples
         state.step += 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyrank.data.position import Position, check_receipt, data_rank
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
@@ -25,13 +25,14 @@ from anyrank.random_state.saved_streams import (
     StreamState,
     capture,
     digests_of,
+    undrawn,
 )
 from anyrank.saving.rank_file import Item, items_of
 from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved, differences
 from anyrank.state.replicas import compare_replicas
-from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, is_exact
+from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
@@ -70,6 +71,7 @@ class RankSummary:
         mesh_coordinates: of the rank on the meshes of its tensors.
         rank: which one it is.
         streams: random stream -> digest of its state.
+        unused: streams that the rank has neither drawn from nor seeded.
         step, run: of the state.
         new_run: the id of a run that has none; the first rank's counts.
         saves: of the state in the process.
@@ -80,6 +82,7 @@ class RankSummary:
     mesh_coordinates: Coordinates
     rank: RankCoords
     streams: dict[str, str]
+    unused: list[str]
     step: int
     run: str | None
     new_run: str
@@ -91,7 +94,7 @@ class RankSummary:
 
 def is_within_step(state: TrainState) -> bool:
     """Whether microbatches were drawn that no completed step accounts for."""
-    return isinstance(state.data, Position) and state.data.in_step
+    return isinstance(state.data, ElasticData) and state.data.in_step
 
 
 def check_boundary(state: TrainState) -> None:
@@ -100,7 +103,7 @@ def check_boundary(state: TrainState) -> None:
     Raises:
         CheckpointError: a step is under way, or the state is half restored.
     """
-    run_parts(state).check_usable()
+    state.parts.check_usable()
     if is_within_step(state):
         raise CheckpointError(
             "save() within a step, whose samples are not accounted for: save after the body "
@@ -114,7 +117,7 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
     """
     problem: str | None = None
     try:
-        run_parts(state).check_optimizers(ranks.index)
+        state.parts.check_optimizers(ranks.index)
     except CheckpointError as error:
         problem = str(error)
     problems = [*filter(None, ranks.gather(problem, "looking at the optimizers"))]
@@ -136,12 +139,12 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ where they must not.
     """
-    if isinstance(state.data, Position):
-        check_receipt(state.data, ranks)
+    if isinstance(state.data, ElasticData):
+        state.data.position.check_receipt(ranks)
 
     def look() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
         check()
-        inner = run_parts(state)
+        inner = state.parts
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         for held in _tensors_of(parts):
@@ -154,12 +157,12 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     meshes = [summary.mesh_coordinates for summary in summaries]
     coordinates = dict(zip(ranks.ranks, meshes, strict=True))
     differed = compare_replicas(parts, coordinates, summaries[0].saves, ranks)
-    run_parts(state).saves = summaries[0].saves + 1
+    state.parts.saves = summaries[0].saves + 1
     manifest = Manifest(
         run=state.run or summaries[0].new_run,
         step=state.step,
         epoch=state.epoch,
-        samples=state.data.samples if isinstance(state.data, Position) else state.samples,
+        samples=state.data.samples if isinstance(state.data, ElasticData) else state.samples,
         saved_on={"ranks": ranks.size, "layout": _layout_in_words(_tensors_of(parts))},
         lineage=state.lineage,
         written="",
@@ -168,7 +171,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         parts=records,
         differed=differed,
     )
-    has_receipt = isinstance(state.data, ElasticLoader) and is_exact(state.data)
+    has_receipt = isinstance(state.data, ElasticLoader) and state.data.position.exact
     by_rank = [name for name, record in records.items() if "by_rank" in record]
     return Snapshot(
         items=_items(parts, records, coordinates, ranks),
@@ -183,8 +186,8 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
     data = (ranks.index, ranks.size)
-    if isinstance(state.data, Position):
-        data = data_rank(state.data)
+    if isinstance(state.data, ElasticData):
+        data = state.data.position.data_rank()
     return RankCoords(ranks.index, ranks.size, *data)
 
 
@@ -214,7 +217,8 @@ def _streams(
     digests = [summary.streams for summary in summaries]
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
     own = {s.digest: s for s in states.values() if s.digest not in earlier}
-    return SavedStreams([summary.rank for summary in summaries], digests, own)
+    unused = set(summaries[0].unused).intersection(*(summary.unused for summary in summaries))
+    return SavedStreams([summary.rank for summary in summaries], digests, own, sorted(unused))
 
 
 def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
@@ -256,16 +260,18 @@ def _summarize(
         for part, saved in parts.items()
         if saved.agreement == "per rank"
     }
+    digests = digests_of(streams)
     return RankSummary(
         shared=shared,
         records=records,
         mesh_coordinates=coordinates_of(_tensors_of(parts)),
         rank=rank,
-        streams=digests_of(streams),
+        streams=digests,
+        unused=undrawn(state.parts.streams_before, digests),
         step=state.step,
         run=state.run,
         new_run=uuid.uuid4().hex,
-        saves=run_parts(state).saves,
+        saves=state.parts.saves,
     )
 
 

@@ -18,8 +18,7 @@ from contextlib import closing
 from typing import Any
 
 from anyrank.errors import CheckpointError
-from anyrank.files.storage import join_path
-from anyrank.files.store import WritableStorage, storing, write_file
+from anyrank.files.storage import Storage, join_path, storing, write_file
 from anyrank.settings import LOCK_SEC
 from anyrank.world.processes import has_ended, is_alive, own_process
 
@@ -39,7 +38,7 @@ class RunLock:
         lost: another process has taken it since; no save may follow.
     """
 
-    def __init__(self, store: WritableStorage, folder: str) -> None:
+    def __init__(self, store: Storage, folder: str) -> None:
         self.store, self.folder = store, folder
         self.path = join_path(folder, LOCK)
         self.token = uuid.uuid4().hex

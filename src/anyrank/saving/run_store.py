@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
-from anyrank.files.storage import absolute, join_path
-from anyrank.files.store import WritableStorage, reading, storing, write_file
+from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
 from anyrank.formats.run_folder import (
     SavedStep,
     Step,
@@ -47,7 +46,7 @@ class RunFolder:
         place: where it is, wherever the process goes.
     """
 
-    def __init__(self, store: WritableStorage, path: str) -> None:
+    def __init__(self, store: Storage, path: str) -> None:
         self.store = store
         self.path = path
         self.place = absolute(path)

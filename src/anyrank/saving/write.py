@@ -12,8 +12,7 @@ from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import FileRecord, Manifest, record
 from anyrank.files.receipt import Digests, receipt_of_step
-from anyrank.files.storage import join_path
-from anyrank.files.store import WritableStorage, write_file
+from anyrank.files.storage import Storage, join_path, write_file
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import INDEX, SavedBox, index_of
@@ -124,9 +123,7 @@ class RankShare(NamedTuple):
     states: dict[str, StreamState]
 
 
-def write_own_share(
-    snapshot: Snapshot, store: WritableStorage, folder: str, ranks: Ranks
-) -> RankShare:
+def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Ranks) -> RankShare:
     """Write this rank's file into a step's folder.
 
     Raises:

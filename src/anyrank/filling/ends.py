@@ -1,0 +1,271 @@
+"""The two ends of a sync as their ranks hold them, and what the other ranks need to know of them.
+
+An end that is sharded over many ranks is described once: ranks with the same rows differ in their
+coordinates only, which are a few numbers each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.model.given_layouts import JoinedLayouts, RankMesh
+from anyrank.model.match import is_pinned
+from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
+from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.wrappers import plain_class
+from anyrank.tensors.layout import Layout
+
+Module = nn.Module | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What one adapter adds to a weight of `src`; see `Factors`, whose positions are names here."""
+
+    adapter: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+    narrows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor of an end, the same on all ranks that hold a part of it.
+
+    Attributes:
+        keys: its names, several when it is tied.
+        shape: global.
+        dtype: of its elements.
+        layout: how it lies on its mesh; None: whole on each rank.
+        mesh: number of the mesh, by which its coordinate is found.
+        kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
+            "dropped" for what a merged model has not.
+        is_meta: whether it has no values yet.
+        is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
+        is_merged: whether the values of an adapter that is still there are part of it.
+        is_pinned: whether it belongs to a frozen part, and is never written to.
+        added: what adapters add to it on the way.
+        scaling: by which the model multiplies what this factor of an adapter is part of.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None = field(repr=False)
+    mesh: int
+    kind: str
+    is_meta: bool
+    is_adapter: bool
+    is_merged: bool
+    is_pinned: bool
+    added: tuple[Added, ...] = ()
+    scaling: float | None = None
+
+
+@dataclass(frozen=True)
+class Described:
+    """One side of a sync on this rank, in words; equal where it is the same to other ranks.
+
+    Attributes:
+        rows: its tensors.
+        coordinates: this rank's, in each of the meshes that the rows number.
+        title: of the model's class, what else a match asks of it.
+    """
+
+    rows: tuple[Row, ...]
+    coordinates: tuple[tuple[int, ...] | None, ...]
+    title: str
+
+    @cached_property
+    def digest(self) -> str:
+        """By which ranks with the same rows find each other; empty without tensors."""
+        if not self.rows:
+            return ""
+        layouts: dict[int, str] = {}  # by identity, as many rows have one
+        text = [self.title]
+        for row in self.rows:
+            known = layouts.get(id(row.layout))
+            if known is None:
+                known = layouts[id(row.layout)] = repr(row.layout)
+            text.append(f"{row}{known}")
+        return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class End:
+    """One side of a sync on this rank.
+
+    Attributes:
+        module: what was given, or a module that holds the dict's tensors; empty for None.
+        tensors: of the module.
+        described: the same tensors, as other ranks know them.
+    """
+
+    module: nn.Module
+    tensors: list[ModelTensor]
+    described: Described
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The tensors, as other ranks know them."""
+        return self.described.rows
+
+    @property
+    def digest(self) -> str:
+        """Of the rows; empty without tensors."""
+        return self.described.digest
+
+
+class Look:
+    """One end as this rank has it, on its way to what other ranks need to know of it.
+
+    Args:
+        given: the module, the dict, or None.
+        merge: see the end as the model that it is with its adapters merged.
+
+    Attributes:
+        tensors: of the module; of plain ones that are parts, as if they were whole.
+
+    Raises:
+        LoadError: tensors that cannot be read or written, named with their type.
+    """
+
+    def __init__(self, given: Module, *, merge: bool = False) -> None:
+        self.module, self.merge = _as_module(given), merge
+        self.tensors = find_tensors(self.module)
+
+    def end(self, meshes: Mapping[int, RankMesh]) -> End:
+        """The end, once its tensors say what they are parts of.
+
+        Args:
+            meshes: of the tensors that are parts.
+
+        Raises:
+            LoadError: adapters that cannot be merged.
+        """
+        rows, coordinates = _rows(self.tensors, meshes)
+        rows = _as_merged(self.tensors, rows) if self.merge else rows
+        kind = plain_class(self.module)
+        title = f"{kind.__module__}.{kind.__qualname__}"
+        return End(self.module, self.tensors, Described(tuple(rows), coordinates, title))
+
+
+def look(given: Module, *, merge: bool = False) -> End:
+    """One end as this rank has it, without `layout=`.
+
+    Raises:
+        LoadError: as `Look`.
+    """
+    return Look(given, merge=merge).end({})
+
+
+def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
+    """Both ends, dst first, with what plain tensors are parts of.
+
+    Raises:
+        LoadError: adapters that cannot be merged.
+    """
+    dst, src = looks
+    meshes = joined.apply({"dst": dst.tensors, "src": src.tensors})
+    return dst.end(meshes["dst"]), src.end(meshes["src"])
+
+
+def _rows(
+    tensors: list[ModelTensor], given_meshes: Mapping[int, RankMesh]
+) -> tuple[list[Row], tuple[tuple[int, ...] | None, ...]]:
+    """The rows of an end, and this rank's coordinates."""
+    meshes: dict[int, int] = {}
+    coordinates: list[tuple[int, ...] | None] = []
+    rows: list[Row] = []
+    for index, tensor in enumerate(tensors):
+        held: Any = tensor.tensor
+        mesh = 0
+        if tensor.layout is not None:
+            mesh = id(held.device_mesh if tensor.is_dtensor else given_meshes[index])
+        if mesh not in meshes:
+            meshes[mesh] = len(coordinates)
+            coordinates.append(tensor.coordinate)
+        keys = tuple(dict.fromkeys(place.unwrapped for place in tensor.registrations))
+        rows.append(
+            Row(
+                keys=keys,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                layout=tensor.layout,
+                mesh=meshes[mesh],
+                kind=tensor.kind,
+                is_meta=tensor.is_meta,
+                is_adapter=tensor.adapter or any(".modules_to_save." in key for key in keys),
+                is_merged=is_merged(tensor),
+                is_pinned=is_pinned(tensor),
+                scaling=scaling_of(tensor),
+            )
+        )
+    return rows, tuple(coordinates)
+
+
+def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
+    """The rows of a model as it is with its adapters merged.
+
+    Raises:
+        LoadError: as `find_lora`.
+    """
+    lora = find_lora(tensors)
+    factors = {n for found in lora.added.values() for each in found for n in (each.a, each.b)}
+    merged: list[Row] = []
+    for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
+        if index in factors:
+            merged.append(replace(row, kind="factor"))
+        elif index in lora.dropped:
+            merged.append(replace(row, kind="dropped"))
+        else:
+            keys = tuple(dict.fromkeys(merged_name(place) for place in tensor.registrations))
+            added = tuple(
+                Added(
+                    adapter=each.adapter,
+                    a=rows[each.a].keys[0],
+                    b=rows[each.b].keys[0],
+                    scaling=each.scaling,
+                    transposed=each.transposed,
+                    narrows=each.narrows,
+                )
+                for each in lora.added.get(index, ())
+            )
+            merged.append(replace(row, keys=keys, added=added, is_adapter=False))
+    return merged
+
+
+def check_values(end: End) -> None:
+    """Refuse a source that has no values to send.
+
+    Raises:
+        LoadError: tensors on meta.
+    """
+    wanted = [row for row in end.rows if row.kind != "derived"]
+    on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
+    if on_meta:
+        names = ", ".join(end.tensors[n].name for n in on_meta[:10])
+        raise LoadError(
+            f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
+            "load or materialize it first"
+        )
+
+
+def _as_module(given: Module) -> nn.Module:
+    """A module whose tensors are those given; names of a dict are kept as they are."""
+    if isinstance(given, nn.Module):
+        return given
+    module = nn.Module()
+    # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
+    module.__dict__["_parameters"].update(given or {})
+    return module

@@ -1,0 +1,212 @@
+"""`anyrank.load`: weights from any source into any model, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anyrank.filling.fill import Filled
+from anyrank.filling.load_live import load_live
+from anyrank.filling.plan_load import (
+    AgreedPlan,
+    SourceInfo,
+    header_reader,
+    look_at_source,
+    plan_load,
+)
+from anyrank.filling.read import fill_from_files
+from anyrank.filling.report import LoadReport, log_report
+from anyrank.formats.sources import Source
+from anyrank.model.given_layouts import GivenLayout
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import LoadOptions
+from anyrank.model.tensors import in_state_dict
+from anyrank.model.verify import (
+    check_files,
+    compare_duplicates,
+    compare_replicas,
+    count_nonfinite,
+)
+from anyrank.tensors.names import Rename
+from anyrank.tensors.spec import dtype_name
+from anyrank.world.group import Group
+from anyrank.world.ranks import Ranks, open_ranks
+
+log = logging.getLogger("anyrank.load")
+
+
+def load(
+    model: nn.Module,
+    source: Source | None,
+    *,
+    missing: Literal["error", "init", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: Literal["float", "any"] = "float",
+    rename: Rename = None,
+    layout: GivenLayout = None,
+    strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
+    buffer_bytes: int | None = None,
+    process_group: Group = None,
+    progress: bool | Callable[[int, int], None] | None = None,
+    verify: bool = False,
+) -> LoadReport:
+    """Load weights into a model, before or after it was wrapped, sharded, compiled or put on meta.
+
+    Every rank of the group calls it with the same model and source. Each rank ends with its own
+    share and reads, where it can, nothing else. Parameter objects stay the same ones. Names,
+    shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
+    meta stays as it was when a load fails, also in the middle of reading.
+
+    Example::
+
+        with anyrank.meta():  # no memory for parameters yet
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
+        weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
+        report = anyrank.load(model, weights)  # or a path or URL
+        assert torch.equal(model[1].weight, weights["1.weight"])
+        missing, unexpected = report
+        assert not missing and not unexpected
+
+    Args:
+        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
+            real or on meta, or half of both.
+        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
+            folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
+            ranks that have no source: they receive their share from ranks that do.
+        missing: what to do with tensors that the source does not hold: "error"; "init" gives them
+            the model's own initial values, the same on any number of ranks; "keep" leaves them.
+        unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
+        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
+            can.
+        rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
+            (regex, replacement), or a callable; a key that becomes "" is left out.
+        layout: for plain tensors that are this rank's part of a whole, as Megatron and vLLM hold
+            them: a dict of name or pattern to (mesh, placements), or a function of the name. The
+            parts are checked over the ranks: no hole, no overlap.
+        strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
+            exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
+        buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
+        progress: True, False, or called with (bytes done, bytes in all) on the first rank.
+            Default: a bar on the first rank when a terminal is there.
+        verify: compare the files with the checksums that came with them before anything is loaded,
+            and replicas with one another afterwards; count NaN and infinities.
+
+    Returns:
+        The report, equal on all ranks. `missing, unexpected = load(...)` works as well.
+
+    Raises:
+        LoadError: the source does not fit, cannot be read, or is corrupt, or ranks were called with
+            different arguments; on all ranks.
+        UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
+        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
+            on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+    """
+    meter = Meter()
+    options = LoadOptions(
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        rename=rename,
+        strategy=strategy,
+        buffer_bytes=buffer_bytes,
+        progress=progress,
+        verify=verify,
+        layout=layout,
+    )
+    # Under inference mode new parameters would never get gradients.
+    with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
+        headers = header_reader(model, source, ranks)
+        tell = partial(look_at_source, source, ranks, headers)
+        sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
+        if any(info.is_live for info in sources):
+            report = load_live(model, source, options, ranks, meter)
+            _log(report, ranks)
+            return report
+        plan = plan_load(model, source, ranks, options, sources, headers)
+        verified = ["replicas", *_check_source(plan, ranks)] if verify else []
+        filled = fill_from_files(model, plan, ranks, meter, progress)
+        nonfinite: dict[str, int] = {}
+        if verify:
+            loaded = in_state_dict(plan.match.tensors)
+            compare_replicas(loaded, ranks)
+            nonfinite = count_nonfinite(loaded, ranks)
+        report = _report(plan, filled, ", ".join(verified), nonfinite)
+    _log(report, ranks)
+    return report
+
+
+def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
+    """Compare the source with its checksums; what was compared, in words. All ranks."""
+    readers, listing = plan.readers, plan.match.listing
+
+    def check() -> list[str]:
+        if ranks.rank not in readers:
+            return []
+        compare_duplicates(listing, plan.match.stored_twice)
+        number, count = readers.index(ranks.rank), len(readers)
+        return check_files(listing, number, count, ranks.check)
+
+    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
+
+
+def _report(
+    plan: AgreedPlan, filled: Filled, verified: str, nonfinite: dict[str, int]
+) -> LoadReport:
+    """The report of a load.
+
+    Args:
+        plan: what was carried out.
+        filled: what that did.
+        verified: what `verify=True` compared, in words.
+        nonfinite: tensor -> number of NaN and infinite values.
+    """
+    match, tensors = plan.match, plan.match.tensors
+    return LoadReport(
+        **filled.fields(),
+        missing=match.missing,
+        unexpected=match.unexpected,
+        kept=[n for i in match.keep if (n := tensors[i].name) not in filled.rules],
+        tied=match.tied,
+        cast={
+            tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
+            for i, stored in match.stored.items()
+            if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
+        },
+        own_code=filled.own_code.ran,
+        own_code_not_run=filled.own_code.not_run,
+        frozen=match.frozen,
+        format=match.listing.format,
+        strategy=plan.decision.name,
+        reason=plan.decision.reason,
+        nonfinite=nonfinite,
+        verified=verified,
+        skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
+        duplicates=match.stored_twice,
+        tensors=len({*match.stored, *match.compared}),
+        bytes_read=[moved.read for moved in filled.moved],
+    )
+
+
+def _log(report: LoadReport, ranks: Ranks) -> None:
+    """Log on the first rank."""
+    if ranks.index:
+        return
+    log_report(report, log, "the source", "the model")
+    if report.duplicates and not report.verified and report.strategy != "sync":
+        log.warning(
+            "the source holds tied tensors more than once; %s was loaded, and not compared with "
+            "the others: verify=True does",
+            ", ".join(list(report.duplicates.values())[:10]),
+        )
+    if "no checksums" in report.verified:
+        log.warning("%s", report.verified)

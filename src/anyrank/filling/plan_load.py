@@ -1,0 +1,348 @@
+"""Everything before the first byte of payload: headers, who sees the source, the agreed plan."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from anyrank.errors import AnyrankError, LoadError, WrongValue
+from anyrank.files.listing import Listing
+from anyrank.files.storage import storage_for
+from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
+from anyrank.filling.strategy import Decision, caches_of, decide
+from anyrank.formats.sources import Source, list_source, with_fingerprints
+from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
+from anyrank.model.allocate import default_buffer
+from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.match import ModelMatch, match_model
+from anyrank.model.options import LoadOptions
+from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.verify import check_alike
+from anyrank.tensors.plan import in_one_chunk, shared_reads
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
+from anyrank.world.ranks import Ranks
+
+SMALL_BYTES = 64 << 10  # of headers that go with the first message; longer ones are broadcast
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What one rank has read for all.
+
+    Attributes:
+        listing: what the source holds; None where all ranks know it already.
+        parts: what the sources of frozen parts hold.
+    """
+
+    listing: Listing | None
+    parts: dict[FrozenSource, Listing]
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What a rank was given as a source, and whether it is there.
+
+    Attributes:
+        given: the paths, or "a dict of tensors", or "" for None or an empty dict.
+        visible: whether this rank can read it.
+        seed: this rank's torch seed.
+        is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
+        headers: what it holds, if this rank has read them for all, and they are few bytes.
+    """
+
+    given: str
+    visible: bool
+    seed: int
+    is_live: bool = False
+    headers: Headers | None = None
+
+
+@dataclass(frozen=True)
+class AgreedPlan:
+    """A load that can only fail by I/O from here on.
+
+    Attributes:
+        match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
+        decision: who reads, and why.
+        readers: the ranks that read.
+        flows: what passes between ranks; None where each reads its own bytes.
+        buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
+        seed: the first rank's torch seed, for tensors that a rule fills.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        in_place: whether any rank writes into memory that held values before.
+    """
+
+    match: ModelMatch
+    decision: Decision
+    readers: tuple[int, ...]
+    flows: FileFlows | None
+    buffer_bytes: int
+    seed: int
+    rebuild: bool
+    in_place: bool
+
+
+@dataclass(frozen=True)
+class _MatchSummary:
+    """What a rank lets the others know of its match.
+
+    Attributes:
+        digest: of all that must be equal on all ranks.
+        coordinates: where this rank is in the mesh of each tensor.
+        has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
+        frozen: hash of each frozen part, None where it is unknown.
+        buffer_bytes: staging memory that this rank would use.
+    """
+
+    digest: str
+    coordinates: Coordinates
+    has_meta_buffers: bool
+    has_real_tensors: bool
+    frozen: dict[str, str | None]
+    buffer_bytes: int
+
+
+def header_reader(
+    model: nn.Module, source: Source | None, ranks: Ranks, known: Listing | None = None
+) -> Callable[[], Headers]:
+    """What reads the headers of a load, once.
+
+    Args:
+        model, source, ranks: of the load.
+        known: what the source holds, where all ranks know that already.
+    """
+
+    def to_send(listed: Listing) -> Listing:
+        if len({*ranks.nodes}) > 1:
+            listed = with_fingerprints(listed)
+        return listed.without_memory() if ranks.size > 1 else listed
+
+    def read() -> Headers:
+        listing = None if known else to_send(list_source(_given(source)))
+        parts = {path: to_send(list_source(path)) for path in frozen_sources(model)}
+        return Headers(listing, parts)
+
+    return functools.cache(read)
+
+
+def look_at_source(
+    source: Source | None, ranks: Ranks, read_headers: Callable[[], Headers]
+) -> SourceInfo:
+    """What this rank was given, for the others; it does not wait for them.
+
+    The first rank reads the headers at once, as it is the one whose headers count wherever it sees
+    the source. What is wrong with them is raised where all ranks ask for them.
+
+    Raises:
+        LoadError: the source cannot be reached.
+    """
+    info = _look(source)
+    if ranks.index or not info.visible or info.is_live:
+        return info
+    try:
+        headers = read_headers()
+    except Exception:
+        return info
+    is_long = ranks.size > 1 and len(pickle.dumps(headers)) > SMALL_BYTES
+    return info if is_long else replace(info, headers=headers)
+
+
+def plan_load(
+    model: nn.Module,
+    source: Source | None,
+    ranks: Ranks,
+    options: LoadOptions,
+    sources: Sequence[SourceInfo],
+    read_headers: Callable[[], Headers],
+    *,
+    known: Listing | None = None,
+    tensors: list[ModelTensor] | None = None,
+) -> AgreedPlan:
+    """Plan a load and agree on it. All ranks; nothing is changed.
+
+    Args:
+        model, source, ranks, options: of the load.
+        sources: what each rank was given.
+        read_headers: of `header_reader`.
+        known: what the source holds, where all ranks know it already.
+        tensors: of the model, where all ranks know what they are parts of already.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    first = _agreed_reader(sources, ranks)
+    headers = sources[ranks.ranks.index(first)].headers
+    if headers is None:
+        headers = ranks.from_one("reading the headers", read_headers, first)
+    listing, parts = known or headers.listing, headers.parts
+    assert listing is not None
+    list_own = functools.cache(lambda: list_source(_given(source)))
+
+    if options.layout is not None:
+        tensors = ranks.own("looking at it", lambda: find_tensors(model))
+        apply_layouts({"the model": tensors}, options.layout, ranks)
+
+    def match_here() -> tuple[ModelMatch, _MatchSummary]:
+        # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
+        mine = list_own() if isinstance(source, Mapping) and source else listing
+        match = match_model(model, mine, options, tensors, parts)
+        return match, _summary(model, match, options, ranks)
+
+    match, summaries = ranks.own_and_all("planning the load", match_here)
+    if len({summary.digest for summary in summaries}) > 1:
+        _explain_difference(match, ranks)
+    _compare_frozen([summary.frozen for summary in summaries], ranks)
+    places = (summary.coordinates for summary in summaries)
+    coordinates = dict(zip(ranks.ranks, places, strict=True))
+    caches = caches_of(ranks.ranks, ranks.nodes, listing)
+    repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
+    visible = [info.visible for info in sources]
+    decision = decide(options.strategy, ranks.ranks, caches, visible, repeated)
+    buffer_bytes = min(summary.buffer_bytes for summary in summaries)
+    flows = FileFlows(
+        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.filled],
+        listing=match.listing,
+        coordinates=coordinates,
+        nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
+        readers=decision.readers,
+        stage_bytes=buffer_bytes // 2,  # the rest is the window's
+    )
+    return AgreedPlan(
+        match=match,
+        decision=decision,
+        readers=decision.readers or ranks.ranks,
+        flows=None if decision.name == "own" else flows,
+        buffer_bytes=buffer_bytes,
+        seed=sources[0].seed,
+        rebuild=any(summary.has_meta_buffers for summary in summaries),
+        in_place=any(summary.has_real_tensors for summary in summaries),
+    )
+
+
+def _summary(
+    model: nn.Module, match: ModelMatch, options: LoadOptions, ranks: Ranks
+) -> _MatchSummary:
+    tensors = match.tensors
+    left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
+    # All ranks get the same for a part that is filled; of others each keeps its own.
+    kept = {part for t in left for place in t.registrations for part in place.path}
+    return _MatchSummary(
+        digest=_digest(match) if ranks.size > 1 else "",
+        coordinates=coordinates_of(tensors),
+        has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
+        has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
+        frozen={
+            name: part.anyrank_frozen.digest  # type: ignore[union-attr]
+            for name, part in frozen_parts(model)
+            if part in kept
+        },
+        buffer_bytes=options.buffer_bytes or default_buffer(tensors),
+    )
+
+
+def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> None:
+    """Nobody broadcasts frozen parts, so they must be equal to begin with.
+
+    Raises:
+        LoadError: a part whose hash, taken when it was frozen, differs between ranks.
+    """
+    for name, digest in parts[0].items():
+        for rank, others in zip(ranks.ranks, parts, strict=True):
+            if others.get(name) != digest and None not in (digest, others.get(name)):
+                raise LoadError(
+                    f"the frozen part {name or '(the model itself)'} differs between ranks: "
+                    f"rank {ranks.ranks[0]} has {digest}, rank {rank} has {others.get(name)}: "
+                    "freeze the same weights on every rank"
+                )
+
+
+def _given(source: Source | None) -> Source:
+    if source is None:
+        raise WrongValue(
+            "the source is None on every rank: give a path, a list of paths or a dict of tensors"
+        )
+    return source
+
+
+def _look(source: Source | None) -> SourceInfo:
+    seed = torch.initial_seed()
+    if source is None or isinstance(source, Mapping):
+        is_live = any(hasattr(value, "placements") for value in (source or {}).values())
+        return SourceInfo("a dict of tensors" if source else "", bool(source), seed, is_live)
+    several = isinstance(source, Sequence) and not isinstance(source, str)
+    paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
+    visible = True
+    for path in paths:
+        try:
+            storage = storage_for(path)
+            visible = visible and (storage.is_file(path) or storage.is_dir(path))
+        except (AnyrankError, ImportError):
+            raise
+        except Exception as error:  # each of fsspec's file systems has errors of its own
+            raise LoadError(f"{path}: cannot be reached: {error}") from error
+    return SourceInfo(", ".join(paths), visible, seed)
+
+
+def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
+    """The rank whose headers count: the first that sees the source.
+
+    Raises:
+        LoadError: ranks were given different sources.
+    """
+    given: dict[str, int] = {}
+    for info, rank in zip(sources, ranks.ranks, strict=True):
+        if info.given:
+            given.setdefault(info.given, rank)
+    if len(given) > 1:
+        (source, rank), (other, other_rank) = list(given.items())[:2]
+        raise LoadError(
+            f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
+            f"{other!r}; give all ranks the same source, or None to ranks that have no source"
+        )
+    seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
+    return next(iter([*seeing, *given.values(), *ranks.ranks]))
+
+
+def _repeated(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], cache_of: Mapping[int, int]
+) -> int:
+    """Bytes that ranks with different page caches would each read."""
+    if len(set(cache_of.values())) == 1:
+        return 0
+    total = 0
+    for index, stored in match.stored.items():
+        groups = replicas(index, match.tensors[index], coordinates)
+        whole = in_one_chunk(stored)  # as many steps as there are groups
+        for shared in shared_reads(whole, groups, gap_bytes(stored, match.listing)):
+            caches = {cache_of[rank] for rank in shared.takers}
+            total += shared.read.nbytes if len(caches) > 1 else 0
+    return total
+
+
+def _digest(match: ModelMatch) -> str:
+    rows = [
+        (
+            tensor.describe(),
+            str(match.stored[index].dtype) if index in match.stored else "",
+            index in match.compared,
+            index in match.initialise,
+        )
+        for index, tensor in enumerate(match.tensors)
+    ]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+
+
+def _explain_difference(match: ModelMatch, ranks: Ranks) -> None:
+    """Raise the first difference between the ranks' models. All ranks."""
+    check_alike(ranks.gather([tensor.describe() for tensor in match.tensors]), ranks)
+    raise LoadError(
+        "the ranks' renaming functions give different names, or their dicts of tensors have "
+        "different keys or dtypes"
+    )

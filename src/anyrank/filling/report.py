@@ -1,0 +1,301 @@
+"""What a load or a sync did, or would do: equal on all ranks and printable as one screen."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from anyrank.wording import count, joined
+
+MIB = 1 << 20
+SHOWN = 5
+
+
+def _mib_by_rank(values: list[int]) -> str:
+    """Bytes of each rank, in words."""
+    shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
+    more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
+    return f"{shown}{more} MiB by rank"
+
+
+def _group_line(title: str, items: list[str]) -> str:
+    """One line of a report: how many, and the first few."""
+    return f"  {title:<12} {len(items)}: {joined(items, SHOWN, '; ')}"
+
+
+@dataclass(frozen=True)
+class FillReport:
+    """How a model was filled; `LoadReport` and `SyncReport` describe each field."""
+
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    initialised: dict[str, str] = field(default_factory=dict[str, str])
+    rebuilt: dict[str, str] = field(default_factory=dict[str, str])
+    kept: list[str] = field(default_factory=list[str])
+    tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    cast: dict[str, str] = field(default_factory=dict[str, str])
+    renewed: list[str] = field(default_factory=list[str])
+    verified: str = ""
+    tensors: int = 0
+    bytes_sent: list[int] = field(default_factory=list[int])
+    peak_host_bytes: list[int] = field(default_factory=list[int])
+    peak_device_bytes: list[int] = field(default_factory=list[int])
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def _lines(self, others: Mapping[str, list[str]]) -> list[str]:
+        """What happened to tensors, a line for each title that has any; and what was verified."""
+        groups = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
+            "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
+            "kept": self.kept,
+            "tied": [f"{name} = {', '.join(also)}" for name, also in self.tied.items()],
+            "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
+            "new objects": self.renewed,
+            **others,
+        }
+        lines = [_group_line(title, items) for title, items in groups.items() if items]
+        return [*lines, f"  verified     {self.verified}"] if self.verified else lines
+
+
+@dataclass(frozen=True)
+class LoadReport(FillReport):
+    """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
+
+    Example::
+
+        model = torch.nn.Linear(2, 2)
+        report = anyrank.load(model, {"weight": torch.eye(2)}, missing="keep")
+        assert report.kept == ["bias"]
+        print(report)  # one screen
+        report.to_json()
+
+    Attributes:
+        missing: tensors of the model that the source does not hold.
+        unexpected: keys of the source that fill no tensor of the model.
+        initialised: tensors that a rule of the model gave their values, with the rule.
+        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        kept: missing tensors that kept the values they had.
+        tied: tensor -> its other names.
+        duplicates: keys of tied tensors that the source holds more than once -> the key that was
+            loaded; compared with `verify=True` only.
+        cast: tensor -> "dtype in the source -> dtype in the model".
+        renewed: tensors on meta whose objects torch could not keep, as something else referred to
+            them: the model has new objects, and an optimizer built before has the old ones.
+        own_code: extra state that was handed to its module.
+        own_code_not_run: modules whose code (hooks, overrides) load_state_dict would have run, and
+            extra state that was not handed over -> why; values are those of the source.
+        frozen: parts passed to `freeze()` -> where their values came from.
+        format: of the source.
+        strategy: "own", "stripe" or "scatter".
+        reason: why this strategy.
+        nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.
+        verified: what `verify=True` compared, in words; "" without it.
+        skipped: files and keys that were skipped, with the reason.
+        bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry a rank, in the
+            group's order. Peaks are above the state before the call.
+        seconds: of the slowest rank.
+    """
+
+    own_code: list[str] = field(default_factory=list[str])
+    own_code_not_run: dict[str, str] = field(default_factory=dict[str, str])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
+    format: str = ""
+    strategy: str = ""
+    reason: str = ""
+    nonfinite: dict[str, int] = field(default_factory=dict[str, int])
+    skipped: list[str] = field(default_factory=list[str])
+    bytes_read: list[int] = field(default_factory=list[int])
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """`missing, unexpected = report`, as with `load_state_dict`."""
+        yield self.missing
+        yield self.unexpected
+
+    def __str__(self) -> str:
+        lines = [
+            f"loaded {count(self.tensors, 'tensor')} ({self.format}) in {self.seconds:.2f} s",
+            f"  strategy     {self.strategy}: {self.reason}",
+            f"  read         {_mib_by_rank(self.bytes_read)}",
+        ]
+        if any(self.bytes_sent):
+            lines.append(f"  sent         {_mib_by_rank(self.bytes_sent)}")
+        lines.append(f"  host peak    {_mib_by_rank(self.peak_host_bytes)}")
+        if any(self.peak_device_bytes):
+            lines.append(f"  device peak  {_mib_by_rank(self.peak_device_bytes)}")
+        others = {
+            "own code": self.own_code,
+            "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
+            "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
+            "not finite": [
+                f"{name}: {count(number, 'value')}" for name, number in self.nonfinite.items()
+            ],
+            "skipped": self.skipped,
+        }
+        lines += self._lines(others)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class SyncReport(FillReport):
+    """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
+
+    Example::
+
+        new, old = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        report = anyrank.sync(old, new)
+        assert report.tensors == 2
+        print(report)  # one screen
+
+    Attributes:
+        tensors: of `dst` that have the values of `src` now.
+        missing: tensors of `dst` that `src` does not hold.
+        unexpected: names in `src` that fill no tensor of `dst`.
+        kept: missing tensors that kept the values they had.
+        initialised: missing tensors that were on meta, with the rule that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        renamed: tensor of `dst` -> its name in `src`, where the two differ.
+        tied: tensor of `dst` -> its other names.
+        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
+        cast: tensor -> "dtype in src -> dtype in dst".
+        merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
+            values of `src`, each with its scaling.
+        frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
+        renewed: tensors that were on meta whose objects torch could not keep.
+        bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
+        bytes_copied: what each rank had itself, in the dtype of `dst`.
+        peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
+            allocated for tensors on meta is part of it.
+        is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
+        verified: what `verify=True` compared, in words; "" without it.
+        seconds: of the slowest rank.
+    """
+
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    merged: dict[str, str] = field(default_factory=dict[str, str])
+    frozen: list[str] = field(default_factory=list[str])
+    bytes_received: list[int] = field(default_factory=list[int])
+    bytes_copied: list[int] = field(default_factory=list[int])
+    is_planned: bool = True
+
+    def __str__(self) -> str:
+        plan = "a new plan" if self.is_planned else "the plan of an earlier call"
+        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, by {plan}"]
+        for title, values in (
+            ("sent", self.bytes_sent),
+            ("received", self.bytes_received),
+            ("copied", self.bytes_copied),
+            ("host peak", self.peak_host_bytes),
+            ("device peak", self.peak_device_bytes),
+        ):
+            if any(values):
+                lines.append(f"  {title:<12} {_mib_by_rank(values)}")
+        others = {
+            "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
+            "merged": [f"{name} + {words}" for name, words in self.merged.items()],
+            "frozen": self.frozen,
+        }
+        lines += self._lines(others)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load would do. Lists have one entry per rank, in the group's order.
+
+    Example::
+
+        weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
+        plan = anyrank.plan(torch.nn.Linear(2, 2), weights, mesh=(2, 1))  # two whole copies
+        assert plan.read_bytes == [24, 24]
+        print(plan)
+
+    Attributes:
+        strategy, reason: who reads, and why.
+        world_size, nodes: ranks, and machines.
+        model_bytes: of the whole model, in its own dtypes.
+        source_bytes: of the tensors wanted from the source.
+        share_bytes: what each rank holds afterwards.
+        read_bytes: what each rank reads from storage.
+        sent_bytes: what each rank sends to others.
+        peak_bytes: most memory of each rank, share and staging together.
+        node_read_bytes: what each machine takes from storage, each byte at most once.
+        node_peak_bytes: sums over each machine's ranks.
+        seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a
+            rank).
+        format: of the source.
+        missing, unexpected: names, where a model was given.
+    """
+
+    strategy: str
+    reason: str
+    world_size: int
+    nodes: int
+    model_bytes: int
+    source_bytes: int
+    share_bytes: list[int]
+    read_bytes: list[int]
+    sent_bytes: list[int]
+    peak_bytes: list[int]
+    node_read_bytes: list[int]
+    node_peak_bytes: list[int]
+    seconds: float
+    format: str = ""
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("share", self.share_bytes),
+            ("read", self.read_bytes),
+            ("sent", self.sent_bytes),
+            ("peak", self.peak_bytes),
+        ]
+        lines = [
+            f"{self.world_size} ranks on {self.nodes} nodes, {self.model_bytes / MIB:.1f} MiB "
+            "model, "
+            f"{self.source_bytes / MIB:.1f} MiB source ({self.format}), about {self.seconds:.1f} s",
+            f"  strategy {self.strategy}: {self.reason}",
+        ]
+        lines += [
+            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
+            f"{sum(values) / MIB:.1f} MiB in all"
+            for title, values in rows
+        ]
+        return "\n".join(lines)
+
+
+def log_report(report: FillReport, log: logging.Logger, source: str, model: str) -> None:
+    """Log a report; what differs from a plain, whole copy is a warning (promise 8).
+
+    Args:
+        report: of a load or a sync.
+        log: where to.
+        source, model: what messages call the two.
+    """
+    log.info("%s", report)
+    differences = {
+        f"given initial values, as {source} does not hold them": list(report.initialised),
+        f"kept as they were, as {source} does not hold them": report.kept,
+        f"of {source} ignored, as {model} has none of these names": report.unexpected,
+        "are new objects, as something else referred to the meta tensor": report.renewed,
+    }
+    if isinstance(report, LoadReport):
+        code = [f"{name} {reason}" for name, reason in report.own_code_not_run.items()]
+        differences["or modules have load_state_dict code that was not run"] = code
+        differences["not finite"] = list(report.nonfinite)
+    for title, items in differences.items():
+        if items:
+            log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))

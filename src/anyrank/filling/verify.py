@@ -1,0 +1,113 @@
+"""Both ends of a sync, compared by digests of the same elements, whatever the two layouts are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import BLOCK_BYTES, hash_of
+from anyrank.filling.flows import Flow
+from anyrank.filling.move import LocalMemory
+from anyrank.tensors.sync_plan import Transfer
+from anyrank.world.ranks import Ranks
+
+DIGEST_BYTES = 16
+
+
+def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
+    """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
+
+    Each transfer is digested where it comes from, cast as it was for the other end, and where it
+    went to: every element of `dst` once, on each rank that holds it.
+    """
+    rank = ranks.rank
+    pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
+
+    def digest_here() -> tuple[set[str], dict[int, bytes], list[tuple[str, int, bytes]]]:
+        wrong: set[str] = set()
+        sent: dict[int, bytes] = {}
+        expected: list[tuple[str, int, bytes]] = []
+        for flow, transfer in pairs:
+            given = _given(flow, transfer, places) if transfer.sender == rank else b""
+            taken = _taken(flow, transfer, places) if transfer.receiver == rank else b""
+            if given and taken and given != taken:
+                wrong.add(flow.name)
+            elif given and not taken:
+                sent[transfer.receiver] = sent.get(transfer.receiver, b"") + given
+            elif taken and not given:
+                expected.append((flow.name, transfer.sender, taken))
+        return wrong, sent, expected
+
+    wrong, sent, expected = ranks.own("digesting both ends", digest_here)
+    counts: dict[int, int] = {}
+    for _, sender, _ in expected:
+        counts[sender] = counts.get(sender, 0) + DIGEST_BYTES
+    received = {sender: torch.empty(n, dtype=torch.uint8) for sender, n in counts.items()}
+    outgoing = [(_as_tensor(data), receiver) for receiver, data in sent.items()]
+    if ranks.size > 1:
+        incoming = [(tensor, sender) for sender, tensor in received.items()]
+        ranks.exchange(outgoing, incoming, "comparing both ends")
+    at = dict.fromkeys(received, 0)
+    for name, sender, taken in expected:
+        given = received[sender][at[sender] : at[sender] + DIGEST_BYTES]
+        at[sender] += DIGEST_BYTES
+        if bytes(given.tolist()) != taken:
+            wrong.add(name)
+    every = ranks.gather(sorted(wrong), "comparing both ends")
+    return sorted(set().union(*every))
+
+
+def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
+    """Refuse a `dst` that does not hold what `src` holds. All ranks.
+
+    Raises:
+        LoadError: names the tensors; on all ranks.
+    """
+    wrong = differing(flows, places, ranks)
+    if wrong:
+        raise LoadError(
+            f"{len(wrong)} tensors of dst do not hold what src holds: {', '.join(wrong[:10])}: "
+            "something wrote to one of the two during the call, or tensors of dst share memory"
+        )
+
+
+def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
+    """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
+
+    Raises:
+        LoadError: names the tensors; on all ranks.
+    """
+    compared = [flow for flow in flows if flow.is_compared]
+    wrong = differing(compared, places, ranks) if compared else []
+    twins = {flow.name for flow in compared if flow.twin >= 0}
+    if twins.intersection(wrong):
+        raise LoadError(
+            f"{', '.join(name for name in wrong if name in twins)}: one tensor in dst, and "
+            "different values in src: untie them in dst, or tie them in src"
+        )
+    if wrong:
+        raise LoadError(
+            f"{', '.join(wrong[:10])}: frozen in dst, and src holds other values: freeze the part "
+            "with the weights that belong to src, or do not freeze it"
+        )
+
+
+def _given(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
+    boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
+    parts = (places.given(flow, transfer, box).to(flow.wire).to(flow.held) for box in boxes)
+    return _digest(parts)
+
+
+def _taken(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
+    boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
+    return _digest(places.taken(flow, transfer, box) for box in boxes)
+
+
+def _digest(parts: Iterator[torch.Tensor]) -> bytes:
+    return bytes.fromhex(hash_of(parts))
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
