@@ -32,7 +32,7 @@ def saved() -> anyrank.Checkpoints:
 
 DATA = torch.zeros(8, 1)
 POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
-POSITION += " state_dict load_state_dict"
+POSITION += " state_dict load_state_dict position"
 
 
 def loader() -> anyrank.ElasticLoader:
@@ -47,7 +47,7 @@ def share() -> Any:
 
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
-    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data"),
+    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data parts"),
     "Checkpoints": (
         checkpoints,
         "path resume steps step_done save wait close latest saved stats",
