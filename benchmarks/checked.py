@@ -80,7 +80,10 @@ def job_replicas(path: str) -> float:
         finally:
             spent += time.perf_counter() - start
 
-    with patch.object(collect, "compare_replicas", timed), anyrank.Checkpoints(path, state) as ckpts:
+    with (
+        patch.object(collect, "compare_replicas", timed),
+        anyrank.Checkpoints(path, state) as ckpts,
+    ):
         for number in range(SAVES):
             state.step = number + 1
             ckpts.save()
