@@ -101,7 +101,7 @@ def test_staging_is_pinned_and_reused(device: torch.device, tmp_path: Path) -> N
         for _ in range(3):
             ckpts.step_done()
             ckpts.wait()
-            background = ckpts._writer._background
+            background = ckpts._background
             assert background is not None
             assert background._staging._memory.is_pinned()
             addresses.add(background._staging._memory.data_ptr())

@@ -526,7 +526,7 @@ def test_time_is_a_cadence(tmp_path: Path) -> None:
     with anyrank.Checkpoints(tmp_path, state, every="1h") as ckpts:
         ckpts.step_done()
         assert ckpts.saved() == []
-        ckpts._writer.last_save -= 3601
+        ckpts._last_save -= 3601
         ckpts.step_done()
         assert [one.step for one in ckpts.saved()] == [2]
 

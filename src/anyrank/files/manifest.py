@@ -94,7 +94,9 @@ class Manifest:
     files: dict[str, FileRecord]
     parts: dict[str, Any]
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
+    streams: dict[str, Any] = field(
+        default_factory=lambda: {"ranks": [], "states": {}, "unused": []}
+    )
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

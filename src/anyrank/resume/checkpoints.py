@@ -135,6 +135,7 @@ class Checkpoints:
         self._background = Background(self._write) if background else None
         self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
+        self._has_stepped = False
         self._is_training = False  # on all ranks alike: whether a loop was begun
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
         self._branch: int | None = None  # that was resumed although newer ones are there
@@ -240,8 +241,7 @@ class Checkpoints:
             assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
-        limits = {"until": until, "epochs": epochs}
-        return Loop(lambda: self._loop(loader, is_finished, limits))
+        return Loop(lambda: self._loop(loader, is_finished, {"until": until, "epochs": epochs}))
 
     def _loop(
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
@@ -290,7 +290,8 @@ class Checkpoints:
         with self._counter.at_boundary():
             reports = ranks.together("completing the step", here)
             self._counter.count()
-        if self._counter.completed == 1:
+        if not self._has_stepped:
+            self._has_stepped = True
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
@@ -398,8 +399,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the save that was in flight failed.
         """
-        if self._background is not None and self._background.is_in_flight:
-            assert self._ranks is not None
+        if self._background and self._ranks and self._background.is_in_flight:
             self._note(self._background.wait(), self._ranks)
 
     def latest(self) -> str | None:
@@ -487,8 +487,8 @@ class Checkpoints:
     def _leave_save(self) -> None:
         """Finish while an exception passes: without a wait for ranks that may never come.
 
-        A save in flight goes on where all ranks are still at it. Raises nothing: the exception
-        that ends the run is the one to see.
+        A save in flight goes on where all ranks are at it. Raises nothing: the first exception is
+        the one to see.
         """
         if self._background is None or self._ranks is None or not self._background.is_in_flight:
             return

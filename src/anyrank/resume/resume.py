@@ -28,11 +28,13 @@ class Resumed(NamedTuple):
         report: for the caller.
         is_on_disk: whether it was a step of this run, in files.
         is_branch: whether it was asked for, so that newer ones are left.
+        snapshot: name of the snapshot in memory that it was, or None.
     """
 
     report: ResumeReport
     is_on_disk: bool = False
     is_branch: bool = False
+    snapshot: str | None = None
 
 
 def resume_run(
@@ -49,12 +51,26 @@ def resume_run(
         ValueError: a path where nothing is, or `rename` with a run's path.
         CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
     """
+    resumed = _resume(state, folder, arguments, verify, ranks, memory)
+    if resumed is not None and memory is not None:
+        memory.remove_but(*filter(None, [resumed.snapshot]))
+    return resumed
+
+
+def _resume(
+    state: TrainState,
+    folder: RunFolder,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+    memory: PeerMemory | None,
+) -> Resumed | None:
     path, which = arguments.path, arguments.which
     meant = None if path is None else _agree_on_path(path, folder, arguments, ranks)
     if meant is not None and meant.own is not None:
         path, which = None, meant.own
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
-    # What skip= and fresh= leave out of a beginning, a run's own steps have.
+    # What skip= leaves out of a beginning, the own steps of the run have.
     for_own = arguments if path is None else replace(arguments, skip=())
     resumed = _newest(state, StepSearch(folder, own, verify, ranks, memory), for_own, ranks)
     if resumed is not None:
@@ -95,9 +111,8 @@ def _newest(
     while (step := search.next()) is not None:
         try:
             report = restore_state(state, step, arguments, ranks)
-            if search.memory is not None:
-                search.memory.remove_but(*([] if step.memory is None else [step.candidate.name]))
-            return Resumed(report, step.memory is None, isinstance(search.which, int))
+            snapshot = None if step.memory is None else step.candidate.name
+            return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
         except CorruptCheckpoint as error:
             search.reject(step, error)
     return None
