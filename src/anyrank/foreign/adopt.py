@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.storage import storage_for
-from anyrank.filling.execute_load import execute_load
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
+from anyrank.filling.read import fill_from_files
 from anyrank.foreign import optimizer as foreign_optimizer
 from anyrank.foreign import stateful as foreign_state
 from anyrank.foreign.checkpoint import ForeignCheckpoint
@@ -174,8 +174,8 @@ class ForeignStep(ResumeSource):
         self.used.add(part)
 
         def load() -> int:
-            result = execute_load(module, plan, ranks, Meter(), None)
-            return result.measured[ranks.index].bytes_read
+            filled = fill_from_files(module, plan, ranks, Meter(), None)
+            return filled.moved[ranks.index].read
 
         return Matched(_outcome_of(plan), load=load)
 

@@ -81,6 +81,11 @@ class ModelMatch:
         return replace(self, tensors=tensors)
 
     @property
+    def filled(self) -> list[tuple[int, StoredTensor]]:
+        """Every tensor that bytes are read for: those of `stored`, then of `compared`."""
+        return [*self.stored.items(), *self.compared.items()]
+
+    @property
     def tied(self) -> dict[str, list[str]]:
         """Tensors that the model has in several places -> their other names."""
         several = (t for t in self.tensors if len(t.registrations) > 1)
@@ -166,6 +171,25 @@ def match_model(
         ignored=ignored,
         frozen=frozen,
         own_code=own_code,
+    )
+
+
+def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
+    """A match without a source: rules fill some of the tensors, and the others stay as they are."""
+    nothing = Listing("initial values", (), {})
+    return ModelMatch(
+        tensors=tensors,
+        listing=nothing,
+        stored={},
+        compared={},
+        initialise=initialise,
+        keep=[],
+        missing=[],
+        unexpected=[],
+        duplicates={},
+        ignored=[],
+        frozen={},
+        own_code=OwnCode([], nothing, renamer(None)),
     )
 
 

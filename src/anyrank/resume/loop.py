@@ -17,11 +17,12 @@ import torch
 from anyrank.checks import check_int
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
-from anyrank.resume.run_writer import Due
+from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
+from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
@@ -34,12 +35,14 @@ class BoundaryReport(NamedTuple):
     Attributes:
         save_failed: whether a background save has ended without a checkpoint.
         signal: SIGTERM or SIGUSR1, if it got one.
-        due: what it would save now; the first rank's counts.
+        saves: whether a save in files is due; the first rank's clock decides.
+        keeps: as `saves`, a snapshot in the machines' memory.
     """
 
     save_failed: bool
     signal: int | None
-    due: Due
+    saves: bool
+    keeps: bool
 
 
 class Loop(Iterator[Step]):
@@ -100,7 +103,7 @@ class StepHooks:
 
 
 class StepCounter:
-    """Counts the steps that a process completes. Each rank counts by itself.
+    """Counts the steps that a process completes, within a loop over them and by itself.
 
     Attributes:
         completed: steps that were counted.
@@ -128,12 +131,26 @@ class StepCounter:
         if isinstance(self._state.data, ElasticData):
             self._state.data.position.check_complete()
 
-    def enter_body(self, step: Step, hooks: StepHooks) -> None:
-        """The loop's body begins."""
-        hooks.stepped = False
-        self._body = step, hooks
+    def go_over(
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
+    ) -> Generator[Step]:
+        """The steps of the loader, from epoch to epoch, each done when the body has ended."""
+        with StepHooks(self._state) as hooks:
+            while not is_finished():
+                for step in loader:
+                    hooks.stepped = False
+                    self._body = step, hooks
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self.leave_body()
+                        raise
+                    self._end_body(step)
+                    step_done()
+                    if is_finished():
+                        break
 
-    def end_body(self, step: Step) -> None:
+    def _end_body(self, step: Step) -> None:
         """The body ran to its end.
 
         Raises:
@@ -178,6 +195,27 @@ class StepCounter:
             why = "it was interrupted while it was counted"
             self._state.parts.unusable = _lost_step(self._state.step, why)
             raise
+
+    def has_whole_steps(self, ranks: Ranks) -> bool:
+        """Whether there is a step to save on leaving. All ranks.
+
+        Raises:
+            CheckpointError: a step moved the state of some rank, and does not count.
+        """
+
+        def here() -> tuple[bool, bool]:
+            self._state.parts.check_usable()
+            return self.completed > 0, is_within_step(self._state)
+
+        flags = ranks.together("leaving the loop", here)
+        if any(is_within for _, is_within in flags):
+            log.warning(
+                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
+                "checkpoint stays the one before",
+                self._state.step,
+            )
+            return False
+        return any(has_counted for has_counted, _ in flags)
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""

@@ -14,7 +14,7 @@ from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.filling.exchange import read_own
+from anyrank.filling.read import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
@@ -27,7 +27,7 @@ from anyrank.random_state.saved_streams import (
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable
 from anyrank.resume.source import ResumeSource, misfit
-from anyrank.saving.save import rank_coords
+from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.train_state import TrainState

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import restore_state
-from anyrank.resume.search import StepOfRun, StepSearch
-from anyrank.saving.peers import PeerMemory
+from anyrank.resume.search import StepSearch
 from anyrank.saving.run_store import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
+if TYPE_CHECKING:
+    from anyrank.resume.search import PeerMemory
+
 
 class Resumed(NamedTuple):
-    """What a resume did: its report, and the run's own step that was restored, if it was one."""
+    """What a resume did.
+
+    Attributes:
+        report: for the caller.
+        is_on_disk: whether it was a step of this run, in files.
+        is_branch: whether it was asked for, so that newer ones are left.
+    """
 
     report: ResumeReport
-    step: StepOfRun | None = None
+    is_on_disk: bool = False
+    is_branch: bool = False
 
 
 def resume_run(
@@ -85,7 +94,10 @@ def _newest(
     """
     while (step := search.next()) is not None:
         try:
-            return Resumed(restore_state(state, step, arguments, ranks), step)
+            report = restore_state(state, step, arguments, ranks)
+            if search.memory is not None:
+                search.memory.remove_but(*([] if step.memory is None else [step.candidate.name]))
+            return Resumed(report, step.memory is None, isinstance(search.which, int))
         except CorruptCheckpoint as error:
             search.reject(step, error)
     return None

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -16,12 +17,14 @@ from anyrank.random_state.saved_streams import from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.records import check_counts, check_records
 from anyrank.resume.source import ResumeSource
-from anyrank.saving.peers import Held, PeerMemory
 from anyrank.saving.run_store import ASIDE, DAMAGED, RunFolder
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.peers.memory import Held, PeerMemory
 
 log = logging.getLogger("anyrank.resume")
 
