@@ -20,6 +20,7 @@ from anyrank.errors import CheckpointError
 from anyrank.resume.run_writer import Due
 from anyrank.state.train_state import TrainState, run_parts
 from anyrank.state.wrappers import innermost
+from anyrank.steps.counted import tell_of_step
 from anyrank.steps.loader import ElasticLoader, abandon_step
 from anyrank.steps.step import Step, is_complete
 
@@ -186,6 +187,7 @@ class StepCounter:
             state.samples = state.data.samples
         state.step += 1
         self.completed += 1
+        tell_of_step()
 
 
 def loader_of(state: TrainState) -> ElasticLoader:
