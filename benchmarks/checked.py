@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.saving import save
+from anyrank.saving import collect
 from anyrank.testing import run_ranks
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState
 def job_replicas(path: str) -> float:
     """The comparisons' part of ten saves of a model that both ranks hold whole."""
     state, spent = build([1024] * LAYERS, sharded=False, stepped=True), 0.0
-    compare = save.compare_replicas
+    compare = collect.compare_replicas
 
     def timed(*arguments: Any) -> list[str]:
         nonlocal spent
@@ -80,7 +80,10 @@ def job_replicas(path: str) -> float:
         finally:
             spent += time.perf_counter() - start
 
-    with patch.object(save, "compare_replicas", timed), anyrank.Checkpoints(path, state) as ckpts:
+    with (
+        patch.object(collect, "compare_replicas", timed),
+        anyrank.Checkpoints(path, state) as ckpts,
+    ):
         for number in range(SAVES):
             state.step = number + 1
             ckpts.save()

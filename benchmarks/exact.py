@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from figures import keep, read
 from launch import Launcher
-from live_tables import RATIOS, TURNS
+from live_tables import RATIOS
 from machine import describe_machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +119,6 @@ def measure_peak(
     rank: int, size: int, rounds: int, width: int, name: str
 ) -> Iterator[dict[str, Any]]:
     """The peak of a contender's steps, in units of its gradients."""
-    os.environ["ANYRANK_EXACT_BYTES"] = str(1 if name in TURNS else 1 << 40)
     data = Ready(width, 8)
     net = mlp(name.split()[0], width, 12)
     loader = anyrank.ElasticLoader(
@@ -245,7 +244,7 @@ def measure_memory(launcher: Launcher, quick: bool, rows: list[dict[str, Any]]) 
             if (size, rounds) in there:
                 continue
             row: dict[str, Any] = {"ranks": size, "rounds": rounds}
-            for name in (*CONTENDERS, *TURNS):
+            for name in CONTENDERS:
                 width = 64 if quick else WIDTH
                 outcome = launcher.run(size, measure_peak, rounds, width, name, timeout_sec=900)
                 if outcome.error:

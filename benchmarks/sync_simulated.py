@@ -21,7 +21,7 @@ from figures import keep
 from machine import describe_machine, load_average
 
 from anyrank.filling.ends import Row
-from anyrank.filling.flows import EndsSummary, Planner
+from anyrank.filling.live_flows import EndsSummary, Planner
 from anyrank.filling.match import Filling, MatchedEnd, SourceTensor
 from anyrank.filling.report import SyncReport
 from anyrank.model.options import LoadOptions

@@ -47,7 +47,7 @@ import anyrank
 from anyrank import cli, settings
 from anyrank.files.manifest import FileRecord, Manifest
 from anyrank.formats.weight_files import FILES
-from anyrank.saving.save import SaveRecord
+from anyrank.saving.write import SaveRecord
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching", "foreign"}
+AREAS |= {"watching", "foreign", "peers"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "exact": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
+    "peers": CORE | {"formats", "saving"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
     "foreign": MODEL | {"filling", "random_state", "data", "steps", "state", "saving", "resume"},
     "inspection": (CORE - {"world"}) | {"formats"},
@@ -66,10 +67,12 @@ MAY_IMPORT = {
 # function, and for the type checkers. No other import of theirs may be of that room.
 DOORS = {
     "anyrank.steps.loader": "exact",
-    "anyrank.steps.step_state": "exact",
+    "anyrank.steps.loader_position": "exact",
     "anyrank.formats.sources": "foreign",
-    "anyrank.inspection.verify": "foreign",
     "anyrank.resume.resume": "foreign",
+    "anyrank.inspection.verify": "foreign",
+    "anyrank.resume.checkpoints": "peers",
+    "anyrank.resume.search": "peers",  # for the type checkers
 }
 
 

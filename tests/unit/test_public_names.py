@@ -32,7 +32,7 @@ def saved() -> anyrank.Checkpoints:
 
 DATA = torch.zeros(8, 1)
 POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
-POSITION += " state_dict load_state_dict"
+POSITION += " state_dict load_state_dict position"
 
 
 def loader() -> anyrank.ElasticLoader:
@@ -45,9 +45,16 @@ def share() -> Any:
     return sampler.share(0)
 
 
+def watching() -> Any:
+    made = anyrank.watch("1h")
+    made.close()
+    return made
+
+
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
-    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data"),
+    "Watching": (watching, "close"),
+    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data parts"),
     "Checkpoints": (
         checkpoints,
         "path resume steps step_done save wait close latest saved stats",

@@ -45,7 +45,8 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
         if name.startswith(".") or not wanted or weights or name in NO_COPY:
             continue
         try:
-            if not storage.is_file(path) or storage.info(path).size > MAX_BYTES:
+            info = storage.find(path)
+            if info is None or info.size > MAX_BYTES:
                 continue
             data = read_whole(storage, path)
         except OSError as error:

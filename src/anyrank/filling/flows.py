@@ -1,56 +1,44 @@
-"""Which tensor of `src` flows into which of `dst`: the plan of a sync, worked out by each rank."""
+"""What flows from rank to rank: tensors of a file, by the blocks that each rank reads of them.
+
+A file is a source that is held whole by the ranks that see it. What all ranks want of it is cut
+into blocks; each has one reader, and who wants a part of a block receives it from there. Every rank
+comes to the same rounds, each with its own transfers; in one a rank reads what it may stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from anyrank.errors import LoadError, WrongValue
-from anyrank.filling.ends import Added, End, Row
-from anyrank.filling.match import (
-    Filling,
-    MatchedEnd,
-    SourceTensor,
-    check_all_shards,
-    joined,
-    listing_of,
-    match_ends,
-    sources_of,
-)
-from anyrank.filling.report import SyncReport
-from anyrank.model.match import ModelMatch
-from anyrank.model.options import LoadOptions
-from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Layout, Piece, local_pieces
-from anyrank.tensors.names import renamer
-from anyrank.tensors.sync_plan import (
-    Coordinate,
-    HeldBox,
-    Strip,
-    Transfer,
-    places_of,
-    transfers_of,
-)
-from anyrank.world.ranks import Ranks
+from anyrank.files.listing import Listing
+from anyrank.tensors.layout import Piece
+from anyrank.tensors.plan import GAP_BYTES, Read, shared_reads
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
+from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.sync_plan import HeldBox, Strip, Transfer, transfers_of
+
+MIN_BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One tensor of some ranks' `dst`, and what this rank has to do with it.
+    """One tensor that some ranks fill, or a part of it, and what this rank has to do with it.
 
     Attributes:
-        name: in `dst`.
-        index: among this rank's tensors of `dst`; -1 on a rank that has another `dst`, or none.
-        strips: where its elements are in `src`.
+        name: in the model that is filled.
+        index: among what this rank fills; -1 on a rank that fills another model, or none.
+        strips: where its elements are in the source.
         transfers: this rank's, in the order of all ranks.
-        stored, wire, held: dtypes in `src`, between the ranks, and in `dst`.
+        stored, wire, held: dtypes in the source, between the ranks, and in the model.
         nbytes: that all ranks receive of it, at most.
         is_compared: whether it is to be equal already, and not written.
         twin: number of the source tensor that takes the place of `dst` where two of src are
             compared, as dst ties them; else -1.
+        reads: place of a held box -> what this rank reads of a file to give it.
     """
 
     name: str
@@ -63,309 +51,136 @@ class Flow:
     nbytes: int
     is_compared: bool
     twin: int = -1
+    reads: Mapping[int, Read] = field(default_factory=dict[int, Read])
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that all ranks fill from the bytes of a file.
+
+    Attributes:
+        index: position in the list that the ranks' `Coordinates` count.
+        held: the tensor, as this rank holds it.
+        stored: where its bytes are.
+    """
+
+    index: int
+    held: ShardedTensor
+    stored: StoredTensor
 
 
 @dataclass(frozen=True)
-class SyncPlan:
-    """A sync of two ends that can only fail by the loss of a rank or of memory from here on.
+class FileFlows:
+    """Who reads which block of the files, and who receives it.
 
     Attributes:
-        match: what fills this rank's `dst`, without its tensors.
-        flows: all tensors of all ranks' `dst`, in the order in which they are sent.
-        factors: of adapters to be merged, whole for each rank that has a part of a weight that they
-            are added to; `index` is the number of the source tensor.
-        added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
-        locals: source tensor -> its position among this rank's tensors of `src`.
-        facts: of all `dst` together: the report, as far as the plan knows it.
-        rebuild: whether any rank has non-persistent buffers on meta.
-        receivers: how many ranks have a `dst`.
-        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
+        wanted: in the same order on all ranks; `Flow.index` is a position in it.
+        listing: what the source holds.
+        coordinates: of every rank, by global rank.
+        nodes: global rank -> its machine.
+        readers: the ranks that see the files, in turn; None: those that want a block take turns.
+        stage_bytes: that a rank reads in one round at most, or one block.
     """
 
-    match: ModelMatch
-    flows: tuple[Flow, ...]
-    factors: tuple[Flow, ...]
-    added: dict[int, tuple[tuple[Added, int, int], ...]]
-    locals: dict[int, int]
-    facts: SyncReport
-    rebuild: bool
-    receivers: int
-    renamed: dict[str, str]
+    wanted: Sequence[Wanted]
+    listing: Listing
+    coordinates: Mapping[int, Coordinates]
+    nodes: Mapping[int, int]
+    readers: Sequence[int] | None
+    stage_bytes: int
 
-
-@dataclass(frozen=True)
-class EndsSummary:
-    """What a rank lets the others know of its ends.
-
-    Attributes:
-        src, dst: digests of their rows; empty for None.
-        src_at, dst_at: this rank's coordinates in the meshes of each.
-    """
-
-    src: str
-    src_at: tuple[Coordinate, ...]
-    dst: str
-    dst_at: tuple[Coordinate, ...]
-
-
-def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
-    """What `rename=` makes of each name."""
-    rename = renamer(options.rename)
-    return {name: rename(name) for name in names}
-
-
-class Planner:
-    """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
-
-    def __init__(
-        self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
-    ) -> None:
-        self.ranks = ranks
-        self.options = options
-        self.summaries = dict(zip(ranks.ranks, summaries, strict=True))
-        self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
-        self.places: dict[Any, tuple[HeldBox, ...]] = {}
-        self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
-        self.transfers: dict[Any, tuple[Transfer, ...]] = {}
-
-    def plan(self, dst: End, src: End) -> SyncPlan:
-        """The plan. All ranks.
+    def rounds(self, rank: int) -> Iterator[list[Flow]]:
+        """A rank's part of what is read, and passed on, before the ranks agree again.
 
         Raises:
-            LoadError: on any rank, on all.
-            ValueError: all ranks lack one end.
+            LoadError: the files hold not all of a tensor; on all ranks.
         """
-        from_ranks = self._alike({rank: summary.src for rank, summary in self.summaries.items()})
-        to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
-        for name, groups in (("src", from_ranks), ("dst", to_ranks)):
-            if not groups:
-                raise WrongValue(
-                    f"{name} is None, or holds no tensors, on every rank: give it on those that "
-                    "hold its tensors"
-                )
+        turns: Counter[tuple[int, ...]] = Counter()
+        staged: Counter[int] = Counter()
+        flows: list[Flow] = []
+        for number, wanted in enumerate(self.wanted):
+            groups = replicas(wanted.index, wanted.held, self.coordinates)
+            blocks = list(self._blocks(wanted, groups, turns))
+            transfers = self._transfers(rank, wanted, groups, blocks)
+            first = 0
+            for place, (read, reader) in enumerate(blocks):
+                if staged[reader] and staged[reader] + read.nbytes > self.stage_bytes:
+                    flows.append(_flow(rank, number, wanted, blocks, transfers, (first, place)))
+                    yield flows
+                    flows, first = [], place
+                    staged.clear()
+                staged[reader] += read.nbytes
+            flows.append(_flow(rank, number, wanted, blocks, transfers, (first, len(blocks))))
+        if flows:
+            yield flows
 
-        groups = [
-            (
-                self.ranks.from_one("describing src", lambda: src.rows, group[0]),
-                {rank: self.summaries[rank].src_at for rank in group},
-            )
-            for group in from_ranks
-        ]
-        sources = sources_of(groups)
-        match, matched, renamed = self._matched(dst, sources, to_ranks)
-        ends = [
-            self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
-        ]
-        at = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
-        check_all_shards(ends, at, len(self.summaries))
-        flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
-        facts = joined(ends, self.options.unexpected)
-        flows += tuple(self._twins(facts.duplicates, sources))
-        numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
-        added = _added(sources)
-        return SyncPlan(
-            match=match,
-            flows=flows,
-            factors=tuple(self._factors(added, sources)),
-            added=added,
-            locals={
-                number: numbers[source.row.keys]
-                for number, source in enumerate(sources)
-                if source.row.keys in numbers
-            },
-            facts=facts,
-            rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
-            receivers=sum(map(len, to_ranks)),
-            renamed=renamed,
-        )
-
-    def _matched(
-        self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
-    ) -> tuple[ModelMatch, MatchedEnd, dict[str, str]]:
-        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
-
-        Raises:
-            LoadError: as `plan`; or ranks give one `dst` different names.
-        """
-        listing, options = listing_of(sources), self.options
-        if len(to_ranks) > 1:  # what one dst does not take, another may
-            options = replace(options, unexpected="ignore")
-
-        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
-            match, matched = match_ends(dst, sources, listing, options)
-            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
-            return (match, matched, renamed), matched.digest if dst.digest else ""
-
-        mine, digests = self.ranks.own_and_all("matching dst with src", match_here)
-        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
-        for group in to_ranks:
-            if len({by_rank[rank] for rank in group}) > 1:
-                raise LoadError(
-                    "the ranks' renaming functions give different names for one dst: give all "
-                    "ranks the same rename="
-                )
-        return mine
-
-    def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:
-        """The ranks by what they hold; those that hold nothing are left out."""
-        groups: dict[str, list[int]] = {}
-        for rank, digest in digests.items():
-            if digest:
-                groups.setdefault(digest, []).append(rank)
-        return list(groups.values())
-
-    def flows(
+    def _blocks(
         self,
-        ends: Sequence[MatchedEnd],
-        to_ranks: Sequence[Sequence[int]],
-        sources: Sequence[SourceTensor],
-    ) -> tuple[Flow, ...]:
-        """All tensors of all `dst`, each with this rank's transfers; this rank by itself.
+        wanted: Wanted,
+        groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
+        turns: Counter[tuple[int, ...]],
+    ) -> Iterator[tuple[Read, int]]:
+        """What is read of a tensor, and by which rank."""
+        most = max(MIN_BLOCK_BYTES, self.stage_bytes // 2)
+        for shared in shared_reads(wanted.stored, groups, gap_bytes(wanted.stored, self.listing)):
+            readers = shared.takers if self.readers is None else tuple(self.readers)
+            for read in shared.cut(most):
+                yield read, readers[turns[readers] % len(readers)]
+                turns[readers] += 1
 
-        Args:
-            ends: each different `dst`.
-            to_ranks: the ranks that have it.
-            sources: the tensors of `src`.
-
-        Raises:
-            LoadError: an element that this rank wants and nobody holds.
-        """
-        every = [
-            (filling.index, number, filling)
-            for number, end in enumerate(ends)
-            for filling in end.fillings
-        ]
-        # By position first: ranks that hold different parts of a model receive side by side.
-        every.sort(key=lambda entry: entry[:2])
-        return tuple(
-            self._flow(filling, ends[number].rows[index], to_ranks[number], number, sources)
-            for index, number, filling in every
-        )
-
-    def _flow(
+    def _transfers(
         self,
-        filling: Filling,
-        row: Row,
-        to_ranks: Sequence[int],
-        group: int,
-        sources: Sequence[SourceTensor],
-    ) -> Flow:
-        wanted_key = (row.shape, row.layout, row.mesh, group)
-        found = self.wanted.get(wanted_key)
-        if found is None:
-            wanted = self._wanted(row, to_ranks)
-            found = self.wanted[wanted_key] = wanted, _numel(wanted)
-        wanted, numel = found
-        known = [self._places(sources[strip.source]) for strip in filling.strips]
-        shape = tuple((s.box, s.start, s.dims) for s in filling.strips)
-        key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
-        transfers = self.transfers.get(key)
-        if transfers is None:
-            places = [each for _, each in known]
-            try:
-                found = transfers_of(self.ranks.rank, filling.strips, places, wanted)
-            except LoadError as error:
-                raise LoadError(f"{row.keys[0]}: {error}") from error
-            transfers = self.transfers[key] = tuple(found)
-        wire = min((filling.stored, row.dtype), key=lambda dtype: dtype.itemsize)
-        return Flow(
-            name=row.keys[0],
-            index=filling.index if self.ranks.rank in to_ranks else -1,
-            strips=filling.strips,
-            transfers=transfers,
-            stored=filling.stored,
-            wire=wire,
-            held=row.dtype,
-            nbytes=numel * wire.itemsize,
-            is_compared=filling.is_compared,
-        )
-
-    def _twins(
-        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
-    ) -> Iterator[Flow]:
-        """Source tensors that dst ties, to be compared with one another.
-
-        Raises:
-            LoadError: two that cannot be equal.
-        """
-        numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
-        for key, loaded in duplicates.items():
-            one, other = sources[numbers[key]], sources[numbers[loaded]]
-            if (one.shape, one.row.dtype) != (other.shape, other.row.dtype):
-                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
-            wanted = {
-                rank: local_pieces(other.shape, other.layout, coordinate)
-                for rank, coordinate in other.coordinates.items()
-            }
-            whole = self._whole(one, numbers[key], wanted)
-            name, twin = f"{key} and {loaded}", numbers[loaded]
-            yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
-
-    def _factors(
-        self,
-        added: Mapping[int, Sequence[tuple[Added, int, int]]],
-        sources: Sequence[SourceTensor],
-    ) -> Iterator[Flow]:
-        """The factors of adapters, to all ranks that have a part of what they are added to."""
-        to_ranks: dict[int, set[int]] = {}
-        for number, each in added.items():
-            weight = sources[number]
-            holders = [
-                rank
-                for rank, at in weight.coordinates.items()
-                if local_pieces(weight.shape, weight.layout, at)
-            ]
-            for factor in {factor for _, *factors in each for factor in factors}:
-                to_ranks.setdefault(factor, set()).update(holders)
-        for factor, ranks in sorted(to_ranks.items()):
-            pieces = local_pieces(sources[factor].shape, None, None)
-            yield self._whole(sources[factor], factor, dict.fromkeys(sorted(ranks), pieces))
-
-    def _whole(
-        self, source: SourceTensor, number: int, wanted: Mapping[int, Sequence[Piece]]
-    ) -> Flow:
-        """A source tensor as it is, to ranks that want pieces of it."""
-        dims = tuple(range(len(source.shape)))
-        strip = Strip(Box.whole(source.shape), number, (0,) * len(dims), dims)
-        transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
-        return Flow(
-            name=source.row.keys[0],
-            index=number,
-            strips=(strip,),
-            transfers=tuple(transfers),
-            stored=source.row.dtype,
-            wire=source.row.dtype,
-            held=source.row.dtype,
-            nbytes=_numel(wanted) * source.row.dtype.itemsize,
-            is_compared=False,
-        )
-
-    def _wanted(self, row: Row, to_ranks: Sequence[int]) -> dict[int, tuple[Piece, ...]]:
-        at = {rank: self.summaries[rank].dst_at[row.mesh] for rank in to_ranks}
-        pieces: dict[Coordinate, tuple[Piece, ...]] = {
-            coordinate: local_pieces(row.shape, row.layout, coordinate)
-            for coordinate in set(at.values())
-        }
-        return {rank: pieces[coordinate] for rank, coordinate in at.items()}
-
-    def _places(self, source: SourceTensor) -> tuple[Any, tuple[HeldBox, ...]]:
-        layout: Layout | None = source.layout
-        key = (source.shape, layout, tuple(source.coordinates.items()))
-        if key not in self.places:
-            self.places[key] = places_of(source.shape, layout, source.coordinates, self.nodes)
-        return key, self.places[key]
+        rank: int,
+        wanted: Wanted,
+        groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
+        blocks: Sequence[tuple[Read, int]],
+    ) -> list[Transfer]:
+        """What a rank gives and takes of a tensor, block by block."""
+        strip = Strip.whole(0, wanted.stored.shape)
+        start = strip.start
+        places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
+        pieces = {taker: pieces for pieces, takers in groups.items() for taker in takers}
+        found = transfers_of(rank, [strip], [places], pieces)
+        return sorted(found, key=lambda transfer: transfer.place)
 
 
-def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int, int], ...]]:
-    """What adapters add to each source tensor, with the numbers of both factors."""
-    numbers = {source.row.keys[0]: number for number, source in enumerate(sources)}
-    return {
-        number: tuple((low, numbers[low.a], numbers[low.b]) for low in source.row.added)
-        for number, source in enumerate(sources)
-        if source.row.added
-    }
+def _flow(
+    rank: int,
+    number: int,
+    wanted: Wanted,
+    blocks: Sequence[tuple[Read, int]],
+    transfers: Sequence[Transfer],
+    places: tuple[int, int],
+) -> Flow:
+    """A tensor's flow in one round, of the blocks from one place to another."""
+    first, stop = places
+    stored, held = wanted.stored, wanted.held
+    mine = {n: blocks[n][0] for n in range(first, stop) if blocks[n][1] == rank}
+    return Flow(
+        name=held.name,
+        index=number,
+        strips=(Strip.whole(0, stored.shape),),
+        transfers=tuple(transfers[_at(transfers, first) : _at(transfers, stop)]),
+        stored=stored.dtype,
+        wire=wire_dtype(stored.dtype, held.dtype),
+        held=held.dtype,
+        nbytes=sum(read.nbytes for read, _ in blocks[first:stop]),
+        is_compared=False,
+        reads=mine,
+    )
 
 
-def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
-    """Elements that all ranks want."""
-    return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)
+def _at(transfers: Sequence[Transfer], place: int) -> int:
+    """Where the transfers of a place begin."""
+    return bisect_left(transfers, place, key=lambda transfer: transfer.place)
+
+
+def wire_dtype(stored: torch.dtype, held: torch.dtype) -> torch.dtype:
+    """The dtype in which values pass between ranks: the smaller of the two."""
+    return min((stored, held), key=lambda dtype: dtype.itemsize)
+
+
+def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
+    """How long rows may be that are read whole for columns of them; in memory nothing is."""
+    in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
+    return 0 if in_memory else GAP_BYTES

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.filling.execute_load import execute_load
+from anyrank.filling.fill import Filled
 from anyrank.filling.load_live import load_live
 from anyrank.filling.plan_load import (
     AgreedPlan,
@@ -19,6 +19,7 @@ from anyrank.filling.plan_load import (
     look_at_source,
     plan_load,
 )
+from anyrank.filling.read import fill_from_files
 from anyrank.filling.report import LoadReport, log_report
 from anyrank.formats.sources import Source
 from anyrank.model.given_layouts import GivenLayout
@@ -32,6 +33,7 @@ from anyrank.model.verify import (
     count_nonfinite,
 )
 from anyrank.tensors.names import Rename
+from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -131,21 +133,20 @@ def load(
             return report
         plan = plan_load(model, source, ranks, options, sources, headers)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
-        result = execute_load(model, plan, ranks, meter, progress)
+        filled = fill_from_files(model, plan, ranks, meter, progress)
         nonfinite: dict[str, int] = {}
         if verify:
             loaded = in_state_dict(plan.match.tensors)
             compare_replicas(loaded, ranks)
             nonfinite = count_nonfinite(loaded, ranks)
-        report = result.report(plan, ", ".join(verified), nonfinite)
+        report = _report(plan, filled, ", ".join(verified), nonfinite)
     _log(report, ranks)
     return report
 
 
 def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
     """Compare the source with its checksums; what was compared, in words. All ranks."""
-    readers = plan.decision.readers or ranks.ranks
-    listing = plan.match.listing
+    readers, listing = plan.readers, plan.match.listing
 
     def check() -> list[str]:
         if ranks.rank not in readers:
@@ -156,6 +157,44 @@ def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
     return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
+
+
+def _report(
+    plan: AgreedPlan, filled: Filled, verified: str, nonfinite: dict[str, int]
+) -> LoadReport:
+    """The report of a load.
+
+    Args:
+        plan: what was carried out.
+        filled: what that did.
+        verified: what `verify=True` compared, in words.
+        nonfinite: tensor -> number of NaN and infinite values.
+    """
+    match, tensors = plan.match, plan.match.tensors
+    return LoadReport(
+        **filled.fields(),
+        missing=match.missing,
+        unexpected=match.unexpected,
+        kept=[n for i in match.keep if (n := tensors[i].name) not in filled.rules],
+        tied=match.tied,
+        cast={
+            tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
+            for i, stored in match.stored.items()
+            if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
+        },
+        own_code=filled.own_code.ran,
+        own_code_not_run=filled.own_code.not_run,
+        frozen=match.frozen,
+        format=match.listing.format,
+        strategy=plan.decision.name,
+        reason=plan.decision.reason,
+        nonfinite=nonfinite,
+        verified=verified,
+        skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
+        duplicates=match.stored_twice,
+        tensors=len({*match.stored, *match.compared}),
+        bytes_read=[moved.read for moved in filled.moved],
+    )
 
 
 def _log(report: LoadReport, ranks: Ranks) -> None:

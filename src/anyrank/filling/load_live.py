@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import EXTRA_STATE, Listing
-from anyrank.filling.execute_sync import execute_sync
+from anyrank.filling.live import execute_sync
 from anyrank.filling.planning import SyncCall, agree_plan
 from anyrank.filling.report import FillReport, LoadReport
 from anyrank.model.match import LIVE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,13 +10,12 @@ from torch import nn
 
 from anyrank.checks import check_choice, check_model
 from anyrank.errors import LoadError
+from anyrank.filling.fill import Side, fill
 from anyrank.filling.report import LoadReport
-from anyrank.model.allocate import allocate, default_device, device_for
-from anyrank.model.buffers import rebuilt_values
 from anyrank.model.fits import parametrised, shared_on_meta
-from anyrank.model.initialise import Initialiser
+from anyrank.model.match import ModelMatch, match_of_rules
 from anyrank.model.memory_meter import Meter
-from anyrank.model.replace import Replacement, replace
+from anyrank.model.share import ModelShare
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.world.arguments import same_arguments
 from anyrank.world.group import Group
@@ -77,78 +75,37 @@ def materialize(
         given = {"init": init}
         seed, *_ = same_arguments(ranks, "materialize", given, LoadError, check, torch.initial_seed)
 
-        def look() -> tuple[list[ModelTensor], torch.device]:
-            tensors = find_tensors(model)
-            return tensors, default_device(tensors) if device is None else _device_of(device)
+        def look() -> ModelShare:
+            match = _match(find_tensors(model))
+            where = None if device is None else _device_of(device)
+            rule = None if init == "auto" else init
+            return ModelShare(model, match, meter, seed, init=rule, device=where)
 
-        tensors, default = ranks.own("looking at the model", look)
-        meter.watch({default, *(tensor.tensor.device for tensor in tensors)})
-        initialiser = Initialiser(model, seed, None if init == "auto" else init)
-        filled = ranks.own("initialising", lambda: _fill(tensors, initialiser, default, meter))
-        rebuilt, replacements = rebuilt_values(tensors, ranks, initialiser, default)
-        replacements += [Replacement(tensor, local) for tensor, local in filled.locals_]
-        renewed = ranks.together("putting the values in place", lambda: replace(replacements))
-        rules = filled.rules
-        peaks = ranks.gather((*meter.peaks(), meter.seconds()))
-    host, device_peaks, seconds = zip(*peaks, strict=True)
+        share = ranks.own("looking at the model", look)
+        filled = fill(share, Side(), ranks, rebuild=True)
     return LoadReport(
-        initialised=rules,
-        rebuilt=rebuilt,
-        renewed=sorted({name for names in renewed for name in names}),
+        **filled.fields(),
         format="initial values",
         strategy="own",
         reason="each rank computes its own share",
-        tensors=len(rules),
-        peak_host_bytes=list(host),
-        peak_device_bytes=list(device_peaks),
-        bytes_read=[0] * len(host),
-        bytes_sent=[0] * len(host),
-        seconds=max(seconds),
+        tensors=len(filled.rules),
+        bytes_read=[moved.read for moved in filled.moved],
     )
 
 
-@dataclass(frozen=True)
-class _Filled:
-    """First values on this rank, not in place yet.
-
-    Attributes:
-        rules: tensor -> the rule that gave its values.
-        locals_: tensors that were on meta, with this rank's share.
-    """
-
-    rules: dict[str, str]
-    locals_: list[tuple[ModelTensor, torch.Tensor]]
-
-
-def _fill(
-    tensors: list[ModelTensor], initialiser: Initialiser, default: torch.device, meter: Meter
-) -> _Filled:
-    """Allocate and initialise what is on meta. Each rank by itself.
+def _match(tensors: list[ModelTensor]) -> ModelMatch:
+    """What rules fill: all that is on meta.
 
     Raises:
-        LoadError: tensors without a rule; names each of them. One of a frozen part with a source.
+        LoadError: a tensor whose values are in a file, or that has no rule of its own.
     """
-    filled = _Filled({}, [])
-    without: list[str] = []
-    wanted = [tensor for tensor in tensors if tensor.is_meta and tensor.kind != "derived"]
-    for tensor in wanted:
-        _check_no_source(tensor)
-    if problems := shared_on_meta(tensors) + parametrised(wanted):
+    on_meta = [i for i, t in enumerate(tensors) if t.is_meta and t.kind != "derived"]
+    for index in on_meta:
+        _check_no_source(tensors[index])
+    problems = shared_on_meta(tensors) + parametrised(tensors[index] for index in on_meta)
+    if problems:
         raise LoadError("\n".join(problems))
-    for tensor in wanted:
-        local = allocate(tensor, device_for(tensor, default))
-        filled.locals_.append((tensor, local))
-        rule = initialiser.fill(tensor, local)
-        if rule is None:
-            without.append(tensor.name)
-        filled.rules[tensor.name] = rule or ""
-        meter.sample()
-    if without:
-        raise LoadError(
-            f"no rule gives initial values to {', '.join(without)}: give their modules a "
-            "reset_parameters(), or pass init=a function of the module"
-        )
-    return filled
+    return match_of_rules(tensors, on_meta)
 
 
 def _check_no_source(tensor: ModelTensor) -> None:

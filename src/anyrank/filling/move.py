@@ -1,4 +1,4 @@
-"""The bytes of a sync: each rank's sends, receives and copies, side by side in a bounded window.
+"""The bytes of a load or a sync: each rank's sends, receives and copies, in a bounded window.
 
 Every rank works through its own part of one order. It starts the next message as soon as the
 window has room, and finishes the oldest first, so that reading, sending and placing overlap. What
@@ -10,7 +10,7 @@ has keeps to the order, with memory of no meaning.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,14 +20,12 @@ from anyrank import faults
 from anyrank.files.reader import copy_into, synchronize
 from anyrank.filling.flows import Flow
 from anyrank.filling.merge import Adapters
-from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import Box
 from anyrank.tensors.sync_plan import Strip, Transfer
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 
 MESSAGE_BYTES = 1 << 20  # at most; the same on all ranks
-ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
 ALIGN = 16  # of messages in the window, and of blocks in a message
 DIMS = tuple(range(64))  # as many as a tensor may have
 WHAT = "passing on the weights"
@@ -36,8 +34,8 @@ T = TypeVar("T")
 Side = Callable[[Flow, Transfer, Box], torch.Tensor]
 
 
-class LocalEnds:
-    """This rank's memory at both ends.
+class LocalMemory:
+    """This rank's memory of a source and of the model that is filled.
 
     Attributes:
         sources: number of a source tensor -> what this rank holds of it.
@@ -55,8 +53,11 @@ class LocalEnds:
         self.targets = targets
         self.adapters = adapters or Adapters({}, {})
 
+    def begin(self, flows: Sequence[Flow]) -> None:
+        """Make ready what this rank gives in a round."""
+
     def devices(self) -> set[torch.device]:
-        """The devices of both ends, without the CPU."""
+        """The devices of both, without the CPU."""
         every = (*self.sources.values(), *self.targets.values())
         return {tensor.device for tensor in every if not tensor.is_cpu}
 
@@ -129,19 +130,19 @@ class _Message:
     stop: int = -1
 
 
-def _messages(flows: Sequence[Flow]) -> list[_Message]:
-    """A rank's messages in their order; the same at both ends."""
+def _messages(flows: Sequence[Flow], most_bytes: int) -> list[_Message]:
+    """A rank's messages in their order, of at most so many bytes each; the same at both ends."""
     found: list[_Message] = []
     opened: dict[tuple[int, int], _Message] = {}
     for flow in flows:
-        most = MESSAGE_BYTES // flow.wire.itemsize
+        most = most_bytes // flow.wire.itemsize
         for transfer in flow.transfers:
             pair = (transfer.sender, transfer.receiver)
             for box in transfer.box.cut(most):
                 nbytes = box.numel * flow.wire.itemsize
                 message = opened.get(pair)
                 offset = 0 if message is None else _aligned(message.nbytes)
-                if message is None or offset + nbytes > MESSAGE_BYTES:
+                if message is None or offset + nbytes > most_bytes:
                     message, offset = _Message(*pair, []), 0
                     found.append(message)
                     opened[pair] = message
@@ -150,18 +151,23 @@ def _messages(flows: Sequence[Flow]) -> list[_Message]:
     return found
 
 
+def window_for(buffer_bytes: int) -> int:
+    """Bytes of a window that has room for a few of the longest messages."""
+    return max(4 * MESSAGE_BYTES, buffer_bytes)
+
+
 def _aligned(position: int) -> int:
     return -(-position // ALIGN) * ALIGN
 
 
 class Mover:
-    """Fills every rank's targets. All ranks, the same flows.
+    """Fills every rank's targets. All ranks, the same rounds.
 
     Args:
-        flows: each with this rank's transfers; those that are only compared are left out.
-        receivers: how many ranks have targets.
+        rounds: flows with this rank's transfers; ranks agree between two rounds that none failed.
         places: this rank's memory.
         ranks: of the call.
+        window_bytes: of messages that are under way; 0 where this rank sends and receives nothing.
         sample: called now and then, to measure memory.
 
     Attributes:
@@ -170,18 +176,18 @@ class Mover:
 
     def __init__(
         self,
-        flows: Sequence[Flow],
-        receivers: int,
-        places: LocalEnds,
+        rounds: Iterable[Sequence[Flow]],
+        places: LocalMemory,
         ranks: Ranks,
+        window_bytes: int,
         sample: Callable[[], None],
     ) -> None:
-        self.flows = [flow for flow in flows if not flow.is_compared]
-        self.receivers = receivers
+        self.rounds = rounds
         self.places = places
         self.ranks = ranks
         self.sample = sample
-        self.window = max(4 * MESSAGE_BYTES, BUFFER_BYTES.get())
+        self.window = window_bytes
+        self.message_bytes = min(MESSAGE_BYTES, window_bytes // 4 or MESSAGE_BYTES)
         self.devices = places.devices()
         self.memory = self._allocate()
         self.pending: deque[_Message] = deque()
@@ -198,7 +204,7 @@ class Mover:
         """
         for device in self.devices:  # the caller's streams may still use what is moved
             synchronize(device)
-        for number, flows in enumerate(self._rounds()):
+        for number, flows in enumerate(self.rounds):
             if number and self.ranks.any(self.problem is not None, WHAT):
                 raise self.problem or Interrupted
             self._round(flows)
@@ -206,24 +212,11 @@ class Mover:
         if self.problem is not None:
             raise self.problem
 
-    def _rounds(self) -> Iterator[list[Flow]]:
-        """All tensors, in runs of about ROUND_BYTES a rank; the same on all ranks."""
-        most = ROUND_BYTES * max(1, self.receivers)
-        run: list[Flow] = []
-        total = 0
-        for flow in self.flows:
-            run.append(flow)
-            total += flow.nbytes
-            if total >= most:
-                yield run
-                run, total = [], 0
-        if run:
-            yield run
-
     def _round(self, flows: Sequence[Flow]) -> None:
         rank = self.ranks.rank
+        self._try(lambda: self.places.begin(flows))
         with self.ranks.streaming(WHAT):
-            for message in _messages(flows):
+            for message in _messages(flows, self.message_bytes):
                 if message.sender == message.receiver:
                     self._try(lambda m=message: self._copy(m))
                 elif message.sender == rank:
@@ -335,12 +328,10 @@ class Mover:
         return newest.stop if newest.stop + need <= oldest.start else -1
 
     def _allocate(self) -> torch.Tensor:
-        """Memory of the window, if anything is sent or received; untouched pages cost nothing."""
-        every = (t for flow in self.flows for t in flow.transfers)
-        nbytes = self.window if any(t.sender != t.receiver for t in every) else 0
+        """Memory of the window; untouched pages cost nothing."""
         if self.devices:
-            return page_locked(nbytes, next(iter(self.devices)))
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return page_locked(self.window, next(iter(self.devices)))
+        return torch.empty(self.window, dtype=torch.uint8, device="cpu")
 
 
 def _staged(message: _Message, memory: torch.Tensor) -> Iterator[tuple[_Block, torch.Tensor]]:

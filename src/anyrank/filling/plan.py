@@ -7,6 +7,7 @@ shares of ceil(rows / ranks) rows follow in closed form, so 16,384 ranks cost no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from anyrank.checks import check_choice, check_int
 from anyrank.files.checksums import checked_bytes
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
-from anyrank.filling.exchange import joint_reads_of
+from anyrank.filling.flows import gap_bytes
 from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
@@ -34,11 +35,12 @@ from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import STRATEGIES, LoadOptions
+from anyrank.model.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
-from anyrank.tensors.sharded_tensor import replicas
+from anyrank.tensors.plan import shared_reads
 from anyrank.world.group import Group, check_group
-from anyrank.world.ranks import one_process, open_ranks
+from anyrank.world.ranks import Ranks, one_process, open_ranks
 
 # What a node is assumed to do when nothing is measured; only the prediction depends on them.
 READ_BYTES_PER_SEC = 2 << 30  # of one node, from storage
@@ -134,7 +136,7 @@ def plan(
             tell = partial(look_at_source, source, ranks, headers)
             sources: list[SourceInfo] = options.agree(ranks, "plan", model, source, tell)
             agreed = plan_load(model, source, ranks, options, sources, headers)
-            made = _plan_of(agreed, ranks.ranks, ranks.nodes)
+            made = _plan_of(agreed, ranks)
     else:
         sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
         check_group(process_group)
@@ -286,39 +288,39 @@ def _closed_form(
     return _forecast(moved, decision, nodes, buffer, listing)
 
 
-def _plan_of(plan: AgreedPlan, ranks: Sequence[int], nodes: Sequence[int]) -> LoadPlan:
-    """The forecast of an agreed plan, from every rank's pieces."""
-    share, read, sent = (dict.fromkeys(ranks, 0) for _ in range(3))
-    model_bytes = source_bytes = 0
-    name, readers = plan.decision.name, plan.decision.readers
-    listing = plan.match.listing
-    for index, target in enumerate(plan.match.tensors):
-        if target.kind == "derived":
-            continue
-        stored = plan.match.stored.get(index)
-        model_bytes += math.prod(target.shape) * target.dtype.itemsize
-        source_bytes += listing.stored_bytes(stored, stored.numel) if stored is not None else 0
-        for pieces, members in replicas(index, target, plan.coordinates).items():
-            numel = sum(piece.box.numel for piece in pieces)
-            for member in members:
-                share[member] += numel * target.dtype.itemsize
-        if stored is None:
-            continue
-        for joint in joint_reads_of(index, target, stored, plan.coordinates, listing):
-            nbytes = listing.stored_bytes(stored, joint.read.box.numel)
-            if name == "own":
-                for taker in joint.takers:
-                    read[taker] += nbytes
-                continue
-            takers = readers or joint.takers
-            for taker in takers:
-                read[taker] += nbytes // len(takers)
-                for part, members in joint.parts:
-                    others = len(members) - (taker in members)
-                    sent[taker] += part.nbytes * others // len(takers)
-    by_rank = [*share.values()], [*read.values()], [*sent.values()]
-    moved = _Bytes(*by_rank, model_bytes, source_bytes)
-    return _forecast(moved, plan.decision, nodes, plan.buffer_bytes, listing)
+def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
+    """The forecast of an agreed plan: each rank counts what it would do. All ranks."""
+    match, listing = plan.match, plan.match.listing
+    loadable = in_state_dict(match.tensors)
+    by_rank = ranks.together("counting bytes", lambda: _own_bytes(plan, ranks.rank))
+    share, read, sent = ([*column] for column in zip(*by_rank, strict=True))
+    moved = _Bytes(
+        share=share,
+        read=read,
+        sent=sent,
+        model=sum(math.prod(target.shape) * target.dtype.itemsize for target in loadable),
+        source=sum(listing.stored_bytes(t, t.numel) for t in match.stored.values()),
+    )
+    return _forecast(moved, plan.decision, ranks.nodes, plan.buffer_bytes, listing)
+
+
+def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
+    """What a rank would hold, read and send."""
+    match, listing = plan.match, plan.match.listing
+    share = sum(t.local_numel * t.dtype.itemsize for t in in_state_dict(match.tensors))
+    read = sent = 0
+    if plan.flows is None:
+        for index, stored in match.filled:
+            own = {match.tensors[index].pieces: (rank,)}
+            for shared in shared_reads(stored, own, gap_bytes(stored, listing)):
+                read += listing.stored_bytes(stored, shared.read.box.numel)
+        return share, read, 0
+    for flow in itertools.chain.from_iterable(plan.flows.rounds(rank)):
+        for each in flow.reads.values():
+            read += listing.stored_bytes(each.stored, each.box.numel)
+        others = (t for t in flow.transfers if t.sender == rank != t.receiver)
+        sent += sum(transfer.box.numel for transfer in others) * flow.wire.itemsize
+    return share, read, sent
 
 
 def _forecast(

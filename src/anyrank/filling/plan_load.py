@@ -15,9 +15,9 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.filling.exchange import gap_bytes
+from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
-from anyrank.formats.sources import Source, list_source, with_ends
+from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.allocate import default_buffer
 from anyrank.model.given_layouts import apply_layouts
@@ -25,7 +25,7 @@ from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import check_alike
-from anyrank.tensors.plan import wanted_rows
+from anyrank.tensors.plan import in_one_chunk, shared_reads
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.world.ranks import Ranks
 
@@ -70,8 +70,9 @@ class AgreedPlan:
 
     Attributes:
         match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
-        decision: who reads.
-        coordinates: of every rank, by global rank.
+        decision: who reads, and why.
+        readers: the ranks that read.
+        flows: what passes between ranks; None where each reads its own bytes.
         buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
         seed: the first rank's torch seed, for tensors that a rule fills.
         rebuild: whether any rank has non-persistent buffers on meta.
@@ -80,7 +81,8 @@ class AgreedPlan:
 
     match: ModelMatch
     decision: Decision
-    coordinates: dict[int, Coordinates]
+    readers: tuple[int, ...]
+    flows: FileFlows | None
     buffer_bytes: int
     seed: int
     rebuild: bool
@@ -118,7 +120,9 @@ def header_reader(
     """
 
     def to_send(listed: Listing) -> Listing:
-        return with_ends(listed).without_memory() if ranks.size > 1 else listed
+        if len({*ranks.nodes}) > 1:
+            listed = with_fingerprints(listed)
+        return listed.without_memory() if ranks.size > 1 else listed
 
     def read() -> Headers:
         listing = None if known else to_send(list_source(_given(source)))
@@ -200,11 +204,22 @@ def plan_load(
     caches = caches_of(ranks.ranks, ranks.nodes, listing)
     repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
     visible = [info.visible for info in sources]
+    decision = decide(options.strategy, ranks.ranks, caches, visible, repeated)
+    buffer_bytes = min(summary.buffer_bytes for summary in summaries)
+    flows = FileFlows(
+        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.filled],
+        listing=match.listing,
+        coordinates=coordinates,
+        nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
+        readers=decision.readers,
+        stage_bytes=buffer_bytes // 2,  # the rest is the window's
+    )
     return AgreedPlan(
         match=match,
-        decision=decide(options.strategy, ranks.ranks, caches, visible, repeated),
-        coordinates=coordinates,
-        buffer_bytes=min(summary.buffer_bytes for summary in summaries),
+        decision=decision,
+        readers=decision.readers or ranks.ranks,
+        flows=None if decision.name == "own" else flows,
+        buffer_bytes=buffer_bytes,
         seed=sources[0].seed,
         rebuild=any(summary.has_meta_buffers for summary in summaries),
         in_place=any(summary.has_real_tensors for summary in summaries),
@@ -304,8 +319,10 @@ def _repeated(
     total = 0
     for index, stored in match.stored.items():
         groups = replicas(index, match.tensors[index], coordinates)
-        for nbytes, ranks in wanted_rows(stored, groups, gap_bytes(stored, match.listing)):
-            total += nbytes if len({cache_of[rank] for rank in ranks}) > 1 else 0
+        whole = in_one_chunk(stored)  # as many steps as there are groups
+        for shared in shared_reads(whole, groups, gap_bytes(stored, match.listing)):
+            caches = {cache_of[rank] for rank in shared.takers}
+            total += shared.read.nbytes if len(caches) > 1 else 0
     return total
 
 

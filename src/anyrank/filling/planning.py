@@ -18,7 +18,7 @@ from torch import nn
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError
 from anyrank.filling.ends import Described, End, Look, check_values, join_ends
-from anyrank.filling.flows import EndsSummary, Planner, SyncPlan, renamed_by
+from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
 from anyrank.model.options import LoadOptions
 from anyrank.world.arguments import same_arguments

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.filling.execute_sync import execute_sync
+from anyrank.filling.live import execute_sync
 from anyrank.filling.planning import KeptPlan, SyncCall, agree_plan
 from anyrank.filling.report import SyncReport, log_report
 from anyrank.model.given_layouts import Layouts

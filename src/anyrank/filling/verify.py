@@ -9,14 +9,14 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
 from anyrank.filling.flows import Flow
-from anyrank.filling.move import LocalEnds
+from anyrank.filling.move import LocalMemory
 from anyrank.tensors.sync_plan import Transfer
 from anyrank.world.ranks import Ranks
 
 DIGEST_BYTES = 16
 
 
-def differing(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> list[str]:
+def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
     """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
 
     Each transfer is digested where it comes from, cast as it was for the other end, and where it
@@ -59,7 +59,7 @@ def differing(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> list[st
     return sorted(set().union(*every))
 
 
-def check_equal(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> None:
+def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
     """Refuse a `dst` that does not hold what `src` holds. All ranks.
 
     Raises:
@@ -73,7 +73,7 @@ def check_equal(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> None:
         )
 
 
-def check_before(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> None:
+def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
     """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
 
     Raises:
@@ -94,13 +94,13 @@ def check_before(flows: Sequence[Flow], places: LocalEnds, ranks: Ranks) -> None
         )
 
 
-def _given(flow: Flow, transfer: Transfer, places: LocalEnds) -> bytes:
+def _given(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
     boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
     parts = (places.given(flow, transfer, box).to(flow.wire).to(flow.held) for box in boxes)
     return _digest(parts)
 
 
-def _taken(flow: Flow, transfer: Transfer, places: LocalEnds) -> bytes:
+def _taken(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
     boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
     return _digest(places.taken(flow, transfer, box) for box in boxes)
 

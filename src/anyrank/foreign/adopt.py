@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.storage import storage_for
-from anyrank.filling.execute_load import execute_load
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
+from anyrank.filling.read import fill_from_files
 from anyrank.foreign import optimizer as foreign_optimizer
 from anyrank.foreign import stateful as foreign_state
 from anyrank.foreign.checkpoint import ForeignCheckpoint
@@ -32,7 +32,7 @@ from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
-from anyrank.state.train_state import TrainState, names_of, run_parts
+from anyrank.state.train_state import TrainState, names_of
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
@@ -51,7 +51,9 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the checkpoint.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.from_one("reading the checkpoint", lambda: read_foreign(path, ranks.size > 1))
+    source = ranks.from_one(
+        "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
+    )
 
     def check_visible() -> None:
         for info in source.listing.files:
@@ -74,7 +76,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source=source,
         skip={*arguments.skip},
     )
-    for part, value in run_parts(state).parts.items():
+    for part, value in state.parts.parts.items():
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
             step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
     return step
@@ -93,7 +95,7 @@ def _plan_module(
     Raises:
         CheckpointError: its tensors do not fit.
     """
-    inner = run_parts(state)
+    inner = state.parts
     ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
     is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
@@ -150,7 +152,7 @@ class ForeignStep(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        inner = run_parts(state)
+        inner = state.parts
         names, matched = names_of(inner.targets()), dict[str, Matched]()
         for part, value in inner.parts.items():
             if part in self.skip:
@@ -159,7 +161,7 @@ class ForeignStep(ResumeSource):
                 matched[part] = self._module(part, value, ranks)
             elif isinstance(value, Optimizer):
                 matched[part] = self._optimizer(part, value, names, arguments, ranks)
-            elif isinstance(value, Position):
+            elif isinstance(value, ElasticData):
                 matched[part] = self._position(value, state)
             else:
                 matched[part] = self._stateful(part, value, ranks)
@@ -172,8 +174,8 @@ class ForeignStep(ResumeSource):
         self.used.add(part)
 
         def load() -> int:
-            result = execute_load(module, plan, ranks, Meter(), None)
-            return result.measured[ranks.index].bytes_read
+            filled = fill_from_files(module, plan, ranks, Meter(), None)
+            return filled.moved[ranks.index].read
 
         return Matched(_outcome_of(plan), load=load)
 
@@ -212,7 +214,7 @@ class ForeignStep(ResumeSource):
     def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
         return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
-    def _position(self, data: Position, state: TrainState) -> Matched:
+    def _position(self, data: ElasticData, state: TrainState) -> Matched:
         made, outcome = foreign_state.start_of(data, self.source)
 
         def commit() -> None:

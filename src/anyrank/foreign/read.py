@@ -11,7 +11,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
 from anyrank.foreign import accelerate, deepspeed, megatron, per_rank, tables, trainer
 from anyrank.foreign.checkpoint import ForeignCheckpoint
-from anyrank.formats.sources import format_of_folder, with_ends
+from anyrank.formats.sources import format_of_folder, with_fingerprints
 from anyrank.formats.weight_files import FILES, format_of
 
 
@@ -52,12 +52,12 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
     return tool.run(storage, folder).model("model")
 
 
-def read_foreign(path: str, is_sent: bool = False) -> ForeignCheckpoint:
+def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
     """What a checkpoint of another tool holds, from its headers and small values.
 
     Args:
         path: of it.
-        is_sent: whether other ranks get it, and read files that they see.
+        far: whether ranks on other machines read it too, each what it sees.
 
     Raises:
         CheckpointError: nothing there, or nothing that is read here; it is not whole.
@@ -66,7 +66,7 @@ def read_foreign(path: str, is_sent: bool = False) -> ForeignCheckpoint:
     storage = storage_for(path)
     try:
         found = _reader(storage, path)(storage, path)
-        return replace(found, listing=with_ends(found.listing)) if is_sent else found
+        return replace(found, listing=with_fingerprints(found.listing)) if far else found
     except LoadError as error:
         raise CheckpointError(str(error)) from error
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import to_json
 from anyrank.foreign.checkpoint import ForeignCheckpoint
@@ -89,7 +89,7 @@ def in_optimizer_steps(
     )
 
 
-def start_of(data: Position, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
+def start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
     """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
 
     Which samples of that epoch were seen is unknown, as the other tool's order is its own.

@@ -41,7 +41,7 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
             if name.endswith(tuple(FILES)) and name != chosen
         )
         if chosen.endswith(".json"):
-            return _indexed(storage, folder, chosen, others)
+            return _indexed(storage, folder, chosen, names, others)
         shards = _shards_of(folder, chosen, names)
         listings = [list_file(storage, join_path(folder, name)) for name in shards]
         skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
@@ -52,12 +52,13 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
     """How the weights are quantised, as config.json says."""
-    path = join_path(folder, "config.json")
-    if "config.json" not in names or storage.info(path).size > MAX_CONFIG_BYTES:
+    if "config.json" not in names:
         return {}
     try:
-        config: Any = json.loads(read_whole(storage, path))
-    except (ValueError, RecursionError):
+        config: Any = json.loads(
+            read_whole(storage, join_path(folder, "config.json"), MAX_CONFIG_BYTES)
+        )
+    except (LoadError, ValueError, RecursionError):
         return {}  # whoever builds the model from it says so
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
@@ -106,20 +107,21 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
     return shards
 
 
-def _indexed(storage: Storage, folder: str, index: str, others: tuple[str, ...]) -> Listing:
+def _indexed(
+    storage: Storage, folder: str, index: str, names: list[str], others: tuple[str, ...]
+) -> Listing:
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if not storage.is_file(inside(folder, shard)):
-            keys = [key for key, name in weight_map.items() if name == shard]
-            raise LoadError(
-                f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
-                f"({keys[0]}, ...): the download is incomplete"
-            )
+    for shard in shards:  # before any is opened, as the first of them may be damaged
+        if "/" not in shard and shard not in names:
+            raise _missing(path, shard, weight_map)
     listings: list[Listing] = []
     for shard in shards:
-        listing = list_file(storage, inside(folder, shard))
+        try:
+            listing = list_file(storage, inside(folder, shard))
+        except FileNotFoundError as error:
+            raise _missing(path, shard, weight_map) from error
         mine = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
         lost = [k for k, name in weight_map.items() if name == shard and k not in mine]
         if lost:
@@ -127,6 +129,14 @@ def _indexed(storage: Storage, folder: str, index: str, others: tuple[str, ...])
         listings.append(listing.with_tensors(mine))
     skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
     return join(_name(listings), listings, skipped)
+
+
+def _missing(path: str, shard: str, weight_map: dict[str, str]) -> LoadError:
+    keys = [key for key, name in weight_map.items() if name == shard]
+    return LoadError(
+        f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
+        f"({keys[0]}, ...): the download is incomplete"
+    )
 
 
 def _weight_map(storage: Storage, path: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from anyrank.files.listing import (
     versions_of,
 )
 from anyrank.files.manifest import MANIFEST, STEP
-from anyrank.files.storage import Storage, digest_of_ends, storage_for
+from anyrank.files.storage import Storage, fingerprint, storage_for
 from anyrank.formats import dcp, huggingface, run_folder, weight_files
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
@@ -127,22 +126,13 @@ def list_source(source: Source) -> Listing:
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 
-def with_ends(listing: Listing) -> Listing:
-    """The listing, by which other ranks know their own copies of its local files.
+def with_fingerprints(listing: Listing) -> Listing:
+    """The listing, by which other machines know their own copies of its local files.
 
-    It takes two reads a file, so what one process reads goes without.
+    It takes two reads a file, so it is for ranks on several machines alone.
     """
-    return replace(listing, files=tuple(map(_file_with_ends, listing.files)))
-
-
-def _file_with_ends(info: FileInfo) -> FileInfo:
-    if not info.place:
-        return info
-    try:
-        with closing(storage_for(info.path).open(info.path)) as file:
-            return replace(info, ends=digest_of_ends(file, info))
-    except OSError as error:
-        raise LoadError(f"{info.path}: cannot be read: {error}") from error
+    made = (replace(i, fingerprint=fingerprint(i)) if i.place else i for i in listing.files)
+    return replace(listing, files=tuple(made))
 
 
 def _list_path(path: str) -> Listing:

@@ -122,18 +122,18 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
 def frozen_sources(model: nn.Module) -> list[FrozenSource]:
     """The sources of the frozen parts of a model, each once."""
-    infos = (part.__dict__[FROZEN] for _, part in frozen_parts(model))
+    infos: list[FrozenInfo] = [part.__dict__[FROZEN] for _, part in frozen_parts(model)]
     return list(dict.fromkeys(info.source for info in infos if info.source is not None))
 
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every frozen part, also those within others, and the model itself."""
-    return [(name, part) for name, part in walk(model) if is_frozen(part)]
+    return [(name, part) for name, part in walk(model) if frozen_info(part)]
 
 
-def is_frozen(module: nn.Module) -> bool:
-    """Whether `freeze` was called on this very module."""
-    return FROZEN in module.__dict__
+def frozen_info(module: nn.Module) -> FrozenInfo | None:
+    """What is known of a part; None unless `freeze` was called on this very module."""
+    return module.__dict__.get(FROZEN)
 
 
 def _paths(source: Any) -> FrozenSource:

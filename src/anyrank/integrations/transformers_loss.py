@@ -54,7 +54,7 @@ def tiled_loss(
     inner: Any = inner_model(model)
     head: Any = inner.get_output_embeddings()
     plain = inner.loss_function
-    if head is not None and "forward" in vars(head):
+    if getattr(head, "__dict__", {}).get("forward") is not None:
         raise ValueError("the head has a forward of its own already: call tiled_loss() once")
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(f"the loss of {type(inner).__name__} is not ForCausalLMLoss: {BY_HAND}")

@@ -129,7 +129,7 @@ def merged_layers(targets: Iterable[Placed]) -> list[str]:
             place.name.rpartition(".")[0]
             for target in (targets if "peft" in sys.modules else ())
             for place in target.registrations
-            if any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
+            if _is_below_merged(place)
         }
     )
 
@@ -137,11 +137,12 @@ def merged_layers(targets: Iterable[Placed]) -> list[str]:
 def is_merged(tensor: Placed) -> bool:
     """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
     return any(
-        getattr(module, "merged", False)
-        for place in tensor.registrations
-        if "base_layer" in place.raw
-        for module in place.path
+        "base_layer" in place.raw and _is_below_merged(place) for place in tensor.registrations
     )
+
+
+def _is_below_merged(place: Registration) -> bool:
+    return any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
 
 
 def scaling_of(tensor: Placed) -> float | None:

@@ -10,28 +10,44 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import remember
 from anyrank.model.allocate import allocate, default_device, device_for
-from anyrank.model.initialise import Initialiser
+from anyrank.model.initialise import Init, Initialiser
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor
+from anyrank.wording import first_few
 
 
 class ModelShare:
     """What one rank fills, by this rank alone: no method waits for others.
 
+    Args:
+        model, match, meter: of the call.
+        seed: the first rank's torch seed.
+        init: as for `Initialiser`.
+        device: where plain tensors on meta go. Default: to the model's real parameters, else to the
+            rank's own device.
+
     Attributes:
-        device: where plain tensors on meta go.
         allocated: memory of tensors on meta, and of those that keep their values until the end.
         rules: tensors that were initialised -> the rule.
     """
 
-    def __init__(self, model: nn.Module, match: ModelMatch, seed: int, meter: Meter) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        match: ModelMatch,
+        meter: Meter,
+        seed: int,
+        *,
+        init: Init | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.match = match
         self.meter = meter
-        self.device = default_device(match.tensors)
+        self.device = default_device(match.tensors) if device is None else device
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
-        self.initialiser = Initialiser(model, seed)
+        self.initialiser = Initialiser(model, seed, init)
         self.allocated: dict[int, torch.Tensor] = {}
         self._own: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
         self.rules: dict[str, str] = {}
@@ -45,7 +61,7 @@ class ModelShare:
             target = self.match.tensors[index]
             if index in apart or target.is_meta:
                 self.allocated[index] = self.memory_for(index)
-            self.has_moved = self.has_moved or (target.is_meta and target.layout is None)
+            self.has_moved |= index in self.match.stored and target.is_meta and not target.layout
 
     def memory_for(self, index: int) -> torch.Tensor:
         """Uninitialised memory of a tensor's share, where the tensor is to be."""
@@ -69,18 +85,23 @@ class ModelShare:
         """Fill what a rule fills.
 
         Raises:
-            LoadError: no rule does.
+            LoadError: no rule does; names each of them.
         """
+        without: list[str] = []
         for index in self.match.initialise:
             target = self.match.tensors[index]
             rule = self.initialiser.fill(target, self.local(index))
             if rule is None:
-                raise LoadError(
-                    f"{target.name}: is not in the source, and no rule of the model initialises it "
-                    "(looked for _init_weights, reset_parameters, init_weights): give its module a "
-                    "reset_parameters()"
-                )
-            self.rules[target.name] = rule
+                without.append(target.name)
+            else:
+                self.rules[target.name] = rule
+            self.meter.sample()
+        if without:
+            raise LoadError(
+                f"no rule gives initial values to {', '.join(first_few(without, 10))} (looked for "
+                "_init_weights, reset_parameters, init_weights): load their values, give their "
+                "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
+            )
 
     def filled(self) -> list[ModelTensor]:
         """The tensors that the source fills."""
@@ -101,10 +122,11 @@ class ModelShare:
             if not tensors[index].is_meta:
                 self._own[index].copy_(values)
         renewed = replace([*replacements, *new])
-        self.remember_frozen()
+        self._remember_frozen()
+        self.move_buffers()
         return renewed
 
-    def remember_frozen(self) -> None:
+    def _remember_frozen(self) -> None:
         """Record what the frozen parts hold that were filled."""
         paths = [place.path for target in self.filled() for place in target.registrations]
         for part in {module: None for path in paths for module in path}:

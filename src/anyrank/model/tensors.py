@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
+from anyrank.frozen.freeze import frozen_info
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.names import TensorNames
@@ -96,7 +97,7 @@ def find_places(model: nn.Module) -> list[Place]:
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]
         if children and any(module is above for above in path):
             continue
-        info = module.__dict__.get("anyrank_frozen")
+        info = frozen_info(module)
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
         _check_class(module, raw, name, frozen)

@@ -10,31 +10,27 @@ from typing import Any
 from torch import nn
 
 from anyrank import faults
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
-from anyrank.filling.exchange import read_own
+from anyrank.filling.read import read_own
 from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
-    RankCoords,
     StreamOutcome,
-    capture,
-    check_scopes,
     derive_all,
-    digests_of,
     restore,
 )
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable
 from anyrank.resume.source import ResumeSource, misfit
-from anyrank.saving.save import rank_coords
+from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -62,7 +58,7 @@ class _Resuming:
     def __init__(
         self, state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
     ) -> None:
-        self.state, self.inner = state, run_parts(state)
+        self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, Matched] = {}
         self.has_meta_buffers = False
@@ -180,11 +176,7 @@ class _Resuming:
                 )
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
-        """Put the random streams back: the last act, so that nothing moves them afterwards.
-
-        Raises:
-            CheckpointError: they came out equal or different where their scope says otherwise.
-        """
+        """Put the random streams back: the last act, so that nothing moves them afterwards."""
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
         saved = source.streams
@@ -193,8 +185,8 @@ class _Resuming:
                 coords, seed=seed, samples=samples, generators=generators, reason=source.no_streams
             )
 
-        def here() -> tuple[RankCoords, dict[str, str], dict[str, StreamOutcome]]:
-            outcomes = restore(
+        def here() -> dict[str, StreamOutcome]:
+            return restore(
                 saved,
                 coords,
                 seed=seed,
@@ -202,22 +194,19 @@ class _Resuming:
                 generators=generators,
                 torch_version=source.torch_version,
             )
-            return coords, digests_of(capture(generators)), outcomes
 
-        gathered = self.ranks.together("restoring the random streams", here)
-        check_scopes(gathered, saved.scopes())
-        return gathered[0][2]
+        return self.ranks.together("restoring the random streams", here)[0]
 
     def _notes(self) -> list[str]:
         notes = [
             f"random stream {name}: {outcome.how}, {outcome.reason}"
             for name, outcome in self.outcomes.items()
-            if outcome.how != "exact" and outcome.reason != self.source.no_streams
+            if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
         notes += _differed_in_words(self.source.differed)
         data = self.state.data
-        if isinstance(data, Position):
+        if isinstance(data, ElasticData):
             notes += [
                 f"epoch {receipt.epoch}: {receipt.samples} samples {receipt.verdict}"
                 for receipt in data.receipts

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.files.store import reading, store_for
+from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
 from anyrank.resume.options import RENAMED, ResumeArguments
 from anyrank.resume.restore import restore_state
-from anyrank.resume.search import StepOfRun, StepSearch
-from anyrank.saving.peers import PeerMemory
+from anyrank.resume.search import StepSearch
 from anyrank.saving.run_store import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
+if TYPE_CHECKING:
+    from anyrank.resume.search import PeerMemory
+
 
 class Resumed(NamedTuple):
-    """What a resume did: its report, and the run's own step that was restored, if it was one."""
+    """What a resume did.
+
+    Attributes:
+        report: for the caller.
+        is_on_disk: whether it was a step of this run, in files.
+        is_branch: whether it was asked for, so that newer ones are left.
+        snapshot: name of the snapshot in memory that it was, or None.
+    """
 
     report: ResumeReport
-    step: StepOfRun | None = None
+    is_on_disk: bool = False
+    is_branch: bool = False
+    snapshot: str | None = None
 
 
 def resume_run(
@@ -40,12 +51,26 @@ def resume_run(
         ValueError: a path where nothing is, or `rename` with a run's path.
         CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
     """
+    resumed = _resume(state, folder, arguments, verify, ranks, memory)
+    if resumed is not None and memory is not None:
+        memory.remove_but(*filter(None, [resumed.snapshot]))
+    return resumed
+
+
+def _resume(
+    state: TrainState,
+    folder: RunFolder,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+    memory: PeerMemory | None,
+) -> Resumed | None:
     path, which = arguments.path, arguments.which
     meant = None if path is None else _agree_on_path(path, folder, arguments, ranks)
     if meant is not None and meant.own is not None:
         path, which = None, meant.own
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
-    # What skip= and fresh= leave out of a beginning, a run's own steps have.
+    # What skip= leaves out of a beginning, the own steps of the run have.
     for_own = arguments if path is None else replace(arguments, skip=())
     resumed = _newest(state, StepSearch(folder, own, verify, ranks, memory), for_own, ranks)
     if resumed is not None:
@@ -57,7 +82,7 @@ def resume_run(
         return resumed._replace(report=replace(report, notes=[*report.notes, note]))
     if meant is not None and meant.step is not None:
         place, number = meant.step
-        other = RunFolder(store_for(place), place)
+        other = RunFolder(storage_for(place), place)
         search = StepSearch(other, number, verify, ranks)  # a given step, so nothing is set aside
         begun = _newest(state, search, arguments, ranks)
         assert begun is not None
@@ -85,7 +110,9 @@ def _newest(
     """
     while (step := search.next()) is not None:
         try:
-            return Resumed(restore_state(state, step, arguments, ranks), step)
+            report = restore_state(state, step, arguments, ranks)
+            snapshot = None if step.memory is None else step.candidate.name
+            return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
         except CorruptCheckpoint as error:
             search.reject(step, error)
     return None
@@ -126,7 +153,7 @@ def _agree_on_path(
 def _meant_by(path: str, folder: RunFolder) -> _Meant:
     """What there is at a path. One rank."""
     path = path.rstrip("/")
-    run = RunFolder(store_for(path), path)
+    run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
             return _Meant(problem=_nothing_there(path, folder))

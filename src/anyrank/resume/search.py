@@ -6,8 +6,9 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
@@ -16,12 +17,14 @@ from anyrank.random_state.saved_streams import from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.records import check_counts, check_records
 from anyrank.resume.source import ResumeSource
-from anyrank.saving.peers import Held, PeerMemory
 from anyrank.saving.run_store import ASIDE, DAMAGED, RunFolder
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, SavedOn
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.peers.memory import Held, PeerMemory
 
 log = logging.getLogger("anyrank.resume")
 
@@ -48,7 +51,7 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        inner, manifest = run_parts(state), self.manifest
+        inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
@@ -59,7 +62,7 @@ class StepOfRun(ResumeSource):
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
             problem += f"it as it is with skip=[{name!r}]"
             matched[name] = Matched(Outcome("exact"), problems=[problem])
-        if isinstance(state.data, Position) and "data" in records:
+        if isinstance(state.data, ElasticData) and "data" in records:
             check_counts(manifest, self.path)
         return matched
 

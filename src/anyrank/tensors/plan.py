@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -50,38 +50,22 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class JointRead:
-    """Bytes that are read together, and which ranks want which parts of them.
+class SharedRead:
+    """A box of one chunk that is read as a whole, as ranks want it or parts of it.
 
     Attributes:
-        read: the whole; `local` means nothing.
-        parts: reads inside it, each with the ranks that want it.
+        read: the box; its `local` means nothing.
+        takers: the ranks, in ascending order.
     """
 
     read: Read
-    parts: tuple[tuple[Read, tuple[int, ...]], ...]
+    takers: tuple[int, ...]
 
-    @property
-    def takers(self) -> tuple[int, ...]:
-        """The ranks that want a part."""
-        return tuple(sorted({rank for _, ranks in self.parts for rank in ranks}))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all that is read is one part."""
-        return len(self.parts) == 1 and self.parts[0][0].box == self.read.box
-
-    def cut(self, most_bytes: int) -> Iterator[JointRead]:
-        """Joint reads of at most `most_bytes` (or one element), which lie together in the file."""
-        if self.read.nbytes <= most_bytes:
-            yield self
-            return
-        for box in self.read.box.cut(
-            most_bytes // self.read.stored.dtype.itemsize, self.read.chunk.strides
-        ):
-            inside = ((part, part.box.intersect(box), ranks) for part, ranks in self.parts)
-            parts = tuple((part.part(common), ranks) for part, common, ranks in inside if common)
-            yield JointRead(self.read.part(box), parts)
+    def cut(self, most_bytes: int) -> Iterator[Read]:
+        """Reads of at most `most_bytes` (or one element), which lie together in the file."""
+        most = most_bytes // self.read.stored.dtype.itemsize
+        for box in self.read.box.cut(most, self.read.chunk.strides):
+            yield self.read.part(box)
 
 
 @dataclass(slots=True)
@@ -136,15 +120,16 @@ def plan_reads(
     return reads
 
 
-def joint_reads(
+def shared_reads(
     stored: StoredTensor,
     groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
     gap_bytes: int = GAP_BYTES,
-) -> list[JointRead]:
-    """What is read of a tensor, with those who want the same bytes, or the ones between them.
+) -> list[SharedRead]:
+    """What is read of a tensor, with those who want it, or a part of it.
 
     Columns of a matrix lie in so many short runs that whoever reads some of them reads the others
-    as well: what several ranks want of the same rows is one joint read.
+    as well: what several ranks want of the same rows is one read. It takes as many steps as there
+    are groups and chunks.
 
     Args:
         stored: the tensor.
@@ -154,39 +139,21 @@ def joint_reads(
     Raises:
         LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
     """
-    joint: dict[tuple[int, int, Box], tuple[Read, list[tuple[Read, tuple[int, ...]]]]] = {}
+    shared: dict[tuple[int, int, Box], tuple[Read, set[int]]] = {}
     chunks = BoxIndex([chunk.box for chunk in stored.chunks])
     for pieces, ranks in groups.items():
         for read in plan_reads(stored, pieces, chunks):
             box = _with_gaps(read, gap_bytes)
             whole = Read(stored, read.chunk, box, (0,) * len(box.sizes))
             key = (read.chunk.file, read.chunk.offset, box)
-            joint.setdefault(key, (whole, []))[1].append((read, ranks))
-    return [JointRead(whole, tuple(parts)) for whole, parts in joint.values()]
+            shared.setdefault(key, (whole, set()))[1].update(ranks)
+    return [SharedRead(whole, tuple(sorted(ranks))) for whole, ranks in shared.values()]
 
 
-def wanted_rows(
-    stored: StoredTensor,
-    groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
-    gap_bytes: int = GAP_BYTES,
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Bytes of a tensor that some ranks would all read, and these ranks.
-
-    As `joint_reads`, by the ranks alone: as if the tensor were stored in one chunk. This takes as
-    many steps as there are groups, in how many chunks the tensor may be stored.
-
-    Args:
-        stored, groups, gap_bytes: as for `joint_reads`.
-    """
+def in_one_chunk(stored: StoredTensor) -> StoredTensor:
+    """The tensor as if it were stored in one chunk, however many there are."""
     strides = stored.chunks[0].strides if len(stored.chunks) == 1 else row_major(stored.shape)
-    whole = Chunk(Box.whole(stored.shape), 0, 0, strides)
-    rows: dict[Box, list[int]] = {}
-    for pieces, ranks in groups.items():
-        for piece in pieces:
-            box = _with_gaps(Read(stored, whole, piece.box, piece.local), gap_bytes)
-            rows.setdefault(box, []).extend(ranks)
-    for box, ranks in rows.items():
-        yield box.numel * stored.dtype.itemsize, tuple(ranks)
+    return replace(stored, chunks=(Chunk(Box.whole(stored.shape), 0, 0, strides),))
 
 
 def _with_gaps(read: Read, gap_bytes: int) -> Box:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anyrank.errors import LoadError
-from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.spec import StoredTensor
 
@@ -37,6 +37,11 @@ class Strip:
     source: int
     start: tuple[int, ...]
     dims: tuple[int, ...]
+
+    @staticmethod
+    def whole(source: int, shape: tuple[int, ...]) -> Strip:
+        """All of a source tensor, which is the wanted tensor as it is."""
+        return Strip(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))))
 
     def to_source(self, box: Box) -> Box:
         """A box inside of the strip, in the source tensor."""
@@ -72,7 +77,7 @@ def strips_of(stored: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[
         shape = shapes[chunk.file]
         first = chunk.offset // stored.dtype.itemsize
         if first == 0 and chunk.box == Box.whole(shape) and chunk.strides == row_major(shape):
-            strips.append(Strip(chunk.box, chunk.file, (0,) * len(shape), tuple(range(len(shape)))))
+            strips.append(Strip.whole(chunk.file, shape))
         elif chunk.box.numel:
             strips += _decoded(stored.name, chunk.box, chunk.file, first, chunk.strides, shape)
         if len(strips) > MAX_STRIPS:
@@ -182,6 +187,7 @@ class Transfer:
     Attributes:
         sender, receiver: global ranks.
         strip: number of the strip of the wanted tensor that the box is in.
+        place: number of the held box that it is a part of.
         box: in the wanted tensor.
         source: where it starts in the sender's local tensor, in the source's dims.
         target: where it starts in the receiver's local tensor.
@@ -190,6 +196,7 @@ class Transfer:
     sender: int
     receiver: int
     strip: int
+    place: int
     box: Box
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -215,8 +222,8 @@ def transfers_of(
     Raises:
         LoadError: an element that nobody holds, for what `rank` receives.
     """
-    mine = [[(n, p) for n, p in enumerate(held) if rank in p.holders] for held in places]
-    every = [list(enumerate(held)) for held in places]
+    every = [_Numbered([*enumerate(held)]) for held in places]
+    mine = [_Numbered([(n, p) for n, p in enumerate(held) if rank in p.holders]) for held in places]
     found: list[Transfer] = []
     for position, (receiver, pieces) in enumerate(wanted.items()):
         known = every if receiver == rank else mine
@@ -227,10 +234,7 @@ def transfers_of(
                 if common is None:
                     continue
                 inside = strip.to_source(common)
-                for n, place in known[number]:
-                    held = inside.intersect(place.box)
-                    if held is None:
-                        continue
+                for n, place, held in known[number].common(inside):
                     filled += held.numel
                     senders = place.near(receiver)
                     box = strip.to_wanted(held)
@@ -239,13 +243,28 @@ def transfers_of(
                             at = strip.to_source(part).relative_to(place.box.offsets)
                             source = at.shifted(place.holders[sender]).offsets
                             target = piece.part(part).local
-                            found.append(Transfer(sender, receiver, number, part, source, target))
+                            found.append(
+                                Transfer(sender, receiver, number, n, part, source, target)
+                            )
             if receiver == rank and filled != piece.box.numel:
                 raise LoadError(
                     f"the source's ranks hold {filled} of the {piece.box.numel} elements that rank "
                     f"{rank} wants at {list(piece.box.offsets)}: give src on all ranks of its mesh"
                 )
     return found
+
+
+class _Numbered:
+    """Some of the held boxes of a tensor, by the number of each."""
+
+    def __init__(self, places: Sequence[tuple[int, HeldBox]]) -> None:
+        self.places = places
+        self.index = BoxIndex([place.box for _, place in places])
+
+    def common(self, box: Box) -> Iterator[tuple[int, HeldBox, Box]]:
+        """Those with elements of a box, in the order of their numbers, and these elements."""
+        for n, held in sorted(self.index.common(box), key=lambda found: found[0]):
+            yield *self.places[n], held
 
 
 def _shared(box: Box, senders: Sequence[int], start: int) -> Iterator[tuple[int, Box]]:

@@ -12,8 +12,9 @@ import contextlib
 import hashlib
 import logging
 import os
+import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -21,17 +22,18 @@ from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
-from anyrank.files.storage import LocalStorage, absolute, join_path
-from anyrank.files.store import LocalStore, digest_of, storing, write_file
-from anyrank.formats.run_folder import INDEX, index_of, list_step
-from anyrank.saving.peer_files import FileTransfer, make_folder, pass_on
-from anyrank.saving.rank_file import WrittenShare, write_share
+from anyrank.files.storage import LocalStorage, absolute, digest_of, join_path, storing, write_file
+from anyrank.formats.run_folder import INDEX, list_step
+from anyrank.peers.transfers import FileTransfer, make_folder, pass_on
+from anyrank.saving.collect import Snapshot
 from anyrank.saving.run_store import RunFolder
-from anyrank.saving.save import Snapshot
+from anyrank.saving.write import RankShare, describe, write_own_share
 from anyrank.settings import PEERS_FOLDER
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
+
+IsDue = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,8 @@ class _Together(LocalStorage):
     def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
         self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
 
-    def is_file(self, path: str) -> bool:
-        return path in self.sizes
-
-    def info(self, path: str) -> FileInfo:
-        return FileInfo(path, self.sizes[path], "")
+    def find(self, path: str) -> FileInfo | None:
+        return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
 
 
 class PeerMemory:
@@ -80,11 +79,12 @@ class PeerMemory:
         folder: of the run, in this machine's memory.
     """
 
-    def __init__(self, root: str, path: str, ranks: Ranks) -> None:
+    def __init__(self, root: str, path: str, ranks: Ranks, is_due: IsDue) -> None:
         place = absolute(path)
         key = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-        self.folder = RunFolder(LocalStore(), join_path(root, key))
+        self.folder = RunFolder(LocalStorage(), join_path(root, key))
         self.ranks = ranks
+        self._is_due, self._last = is_due, time.monotonic()
         self._tag = ranks.from_one("naming the memory", lambda: uuid.uuid4().hex[:8])
         self._count = 0
         machines = range(len(ranks.hosts))
@@ -100,8 +100,30 @@ class PeerMemory:
 
     # -- keep -------------------------------------------------------------------------------------
 
-    def keep(self, snapshot: Snapshot) -> int:
-        """Write a snapshot, and commit it; its bytes on all machines.
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot follows this step."""
+        return self._is_due(step, self._last)
+
+    def keep(self, snapshot: Snapshot) -> bool:
+        """Write a snapshot, and commit it; False, and a warning, where a machine has no room.
+
+        The memory is empty then, and is not to be used again: the files are there.
+        """
+        start = time.perf_counter()
+        try:
+            nbytes = self._write(snapshot)
+        except CheckpointError as error:
+            self.remove_but()
+            if self.ranks.index == 0:
+                log.warning("peers: nothing is kept in memory from now on: %s", error)
+            return False
+        self._last = time.monotonic()
+        seconds, step = time.perf_counter() - start, snapshot.manifest.step
+        log.debug("step %d is in memory: %d bytes, %.3f s", step, nbytes, seconds)
+        return True
+
+    def _write(self, snapshot: Snapshot) -> int:
+        """The bytes of a snapshot that was committed, on all machines.
 
         Raises:
             CheckpointError: a machine has no room; the snapshot before it is still there.
@@ -110,13 +132,12 @@ class PeerMemory:
         self._count += 1
         name = step_name(snapshot.manifest.step)
         temporary = folder.join(f"{name}.tmp-{self._tag}-{self._count}")
-        file = f"__{ranks.index}_0.distcp"
 
-        def share() -> WrittenShare:
+        def share() -> RankShare:
             faults.point("peers.write")
             with storing(temporary):
                 make_folder(temporary)
-            return write_share(folder.store, temporary, file, snapshot.items, ranks.check)
+            return write_own_share(snapshot, folder.store, temporary, ranks)
 
         shares = ranks.together("writing the snapshot", share)
         pass_on(self._copies(shares), temporary, ranks)
@@ -141,7 +162,7 @@ class PeerMemory:
         """Whether this rank is the first on its machine."""
         return self._on[self.ranks.node][0] == self.ranks.rank
 
-    def _copies(self, shares: Sequence[WrittenShare]) -> list[FileTransfer]:
+    def _copies(self, shares: Sequence[RankShare]) -> list[FileTransfer]:
         """What each rank sends to the next machine."""
         if len(self._on) == 1:
             return []
@@ -227,7 +248,9 @@ class PeerMemory:
         pass_on(transfers, path, self.ranks)
         infos, sums = [*listing.files], dict(listing.sums)
         for n in numbers:
-            infos[n] = LocalStorage().info(_moved(infos[n].path, path))
+            found = LocalStorage().find(_moved(infos[n].path, path))
+            assert found is not None  # it was here, or came just now
+            infos[n] = found
             sums[n] = replace(sums[n], path=_moved(sums[n].path, path))
         return replace(listing, files=tuple(infos), sums=sums)
 
@@ -236,27 +259,31 @@ def _moved(path: str, folder: str) -> str:
     return join_path(folder, os.path.basename(path))
 
 
-def _small_files(snapshot: Snapshot, shares: Sequence[WrittenShare]) -> dict[str, bytes]:
+def _small_files(snapshot: Snapshot, shares: Sequence[RankShare]) -> dict[str, bytes]:
     """The index and the manifest, which each machine has; the manifest is the last to be written.
 
     Without DCP's metadata and a receipt: only a resume reads a snapshot.
     """
-    index = index_of((box for share in shares for box in share.boxes), snapshot.aliases)
-    files = {file: entry for share in shares for file, entry in share.files.items()}
-    files[INDEX] = record(digest_of(index))
-    now = datetime.now(UTC).isoformat()
-    manifest = replace(snapshot.manifest, files=files, written=now)
+    index, manifest = describe(snapshot, shares, datetime.now(UTC).isoformat())
+    manifest.files[INDEX] = record(digest_of(index))
     return {INDEX: index, MANIFEST: manifest.to_bytes()}
 
 
-def open_memory(path: str, ranks: Ranks) -> PeerMemory | None:
-    """The memory that `anyrank run` has for these ranks; None, and a warning, without it."""
+def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
+    """The memory that `anyrank run` has for these ranks; None, and a warning, without it.
+    All ranks.
+
+    Args:
+        path: of the run.
+        ranks: of the run.
+        is_due: whether a snapshot follows a step, the last one having been at a monotonic time.
+    """
     roots = ranks.gather(os.environ.get(PEERS_FOLDER, ""), "looking for the machines' memory")
     there = ranks.together(
         "looking for the machines' memory", lambda: os.path.isdir(roots[ranks.index])
     )
     if all(there):
-        memory = PeerMemory(roots[ranks.index], path, ranks)
+        memory = PeerMemory(roots[ranks.index], path, ranks, is_due)
         ranks.together("opening the machines' memory", memory.open)
         return memory
     if ranks.index == 0:

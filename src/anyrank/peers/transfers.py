@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anyrank.files.storage import join_path
-from anyrank.files.store import storing
+from anyrank.files.storage import join_path, storing
 from anyrank.world.ranks import Ranks
 
 BLOCK_BYTES = 32 << 20  # of a message

@@ -1,0 +1,185 @@
+"""The one way to fill a model: allocate, move, rebuild, put in place.
+
+Loads, syncs, adopted checkpoints and first values differ in where the values come from, which is
+their `Side`. Until the last step tensors on meta stay as they are, on every rank: an error on one
+rank before is every rank's, and nothing that can fail comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.autograd.graph import increment_version
+
+from anyrank.errors import AnyrankError
+from anyrank.model.buffers import rebuilt_values
+from anyrank.model.own_code import OwnCodeRun
+from anyrank.model.replace import Replacement
+from anyrank.model.share import ModelShare
+from anyrank.model.tensors import ModelTensor
+from anyrank.world.ranks import Ranks
+
+
+class Moved(NamedTuple):
+    """Bytes that one rank has moved."""
+
+    read: int = 0
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+
+
+class Measured(NamedTuple):
+    """What a fill took on one rank."""
+
+    moved: Moved
+    host_peak_bytes: int
+    device_peak_bytes: int
+    seconds: float
+
+
+class Side:
+    """Where the values come from, as one rank has it. This one has none: all come from rules.
+
+    Attributes:
+        preparing, moving: what is done in these two steps, for messages.
+    """
+
+    preparing = "allocating memory"
+    moving = "initialising"
+
+    def prepare(self, share: ModelShare) -> None:
+        """Have all that is needed before the first tensor is written to. Each rank by itself."""
+        share.allocate()
+
+    def compare(self) -> None:
+        """Refuse what has to be equal already, and is not. All ranks."""
+
+    def move(self) -> None:
+        """Fill this rank's share; ends only when the other ranks have what they need of it."""
+
+    def check(self) -> None:
+        """Compare what was moved. All ranks."""
+
+    def finish(self) -> None:
+        """Do what else can fail before the model is changed. All ranks."""
+
+    def moved(self) -> Moved:
+        """Bytes so far."""
+        return Moved()
+
+    def left(self, *, at_the_end: bool) -> str:
+        """What an error says of the model: in `move`, or at the end, as values are put in place."""
+        return ""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a fill did, beyond what its plan says. Equal on all ranks.
+
+    Attributes:
+        rules: tensors that were initialised -> the rule.
+        rebuilt: non-persistent buffers -> the rule or rank that filled them.
+        renewed: tensors whose objects could not be kept.
+        own_code: what became of the modules' own code.
+        measured: of every rank.
+    """
+
+    rules: dict[str, str]
+    rebuilt: dict[str, str]
+    renewed: list[str]
+    own_code: OwnCodeRun
+    measured: list[Measured]
+
+    @property
+    def moved(self) -> list[Moved]:
+        """Bytes of every rank."""
+        return [each.moved for each in self.measured]
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a report that every fill knows."""
+        return {
+            "initialised": self.rules,
+            "rebuilt": self.rebuilt,
+            "renewed": self.renewed,
+            "bytes_sent": [moved.sent for moved in self.moved],
+            "peak_host_bytes": [each.host_peak_bytes for each in self.measured],
+            "peak_device_bytes": [each.device_peak_bytes for each in self.measured],
+            "seconds": max(each.seconds for each in self.measured),
+        }
+
+
+def fill(
+    share: ModelShare,
+    side: Side,
+    ranks: Ranks,
+    *,
+    rebuild: bool,
+    givers: Sequence[ModelTensor] = (),
+) -> Filled:
+    """Fill a model. All ranks.
+
+    Args:
+        share: of this rank; nothing is allocated yet.
+        side: where its values come from.
+        ranks: of the call.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        givers: tensors of another model, whose buffers of the same names count as well.
+
+    Raises:
+        AnyrankError: of any rank, on all ranks.
+    """
+    with closing(side):
+        ranks.own(side.preparing, lambda: side.prepare(share))
+        side.compare()
+
+        def move() -> None:
+            side.move()
+            # Bytes go past torch: a graph that has saved these tensors must not be run backwards.
+            filled = (target.tensor for target in share.filled() if not target.is_meta)
+            increment_version([tensor for tensor in filled if not tensor.is_inference()])
+            share.initialise()
+
+        with _saying(side.left(at_the_end=False)):
+            ranks.own(side.moving, move)
+            side.check()
+        rebuilt: dict[str, str] = {}
+        replacements: list[Replacement] = []
+        if rebuild:
+            rebuilt, replacements = rebuilt_values(
+                share.match.tensors, ranks, share.initialiser, share.device, givers
+            )
+        side.finish()
+
+        def commit() -> tuple[OwnCodeRun, tuple[Measured, dict[str, str], list[str]]]:
+            renewed = share.commit(replacements)
+            ran = share.match.own_code.hand_over(share.filled())
+            peaks, seconds = share.meter.peaks(), share.meter.seconds()
+            return ran, (Measured(side.moved(), *peaks, seconds), share.rules, renewed)
+
+        with _saying(side.left(at_the_end=True)):
+            ran, answers = ranks.own_and_all("putting the weights in place", commit)
+    return Filled(
+        rules={name: rule for _, rules, _ in answers for name, rule in rules.items()},
+        rebuilt=rebuilt,
+        renewed=sorted({name for *_, names in answers for name in names}),
+        own_code=ran,
+        measured=[measured for measured, *_ in answers],
+    )
+
+
+@contextmanager
+def _saying(left: str) -> Generator[None]:
+    """Errors say what the model is after them."""
+    try:
+        yield
+    except AnyrankError as error:
+        if not left:
+            raise
+        raise type(error)(f"{error}\n  {left}", causes=error.causes) from error

@@ -1,0 +1,181 @@
+"""A live source: each rank sends what it holds, and receives what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.filling.fill import Moved, Side, fill
+from anyrank.filling.flows import Flow
+from anyrank.filling.live_flows import in_rounds
+from anyrank.filling.merge import Adapters
+from anyrank.filling.move import WHAT, LocalMemory, Mover, window_for
+from anyrank.filling.planning import Agreement, SyncCall
+from anyrank.filling.report import SyncReport
+from anyrank.filling.verify import check_before, check_equal
+from anyrank.model.fits import SourceMemory, check_memory, unwritable
+from anyrank.model.memory_meter import Meter
+from anyrank.model.share import ModelShare
+from anyrank.model.verify import compare_replicas
+from anyrank.settings import BUFFER_BYTES
+from anyrank.tensors.box import row_major
+from anyrank.tensors.sharded_tensor import lazy_view
+from anyrank.world.ranks import Ranks
+
+OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
+
+
+def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) -> SyncReport:
+    """Give `dst` the values of `src`. All ranks, with the plan that they agreed on.
+
+    Raises:
+        AnyrankError: of any rank, on all ranks.
+    """
+    plan, dst, src = agreed.plan, agreed.dst, agreed.src
+    share = ModelShare(dst.module, plan.match.of(dst.tensors), meter, agreed.seed)
+    side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
+    side.gather_factors()
+    filled = fill(share, side, ranks, rebuild=plan.rebuild, givers=src.tensors)
+    if isinstance(call.dst, dict):  # its tensors on meta may be new objects
+        call.dst.update(dst.module.__dict__["_parameters"])
+    return replace(
+        plan.facts,
+        **filled.fields(),
+        bytes_received=[moved.received for moved in filled.moved],
+        bytes_copied=[moved.copied for moved in filled.moved],
+        is_planned=agreed.is_planned,
+        verified=side.verified,
+    )
+
+
+class LiveSide(Side):
+    """A live model, held in shares by the ranks that have it.
+
+    Attributes:
+        verified: what `verify=True` compared, in words.
+    """
+
+    moving = WHAT
+
+    def __init__(
+        self, agreed: Agreement, ranks: Ranks, meter: Meter, verify: bool, atomic: bool
+    ) -> None:
+        self.agreed, self.plan = agreed, agreed.plan
+        self.ranks = ranks
+        self.meter = meter
+        self.verify = verify
+        self.atomic = atomic
+        self.verified = ""
+        self.factors: dict[int, torch.Tensor] = {}
+        self.for_factors: Mover | None = None
+        self.places: LocalMemory
+        self.mover: Mover
+
+    def gather_factors(self) -> None:
+        """Receive the factors of adapters that this rank needs, whole. All ranks."""
+        if not self.plan.factors:
+            return
+
+        def allocate() -> Mover:
+            sources = self._memory
+            self.factors = {
+                flow.index: torch.empty(
+                    flow.strips[0].box.sizes, dtype=flow.held, device=sources[flow.index].device
+                )
+                for flow in self.plan.factors
+                if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
+            }
+            return self._mover(self.plan.factors, LocalMemory(sources, self.factors))
+
+        self.for_factors = self.ranks.own("allocating memory", allocate)
+        self.ranks.own("gathering the adapters", self.for_factors.run)
+
+    def prepare(self, share: ModelShare) -> None:
+        """Allocate, and refuse memory of `dst` that cannot be filled as it is.
+
+        Raises:
+            LoadError: names the tensor.
+        """
+        match, plan = share.match, self.plan
+        real = share.real()
+        for index in real:  # a kept plan knows no memory
+            if problem := unwritable(match.tensors[index]):
+                raise LoadError(problem)
+        # Merged values may not go into the memory of src: its adapters would count twice.
+        by_element = not self.atomic or plan.added
+        check_memory(match.tensors, match.stored, real, self._sources if by_element else {})
+        share.allocate(match.stored if self.atomic else ())
+        targets = {index: share.local(index) for index, _ in match.filled}
+        self.places = LocalMemory(self._memory, targets, Adapters(self.factors, plan.added))
+        self.mover = self._mover(plan.flows, self.places)
+
+    def compare(self) -> None:
+        """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
+        check_before(self.plan.flows, self.places, self.ranks)
+        if self.verify:
+            sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
+            replicas = compare_replicas(sent, self.ranks)
+            moved = sum(not flow.is_compared for flow in self.plan.flows)
+            self.verified = f"{moved} tensors at both ends, {replicas} among the ranks of src"
+
+    def move(self) -> None:
+        """Send and receive.
+
+        Raises:
+            Interrupted: another rank failed.
+        """
+        self.mover.run()
+
+    def check(self) -> None:
+        """With `verify`, compare both ends."""
+        if self.verify:
+            moved = [flow for flow in self.plan.flows if not flow.is_compared]
+            check_equal(moved, self.places, self.ranks)
+
+    def moved(self) -> Moved:
+        """Bytes so far."""
+        movers = [each for each in (self.mover, self.for_factors) if each is not None]
+        sent, received = (sum(each.sent for each in movers), sum(each.received for each in movers))
+        return Moved(sent=sent, received=received, copied=self.mover.copied)
+
+    def left(self, *, at_the_end: bool) -> str:
+        """What an error says of `dst`."""
+        return "dst keeps its values" if self.atomic and not at_the_end else OVERWRITTEN
+
+    def _mover(self, flows: Sequence[Flow], places: LocalMemory) -> Mover:
+        """What fills the targets of some flows; those that are only compared are left out."""
+        moved = [flow for flow in flows if not flow.is_compared]
+        transfers = (transfer for flow in moved for transfer in flow.transfers)
+        is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
+        window = 0 if is_alone else window_for(BUFFER_BYTES.get())
+        rounds = in_rounds(moved, self.plan.receivers)
+        return Mover(rounds, places, self.ranks, window, self.meter.sample)
+
+    @property
+    def _memory(self) -> dict[int, torch.Tensor]:
+        """This rank's memory of `src`, by number of the source tensor."""
+        return {number: source.memory for number, source in self._sources.items()}
+
+    @cached_property
+    def _sources(self) -> dict[int, SourceMemory]:
+        """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
+
+        One that is merged on the way is in no tensor as it is, and so has no strides.
+
+        Raises:
+            LoadError: one whose bytes are not its values.
+        """
+        tensors, plan = self.agreed.src.tensors, self.plan
+        sources: dict[int, SourceMemory] = {}
+        for number, index in plan.locals.items():
+            held = tensors[index]
+            memory = held.local()
+            if problem := lazy_view(held, memory):
+                raise LoadError(problem)
+            strides = () if number in plan.added else row_major(held.shape)
+            sources[number] = SourceMemory(held, memory, strides)
+        return sources

@@ -1,0 +1,357 @@
+"""Which tensor of `src` flows into which of `dst`: the plan of a sync, worked out by each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anyrank.errors import LoadError, WrongValue
+from anyrank.filling.ends import Added, End, Row
+from anyrank.filling.flows import Flow, wire_dtype
+from anyrank.filling.match import (
+    Filling,
+    MatchedEnd,
+    SourceTensor,
+    check_all_shards,
+    joined,
+    listing_of,
+    match_ends,
+    sources_of,
+)
+from anyrank.filling.report import SyncReport
+from anyrank.model.match import ModelMatch
+from anyrank.model.options import LoadOptions
+from anyrank.tensors.layout import Layout, Piece, local_pieces
+from anyrank.tensors.names import renamer
+from anyrank.tensors.sync_plan import (
+    Coordinate,
+    HeldBox,
+    Strip,
+    Transfer,
+    places_of,
+    transfers_of,
+)
+from anyrank.world.ranks import Ranks
+
+ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """A sync of two ends that can only fail by the loss of a rank or of memory from here on.
+
+    Attributes:
+        match: what fills this rank's `dst`, without its tensors.
+        flows: all tensors of all ranks' `dst`, in the order in which they are sent.
+        factors: of adapters to be merged, whole for each rank that has a part of a weight that they
+            are added to; `index` is the number of the source tensor.
+        added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
+        locals: source tensor -> its position among this rank's tensors of `src`.
+        facts: of all `dst` together: the report, as far as the plan knows it.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        receivers: how many ranks have a `dst`.
+        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
+    """
+
+    match: ModelMatch
+    flows: tuple[Flow, ...]
+    factors: tuple[Flow, ...]
+    added: dict[int, tuple[tuple[Added, int, int], ...]]
+    locals: dict[int, int]
+    facts: SyncReport
+    rebuild: bool
+    receivers: int
+    renamed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class EndsSummary:
+    """What a rank lets the others know of its ends.
+
+    Attributes:
+        src, dst: digests of their rows; empty for None.
+        src_at, dst_at: this rank's coordinates in the meshes of each.
+    """
+
+    src: str
+    src_at: tuple[Coordinate, ...]
+    dst: str
+    dst_at: tuple[Coordinate, ...]
+
+
+def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
+    """Flows in runs of about ROUND_BYTES a receiver; the same on all ranks."""
+    most = ROUND_BYTES * max(1, receivers)
+    run: list[Flow] = []
+    total = 0
+    for flow in flows:
+        run.append(flow)
+        total += flow.nbytes
+        if total >= most:
+            yield run
+            run, total = [], 0
+    if run:
+        yield run
+
+
+def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
+    """What `rename=` makes of each name."""
+    rename = renamer(options.rename)
+    return {name: rename(name) for name in names}
+
+
+class Planner:
+    """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
+
+    def __init__(
+        self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
+    ) -> None:
+        self.ranks = ranks
+        self.options = options
+        self.summaries = dict(zip(ranks.ranks, summaries, strict=True))
+        self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
+        self.places: dict[Any, tuple[HeldBox, ...]] = {}
+        self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
+        self.transfers: dict[Any, tuple[Transfer, ...]] = {}
+
+    def plan(self, dst: End, src: End) -> SyncPlan:
+        """The plan. All ranks.
+
+        Raises:
+            LoadError: on any rank, on all.
+            ValueError: all ranks lack one end.
+        """
+        from_ranks = self._alike({rank: summary.src for rank, summary in self.summaries.items()})
+        to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
+        for name, groups in (("src", from_ranks), ("dst", to_ranks)):
+            if not groups:
+                raise WrongValue(
+                    f"{name} is None, or holds no tensors, on every rank: give it on those that "
+                    "hold its tensors"
+                )
+
+        groups = [
+            (
+                self.ranks.from_one("describing src", lambda: src.rows, group[0]),
+                {rank: self.summaries[rank].src_at for rank in group},
+            )
+            for group in from_ranks
+        ]
+        sources = sources_of(groups)
+        match, matched, renamed = self._matched(dst, sources, to_ranks)
+        ends = [
+            self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
+        ]
+        at = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
+        check_all_shards(ends, at, len(self.summaries))
+        flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
+        facts = joined(ends, self.options.unexpected)
+        flows += tuple(self._twins(facts.duplicates, sources))
+        numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
+        added = _added(sources)
+        return SyncPlan(
+            match=match,
+            flows=flows,
+            factors=tuple(self._factors(added, sources)),
+            added=added,
+            locals={
+                number: numbers[source.row.keys]
+                for number, source in enumerate(sources)
+                if source.row.keys in numbers
+            },
+            facts=facts,
+            rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
+            receivers=sum(map(len, to_ranks)),
+            renamed=renamed,
+        )
+
+    def _matched(
+        self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
+    ) -> tuple[ModelMatch, MatchedEnd, dict[str, str]]:
+        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
+
+        Raises:
+            LoadError: as `plan`; or ranks give one `dst` different names.
+        """
+        listing, options = listing_of(sources), self.options
+        if len(to_ranks) > 1:  # what one dst does not take, another may
+            options = replace(options, unexpected="ignore")
+
+        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
+            match, matched = match_ends(dst, sources, listing, options)
+            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
+            return (match, matched, renamed), matched.digest if dst.digest else ""
+
+        mine, digests = self.ranks.own_and_all("matching dst with src", match_here)
+        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
+        for group in to_ranks:
+            if len({by_rank[rank] for rank in group}) > 1:
+                raise LoadError(
+                    "the ranks' renaming functions give different names for one dst: give all "
+                    "ranks the same rename="
+                )
+        return mine
+
+    def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:
+        """The ranks by what they hold; those that hold nothing are left out."""
+        groups: dict[str, list[int]] = {}
+        for rank, digest in digests.items():
+            if digest:
+                groups.setdefault(digest, []).append(rank)
+        return list(groups.values())
+
+    def flows(
+        self,
+        ends: Sequence[MatchedEnd],
+        to_ranks: Sequence[Sequence[int]],
+        sources: Sequence[SourceTensor],
+    ) -> tuple[Flow, ...]:
+        """All tensors of all `dst`, each with this rank's transfers; this rank by itself.
+
+        Args:
+            ends: each different `dst`.
+            to_ranks: the ranks that have it.
+            sources: the tensors of `src`.
+
+        Raises:
+            LoadError: an element that this rank wants and nobody holds.
+        """
+        every = [
+            (filling.index, number, filling)
+            for number, end in enumerate(ends)
+            for filling in end.fillings
+        ]
+        # By position first: ranks that hold different parts of a model receive side by side.
+        every.sort(key=lambda entry: entry[:2])
+        return tuple(
+            self._flow(filling, ends[number].rows[index], to_ranks[number], number, sources)
+            for index, number, filling in every
+        )
+
+    def _flow(
+        self,
+        filling: Filling,
+        row: Row,
+        to_ranks: Sequence[int],
+        group: int,
+        sources: Sequence[SourceTensor],
+    ) -> Flow:
+        wanted_key = (row.shape, row.layout, row.mesh, group)
+        found = self.wanted.get(wanted_key)
+        if found is None:
+            wanted = self._wanted(row, to_ranks)
+            found = self.wanted[wanted_key] = wanted, _numel(wanted)
+        wanted, numel = found
+        known = [self._places(sources[strip.source]) for strip in filling.strips]
+        shape = tuple((s.box, s.start, s.dims) for s in filling.strips)
+        key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
+        transfers = self.transfers.get(key)
+        if transfers is None:
+            places = [each for _, each in known]
+            try:
+                found = transfers_of(self.ranks.rank, filling.strips, places, wanted)
+            except LoadError as error:
+                raise LoadError(f"{row.keys[0]}: {error}") from error
+            transfers = self.transfers[key] = tuple(found)
+        wire = wire_dtype(filling.stored, row.dtype)
+        return Flow(
+            name=row.keys[0],
+            index=filling.index if self.ranks.rank in to_ranks else -1,
+            strips=filling.strips,
+            transfers=transfers,
+            stored=filling.stored,
+            wire=wire,
+            held=row.dtype,
+            nbytes=numel * wire.itemsize,
+            is_compared=filling.is_compared,
+        )
+
+    def _twins(
+        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
+    ) -> Iterator[Flow]:
+        """Source tensors that dst ties, to be compared with one another.
+
+        Raises:
+            LoadError: two that cannot be equal.
+        """
+        numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
+        for key, loaded in duplicates.items():
+            one, other = sources[numbers[key]], sources[numbers[loaded]]
+            if (one.shape, one.row.dtype) != (other.shape, other.row.dtype):
+                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
+            wanted = {
+                rank: local_pieces(other.shape, other.layout, coordinate)
+                for rank, coordinate in other.coordinates.items()
+            }
+            whole = self._whole(one, numbers[key], wanted)
+            name, twin = f"{key} and {loaded}", numbers[loaded]
+            yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
+
+    def _factors(
+        self,
+        added: Mapping[int, Sequence[tuple[Added, int, int]]],
+        sources: Sequence[SourceTensor],
+    ) -> Iterator[Flow]:
+        """The factors of adapters, to all ranks that have a part of what they are added to."""
+        to_ranks: dict[int, set[int]] = {}
+        for number, each in added.items():
+            weight = sources[number]
+            holders = [
+                rank
+                for rank, at in weight.coordinates.items()
+                if local_pieces(weight.shape, weight.layout, at)
+            ]
+            for factor in {factor for _, *factors in each for factor in factors}:
+                to_ranks.setdefault(factor, set()).update(holders)
+        for factor, ranks in sorted(to_ranks.items()):
+            pieces = local_pieces(sources[factor].shape, None, None)
+            yield self._whole(sources[factor], factor, dict.fromkeys(sorted(ranks), pieces))
+
+    def _whole(
+        self, source: SourceTensor, number: int, wanted: Mapping[int, Sequence[Piece]]
+    ) -> Flow:
+        """A source tensor as it is, to ranks that want pieces of it."""
+        strip = Strip.whole(number, source.shape)
+        transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
+        return Flow(
+            name=source.row.keys[0],
+            index=number,
+            strips=(strip,),
+            transfers=tuple(transfers),
+            stored=source.row.dtype,
+            wire=source.row.dtype,
+            held=source.row.dtype,
+            nbytes=_numel(wanted) * source.row.dtype.itemsize,
+            is_compared=False,
+        )
+
+    def _wanted(self, row: Row, to_ranks: Sequence[int]) -> dict[int, tuple[Piece, ...]]:
+        at = {rank: self.summaries[rank].dst_at[row.mesh] for rank in to_ranks}
+        pieces: dict[Coordinate, tuple[Piece, ...]] = {
+            coordinate: local_pieces(row.shape, row.layout, coordinate)
+            for coordinate in set(at.values())
+        }
+        return {rank: pieces[coordinate] for rank, coordinate in at.items()}
+
+    def _places(self, source: SourceTensor) -> tuple[Any, tuple[HeldBox, ...]]:
+        layout: Layout | None = source.layout
+        key = (source.shape, layout, tuple(source.coordinates.items()))
+        if key not in self.places:
+            self.places[key] = places_of(source.shape, layout, source.coordinates, self.nodes)
+        return key, self.places[key]
+
+
+def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int, int], ...]]:
+    """What adapters add to each source tensor, with the numbers of both factors."""
+    numbers = {source.row.keys[0]: number for number, source in enumerate(sources)}
+    return {
+        number: tuple((low, numbers[low.a], numbers[low.b]) for low in source.row.added)
+        for number, source in enumerate(sources)
+        if source.row.added
+    }
+
+
+def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
+    """Elements that all ranks want."""
+    return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)

@@ -1,0 +1,262 @@
+"""A source in files: each rank reads its own bytes, or some read blocks and pass them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from anyrank import faults
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import Fill
+from anyrank.files.pages import use_large_pages
+from anyrank.files.reader import Job, Reader
+from anyrank.filling.fill import Filled, Moved, Side, fill
+from anyrank.filling.flows import Flow
+from anyrank.filling.move import LocalMemory, Mover
+from anyrank.filling.plan_load import AgreedPlan
+from anyrank.filling.progress import progress_for
+from anyrank.model.fits import SourceMemory, check_memory
+from anyrank.model.memory_meter import Meter
+from anyrank.model.share import ModelShare
+from anyrank.tensors.box import Box
+from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.sharded_tensor import as_sharded
+from anyrank.tensors.sync_plan import Transfer
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+MIN_WINDOW_BYTES = 256 << 10
+OVERWRITTEN = "tensors that were real are partly overwritten: load again before use"
+
+ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
+
+
+def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
+    """Fill this rank's shares from the files, which are open. Each rank by itself.
+
+    Ranks start at different files, so that they do not all wait for the same file.
+
+    Raises:
+        Interrupted: another rank failed.
+        LoadError: this rank failed to read.
+    """
+    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
+    jobs = [
+        Job(read, read.of(share.local))
+        for share in wanted
+        for read in plan_reads(share.stored, share.held.pieces)
+    ]
+    reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
+
+
+class FileMemory(LocalMemory):
+    """What this rank has read of the files in a round, and what it fills.
+
+    Args:
+        reader: of the files that this rank reads, which are open.
+        targets: position in what is wanted -> this rank's memory.
+    """
+
+    def __init__(self, reader: Reader, targets: Mapping[int, torch.Tensor]) -> None:
+        super().__init__({}, targets)
+        self.reader = reader
+        self.blocks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def begin(self, flows: Sequence[Flow]) -> None:
+        """Read the blocks that this rank gives in a round.
+
+        Raises:
+            Interrupted: another rank failed.
+            LoadError: this rank failed to read.
+        """
+        faults.point("load.exchange")
+        jobs: list[Job] = []
+        self.blocks.clear()
+        for flow in flows:
+            for place, read in flow.reads.items():
+                memory = torch.empty(read.box.sizes, dtype=flow.stored, device="cpu")
+                self.blocks[flow.index, place] = memory
+                jobs.append(Job(read, memory))
+        self.reader.run(jobs)
+
+    def given(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+        """The elements of a box in the block that this rank has read."""
+        block = self.blocks[flow.index, transfer.place]
+        inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
+        return block[inside.slices()]
+
+    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
+        """Whether `given` makes the values: never, as they are read before."""
+        return False
+
+
+class FileSide(Side):
+    """A source in files, or in a dict: held whole by the ranks that see it.
+
+    Args:
+        plan: what all ranks agreed on.
+        ranks: of the call.
+        meter: of the load.
+        progress: as for `load`.
+    """
+
+    preparing = "opening the files"
+    moving = "reading the weights"
+
+    def __init__(self, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo) -> None:
+        self.plan, self.match = plan, plan.match
+        self.ranks = ranks
+        self.meter = meter
+        self.stack = ExitStack()
+        self.share: ModelShare
+        self.mover: Mover | None = None
+        self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
+        nbytes = sum(
+            self.match.tensors[index].local_numel * stored.dtype.itemsize
+            for index, stored in self.match.stored.items()
+        )
+        bar = self.stack.enter_context(progress_for(progress, ranks.index == 0, nbytes))
+
+        def count(nbytes: int) -> None:
+            bar.add(nbytes)
+            meter.sample()
+
+        self.reader = self.stack.enter_context(
+            Reader(
+                self.match.listing,
+                buffer_bytes=plan.buffer_bytes,
+                threads=read_threads(ranks.ranks_on_node),
+                check=ranks.check,
+                progress=count,
+            )
+        )
+
+    def prepare(self, share: ModelShare) -> None:
+        """Open the files, which must be unchanged, and allocate.
+
+        Raises:
+            LoadError: a file changed; or the model shares memory with a source in memory.
+        """
+        self.share = share
+        if self.ranks.rank in self.plan.readers:
+            files = {chunk.file for _, stored in self.match.filled for chunk in stored.chunks}
+            self.reader.open(files)
+        sources: dict[int, SourceMemory] = {}
+        for number, info in enumerate(self.match.listing.files):
+            if info.tensor is not None:
+                held = as_sharded(info.path, info.tensor)
+                sources[number] = SourceMemory(held, held.local(), info.tensor.stride())
+        if sources:
+            check_memory(self.match.tensors, self.match.stored, share.real(), sources)
+        share.allocate()
+        for index in self.match.compared:
+            self.to_compare[index] = share.memory_for(index)
+        if self.plan.flows is not None:
+            memory = FileMemory(self.reader, dict(enumerate(f.local for f in self._wanted())))
+            rounds = self.plan.flows.rounds(self.ranks.rank)
+            window = max(MIN_WINDOW_BYTES, self.plan.buffer_bytes // 2)  # the rest is for blocks
+            self.mover = Mover(rounds, memory, self.ranks, window, self.meter.sample)
+
+    def move(self) -> None:
+        """Read, and pass on.
+
+        Raises:
+            Interrupted: another rank failed.
+            LoadError: this rank failed to read; or a frozen part holds other values.
+        """
+        if self.mover is None:
+            read_own(self._wanted(), self.reader, self.ranks)
+        else:
+            locals_ = (fill.local for fill in self._wanted())
+            use_large_pages(locals_, self.ranks.ranks_on_node)
+            self.mover.run()
+        self._compare_frozen()
+        self.meter.sample()
+
+    def _wanted(self) -> list[Fill]:
+        match = self.match
+        filled = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
+        filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
+        return [Fill(match.tensors[i], s, local, match.listing, i) for i, s, local in filled]
+
+    def _compare_frozen(self) -> None:
+        """What a source holds of a frozen part must be what the part is.
+
+        Raises:
+            LoadError: it is not; the part is left as it is.
+        """
+        for index, given in self.to_compare.items():
+            target = self.match.tensors[index]
+            if content_hash(given) != content_hash(self.share.local(index)):
+                raise LoadError(
+                    f"{target.name}: is frozen, and the source holds other values: freeze the part "
+                    "with the weights that belong to this source, or remove them from the source"
+                )
+        self.to_compare.clear()
+
+    def finish(self) -> None:
+        """Read extra state, and make adapters that the source does not hold alike. All ranks."""
+        own_code = self.match.own_code
+        if own_code.tensor_keys:
+            own_code.extras |= self.ranks.from_one(
+                "reading extra state",
+                lambda: own_code.read_extras(self.match.listing),
+                self.plan.readers[0],
+            )
+        self._make_adapters_alike()
+
+    def _make_adapters_alike(self) -> None:
+        """New adapters that each rank drew for itself take the first rank's values."""
+        if not self.match.keeps_adapters:
+            return
+        kept = [self.match.tensors[index] for index in self.match.keep]
+        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
+
+        def hashes() -> dict[str, str]:
+            return {name: content_hash(target.local()) for name, target in adapters.items()}
+
+        every = self.ranks.together("comparing adapters", hashes)
+        differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))
+        if not differ:
+            return
+        first = self.ranks.ranks[0]
+        values = self.ranks.from_one(
+            "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
+        )
+
+        def take() -> None:
+            for name, value in values.items():
+                adapters[name].local().copy_(value)
+                self.share.rules[name] = f"rank {first}, as the ranks had drawn different values"
+
+        self.ranks.own("taking the first rank's adapters", take)
+
+    def moved(self) -> Moved:
+        """Bytes so far."""
+        return Moved(self.reader.bytes_read, 0 if self.mover is None else self.mover.sent)
+
+    def left(self, *, at_the_end: bool) -> str:
+        """What an error says of the model."""
+        return OVERWRITTEN if self.plan.in_place and not at_the_end else ""
+
+    def close(self) -> None:
+        """Close the files, and end the progress bar."""
+        self.stack.close()
+
+
+def fill_from_files(
+    model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
+) -> Filled:
+    """Carry out an agreed plan. All ranks.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    share = ModelShare(model, plan.match, meter, plan.seed)
+    side = FileSide(plan, ranks, meter, progress)
+    return fill(share, side, ranks, rebuild=plan.rebuild)
