@@ -45,8 +45,15 @@ def share() -> Any:
     return sampler.share(0)
 
 
+def watching() -> Any:
+    made = anyrank.watch("1h")
+    made.close()
+    return made
+
+
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
+    "Watching": (watching, "close"),
     "TrainState": (anyrank.TrainState, "step epoch samples run lineage data parts"),
     "Checkpoints": (
         checkpoints,

@@ -30,14 +30,19 @@ TESTED = "5.23"  # transformers: what is used of its loader is not public
 
 
 def converted(
-    model: nn.Module, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+    inner: Any, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> tuple[Listing, Callable[[str], str]]:
     """The listing under the model's names, and the renaming that is left to do.
+
+    Args:
+        inner: the transformers model that is filled, of `pretrained`; None: nothing is converted.
+        targets: tensors of the whole model.
+        listing: the source.
+        rename: of the caller.
 
     Raises:
         LoadError: a conversion that computes values, or whose parts are not all in the source.
     """
-    inner = pretrained(model)
     if inner is None:
         return listing, rename
     live = {name for target in in_state_dict(targets) for name in target.flat_names()}
@@ -76,9 +81,8 @@ def _fits_as_it_is(
     return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
 
 
-def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the model declares that a key of its checkpoints can be ignored."""
-    inner = pretrained(model)
+def declared_ignorable(inner: Any) -> Callable[[str], bool]:
+    """Whether a transformers model declares that a key of its checkpoints can be ignored."""
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)
 

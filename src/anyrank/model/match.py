@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.frozen.freeze import FrozenSource, frozen_info
-from anyrank.model.conversions import converted, declared_ignorable
+from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
@@ -130,28 +130,29 @@ def match_model(
     # A run holds tensors as they were in the model, which no code has changed on the way.
     is_raw = is_live or listing.format == FORMAT
     if not is_live:
-        held = _held(tensors)
-        listing = _without_other_parts(held, listing)
-        listing = dequantised(listing, held, renamer(options.rename))
-    listing, rename = converted(model, tensors, listing, renamer(options.rename))
-    found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
-    stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
+        dtypes = _dtypes_by_name(tensors)
+        listing = _without_other_parts(dtypes, listing)
+        listing = dequantised(listing, dtypes, renamer(options.rename))
+    inner = pretrained(model)
+    listing, rename = converted(inner, tensors, listing, renamer(options.rename))
+    matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
+    stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
     listing, frozen, compared = _fill_frozen(places, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
-    empty = {loadable[n] for n in found.missing}.difference(stored, compared)
+    empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
-    ignored = _ignorable(found.unexpected, tensors, model, rename)
+    ignored = _ignorable(matched.unexpected, tensors, inner, rename)
     own_code = OwnCode([] if is_raw else places, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
         of_no_use |= _tied_to(filled, listing)
-    unexpected = [key for key in found.unexpected if key not in of_no_use]
+    unexpected = [key for key in matched.unexpected if key not in of_no_use]
     absent = [i for i in missing if not tensors[i].adapter]
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
     problems = _problems(tensors, filled, absent, unexpected, options)
-    problems += _untied(model, tensors, missing)
+    problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
     problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
@@ -167,7 +168,7 @@ def match_model(
         keep=keep,
         missing=[tensors[i].name for i in absent],
         unexpected=unexpected,
-        duplicates=found.duplicates,
+        duplicates=matched.duplicates,
         ignored=ignored,
         frozen=frozen,
         own_code=own_code,
@@ -216,23 +217,23 @@ def _skipped(listing: Listing) -> list[str]:
     return [listed("not looked at in the source", skipped)] if skipped else []
 
 
-def _without_other_parts(held: Mapping[str, torch.dtype], listing: Listing) -> Listing:
+def _without_other_parts(known: Collection[str], listing: Listing) -> Listing:
     """The weights of a checkpoint that also holds an optimizer or other parts."""
-    prefix = inner_prefix(listing.tensors, held) or ""
+    prefix = inner_prefix(listing.tensors, known) or ""
     others = {
         key: None
         for key in listing.tensors
-        if not key.startswith(prefix) or (not prefix and _is_beside(key, held, listing))
+        if not key.startswith(prefix) or (not prefix and _is_beside(key, known, listing))
     }
     inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k not in others}
     skipped = (*listing.skipped, *(f"{key}: not weights" for key in others))
     return replace(listing.with_tensors(inner), skipped=skipped)
 
 
-def _is_beside(key: str, held: Mapping[str, torch.dtype], listing: Listing) -> bool:
+def _is_beside(key: str, known: Collection[str], listing: Listing) -> bool:
     """Whether a key is of a table beside weights that are at the root, as torchtitan saves them."""
     is_table = key.partition(".")[0] in listing.tables
-    return is_table and is_other_part(key) and key not in held
+    return is_table and is_other_part(key) and key not in known
 
 
 def _fill_frozen(
@@ -259,7 +260,7 @@ def _fill_frozen(
         if not indices:
             continue
         inner = in_state_dict(find_tensors(part))
-        own = dequantised(parts[source], _held(inner))
+        own = dequantised(parts[source], _dtypes_by_name(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         lacking = [targets[i].name for i in indices if id(targets[i].tensor) not in keys]
@@ -287,9 +288,11 @@ def is_pinned(target: ModelTensor) -> bool:
     return info.tensors is not None and not target.is_meta
 
 
-def _untied(model: nn.Module, targets: list[ModelTensor], missing: list[int]) -> list[str]:
-    """Missing tensors that the model declares tied, and that are not: `to_empty` breaks ties."""
-    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+def _untied(inner: Any, targets: list[ModelTensor], missing: list[int]) -> list[str]:
+    """Missing tensors that a transformers model declares tied, and that are not: `to_empty` breaks
+    ties.
+    """
+    declared: dict[str, str] = getattr(inner, "all_tied_weights_keys", None) or {}
     found = [
         f"{name} = {declared[name]}"
         for index in missing
@@ -303,14 +306,14 @@ def _untied(model: nn.Module, targets: list[ModelTensor], missing: list[int]) ->
 
 
 def _ignorable(
-    keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
+    keys: Sequence[str], targets: list[ModelTensor], inner: Any, rename: Any
 ) -> list[str]:
     """Keys of non-persistent buffers and of a count of averaged steps, keys that the model declares
     ignorable, and those that `rename=` gives no name.
     """
     derived = {n for target in targets if target.kind == "derived" for n in target.flat_names()}
-    prefix = getattr(model, "base_model_prefix", "")
-    declared = declared_ignorable(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    declared = declared_ignorable(inner)
     return [
         key
         for key in keys
@@ -361,8 +364,8 @@ def _names(targets: list[ModelTensor]) -> list[str]:
     return [place.name for target in targets for place in target.registrations]
 
 
-def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
-    """What the model holds, under all of its names."""
+def _dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
+    """The dtypes of what a checkpoint holds of the model, by all of its names."""
     return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 

@@ -20,6 +20,7 @@ from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
+from anyrank.steps.counted import tell_of_step
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.world.ranks import Ranks
@@ -225,6 +226,7 @@ class StepCounter:
             state.samples = state.data.samples
         state.step += 1
         self.completed += 1
+        tell_of_step()
 
 
 def loader_of(state: TrainState) -> ElasticLoader:
