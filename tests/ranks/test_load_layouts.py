@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,11 +140,12 @@ def test_a_modules_own_load_hook_is_named_and_not_run(wrap: str) -> None:
 
 
 def job_own_copy(folder: str, verify: bool) -> Any:
-    here = os.getcwd()
-    os.chdir(f"{folder}/{torch.distributed.get_rank()}")  # as on disks of its own
+    here, rank = os.getcwd(), torch.distributed.get_rank()
+    os.chdir(f"{folder}/{rank}")  # as on disks of its own
     try:
         model = nn.Linear(40, 40)
-        anyrank.load(model, "w.pt", verify=verify)
+        with mock.patch("socket.gethostname", return_value=f"machine-{rank}"):
+            anyrank.load(model, "w.pt", verify=verify)
         return model.weight.detach().clone()
     finally:
         os.chdir(here)

@@ -157,30 +157,31 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
     alone = dist.get_rank() == 1
     with closing(anyrank.Checkpoints(path, state, on_commit=lambda record: None)) as ckpts:
         for step in loader:
-            for _ in step.microbatches(nn.Identity()):  # nothing for which the others would wait
-                if what == "step_done" and alone:
-                    break
             try:
-                if what == "save" and alone:
+                for _ in step.microbatches(nn.Identity()):
+                    if what == "leave" and alone:
+                        return "left", ""
+                if alone:
                     loader.commit()
-                if what == "save":
-                    ckpts.save()
-                else:
-                    ckpts.step_done()
+                ckpts.save()
             except anyrank.AnyrankError as error:
                 return type(error).__name__, str(error)
             break
     return "none", ""
 
 
-@pytest.mark.parametrize(
-    ("what", "match"), [("save", "position= differs"), ("step_done", "is not complete")]
-)
-def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path, what: str, match: str) -> None:
-    answers = run_ranks(2, job_one_rank, str(tmp_path), what)
+def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path) -> None:
+    answers = run_ranks(2, job_one_rank, str(tmp_path), "save")
     assert answers[0] == answers[1]
     assert answers[0][0] == "CheckpointError"
-    assert match in answers[0][1]
+    assert "position= differs" in answers[0][1]
+
+
+def test_a_rank_that_leaves_its_microbatches_is_named_by_the_others(tmp_path: Path) -> None:
+    (kind, text), left = run_ranks(2, job_one_rank, str(tmp_path), "leave", timeout=60)
+    assert left == ("left", "")
+    assert kind == "RankError"
+    assert "rank 1 did not come to 'comparing the step'" in text
 
 
 class Counting:
