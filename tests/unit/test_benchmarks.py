@@ -254,3 +254,13 @@ def test_no_rank_of_a_large_sync_sends_or_receives_more_than_its_part(
     transfers += [each for each in transfers if each[0] == 0]  # rank 0 sends all of it twice
     monkeypatch.setattr(simulated, "transfers_between", lambda _: transfers)
     assert max(simulated.of_fair("FSDP 64 -> TP")) > 1.1
+
+
+def test_recorded_hangs_are_named_in_time_and_an_uneven_job_is_left_alone() -> None:
+    found = result("watch")
+    rows = found["watched"]
+    assert len(rows) == 12
+    assert sum(row["is_right"] for row in rows.values()) >= 11
+    assert max(row["late_sec"] for row in rows.values()) <= 10
+    assert (found["uneven"]["alarms"], found["uneven"]["has_ended"]) == (0, True)
+    assert found["cost"]["cpu_share"]["most"] <= 0.005

@@ -208,7 +208,7 @@ class Watcher:
 
     def _tick(self) -> None:
         self.eyes.workers.tick()
-        self.store.set(f"beat/{self.rank}", f"{self.steps} {self.idle_sec:.3f} {time.monotonic()}")
+        self._beat()
         order = self.store.get("order")
         if order:
             self._follow(json.loads(order))
@@ -216,6 +216,10 @@ class Watcher:
             self._listen()
             if self._is_judge() and self._is_due():
                 self._judge()
+
+    def _beat(self) -> None:
+        """Give a sign of life."""
+        self.store.set(f"beat/{self.rank}", f"{self.steps} {self.idle_sec:.3f} {time.monotonic()}")
 
     # -- the others' signs of life ----------------------------------------------------------------
 
@@ -291,7 +295,7 @@ class Watcher:
 
     def _judge(self) -> None:
         """Have all ranks look, conclude, and have the verdict said. The judge alone."""
-        before, slowest = self._steps(), self._slowest()
+        heard, before, slowest = dict(self.heard), self._steps(), self._slowest()
         idle = min(sec for _, sec in self._progress().values())
         self.looks = self.store.add("orders", 1)
         self._order({"look": self.looks})
@@ -301,9 +305,9 @@ class Watcher:
         looks |= self._look_from_outside(silent, sorted(looks))
         self._listen()
         self.next_look = time.monotonic() + AGAIN_SEC
-        is_back = any(not self._is_silent(one.rank) for one in looks.values() if one.state == "gil")
-        if is_back or self._steps() != before:
-            return  # somebody has stepped meanwhile, or was only late
+        held = [rank for rank, look in looks.items() if look.state == "gil"]
+        if any(self.heard[rank] != heard[rank] for rank in held) or self._steps() != before:
+            return  # one was only late, or somebody has stepped meanwhile
         verdict = conclude([looks[rank] for rank in sorted(looks)], idle)
         if verdict is None:
             return
@@ -334,6 +338,7 @@ class Watcher:
                 seen = self._look_at(rank)
                 self.store.set(f"probed/{order['look']}/{rank}", seen.to_json())
         elif "look" in order:
+            self._beat()  # the look takes time, and on a busy machine much
             own = self.eyes.look(self.steps)
             self.store.set(f"look/{order['look']}/{self.rank}", own.to_json())
         else:
