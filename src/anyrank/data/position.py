@@ -260,9 +260,7 @@ class Position:
         index, size = self.data_rank()
         plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
         seen = [account.seen for account in self.accounts]
-        rows = ranks.gather(
-            RankAccounts(index, self.step, plans, seen), "comparing the samples that were run"
-        )
+        rows = ranks.gather(RankAccounts(index, self.step, plans, seen), "comparing the samples")
         if {row.index for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
