@@ -17,7 +17,6 @@ from anyrank.data.schedule import StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.exact.checks import (
     COMPILED,
-    FSDP2,
     check_model,
     check_threads,
     differences,
@@ -120,14 +119,9 @@ class ExactRun:
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
                 number of threads than the run began with; on all ranks.
-            CheckpointError: what results depend on differs between the ranks, or they freeze
-                different parameters of FSDP2's.
+            CheckpointError: what results depend on differs between the ranks.
         """
         now = environment(model)
-        alike: dict[str, object] = dict(now)
-        if now["wrapper"] == FSDP2:  # or the ranks would wait for each other in its backward
-            frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-            alike["requires_grad"] = f"{len(frozen)} frozen: {frozen[:8]}"
         if self._has_begun:
             now["wrapper"] = self.record["wrapper"]
 
@@ -135,7 +129,7 @@ class ExactRun:
             check_model(model, ranks)
             check_threads(self.record, ValueError)
 
-        same_arguments(ranks, "exact=True: microbatches", alike, CheckpointError, check)
+        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
         self._logs = ranks.index == 0
         for note in differences(self.record, now) + [COMPILED] * is_compiled(model):
             self._tell(note, notes)
