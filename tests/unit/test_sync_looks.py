@@ -36,7 +36,7 @@ def seen(end: End) -> list[Any]:
 def look_at(given: Any, kept: KeptLook | None = None) -> tuple[End, KeptLook]:
     """A look that may know of an earlier one, and what is kept of it."""
     found = Look(given, kept=kept)
-    end = found.end({})
+    end = found.end()
     return end, found.to_keep(end)
 
 

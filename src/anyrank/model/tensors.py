@@ -16,7 +16,7 @@ from anyrank.model.peft import is_adapter, is_peft, is_peft_class, is_peft_wrapp
 from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import TensorNames
-from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of, places_in_groups
+from anyrank.tensors.sharded_tensor import ShardedTensor, global_shape, layout_of, places_in_groups
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 # Of nn.Module; named_parameters() takes 15 us a tensor.
@@ -157,7 +157,7 @@ def facts_of(walk: Walk) -> Any:
     for tensor in walk.tensors:
         placements = getattr(tensor, "placements", None)
         if placements is None:
-            if is_lazy(tensor) or tensor.is_nested:
+            if is_lazy(tensor) or tensor.is_nested or hasattr(tensor, "global_shape"):
                 return None
             kind = type(tensor)
             facts.append((tensor.shape, tensor.dtype, tensor.is_meta, tensor.layout, kind))
@@ -221,7 +221,7 @@ def describe(walk: Walk) -> Description:
                 "an input, or build it with its sizes"
             )
         layout, coordinate = layout_of(tensor, names[0])
-        found.held.append((tuple(tensor.shape), layout, coordinate))
+        found.held.append((global_shape(tensor), layout, coordinate))
         found.adapters.append(in_peft[number] and is_adapter(names[0], walk.paths[number]))
     return found
 
