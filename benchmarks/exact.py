@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import keep, read
 from launch import Launcher
-from live_tables import RATIOS, TURNS
+from live_tables import RATIOS
 from machine import describe_machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.testing import PeakMemory
 
-RESULTS = Path(__file__).parent / "results" / "exact.json"
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
 # Ranks, and microbatches of each: of the last, 12 on 3, ranks send several sums of each gradient.
 CASES = ((2, 1), (2, 3), (4, 1), (4, 3), (3, 4))
@@ -121,7 +119,6 @@ def measure_peak(
     rank: int, size: int, rounds: int, width: int, name: str
 ) -> Iterator[dict[str, Any]]:
     """The peak of a contender's steps, in units of its gradients."""
-    os.environ["ANYRANK_EXACT_BYTES"] = str(1 if name in TURNS else 1 << 40)
     data = Ready(width, 8)
     net = mlp(name.split()[0], width, 12)
     loader = anyrank.ElasticLoader(
@@ -247,7 +244,7 @@ def measure_memory(launcher: Launcher, quick: bool, rows: list[dict[str, Any]]) 
             if (size, rounds) in there:
                 continue
             row: dict[str, Any] = {"ranks": size, "rounds": rounds}
-            for name in (*CONTENDERS, *TURNS):
+            for name in CONTENDERS:
                 width = 64 if quick else WIDTH
                 outcome = launcher.run(size, measure_peak, rounds, width, name, timeout_sec=900)
                 if outcome.error:
@@ -299,28 +296,23 @@ def main() -> None:
     launcher = Launcher("exact")
     steps = min(options.steps, 10) if options.quick else options.steps
     if options.bits:
-        before = recorded().get("bits", {})
+        before = read("exact").get("bits", {})
         rows = before["rows"] if before.get("steps") == steps and not options.quick else []
         for _ in measure_bits(launcher, options.quick, steps, rows):
             write("bits", {"steps": steps, "rows": rows}, options.quick)
         print("the same bits" if verdict(rows) else "DIFFERENT BITS")
     elif options.memory:
-        rows = [] if options.quick else recorded().get("memory", {}).get("rows", [])
+        rows = [] if options.quick else read("exact").get("memory", {}).get("rows", [])
         for _ in measure_memory(launcher, options.quick, rows):
             write("memory", {"rows": rows}, options.quick)
     else:
         write("times", {"rows": measure_times(launcher, options.quick)}, options.quick)
 
 
-def recorded() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-
-
 def write(name: str, table: dict[str, Any], quick: bool) -> None:
     """Record a table with what describes the machine."""
     if not quick:
-        every = recorded() | {name: describe_machine() | table}
-        RESULTS.write_text(json.dumps(every, indent=1) + "\n")
+        keep("exact", read("exact") | {name: describe_machine() | table})
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from figures import keep
 from launch import Launcher, settle
 from machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results" / "frozen.json"
 KINDS = {
     "none": "no frozen part",
     "default": "DDP(model)",
@@ -198,8 +197,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     result = describe_machine() | {"ranks": options.ranks, "mib": options.mib, "rows": rows}
     if not options.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {RESULTS}")
+        keep("frozen", result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ that others use too, the slower ones show what those did. The medians are there 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import shutil
 import statistics
@@ -26,17 +25,16 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from figures import keep, read
 from machine import describe_machine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "integrations.json"
 RANKS, MICROBATCH, GLOBAL_BATCH = 2, 8, 32
 WARM = 2  # steps of a round that do not count
 ROUNDS = 4  # at least
@@ -276,14 +274,13 @@ def measure(name: str, what: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and keep the rows of other frameworks that the file has."""
     names = sys.argv[1:] or list(CONTENDERS)
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
-    rows = [row for row in rows if row["framework"] not in names]
+    rows = [row for row in read("integrations").get("rows", []) if row["framework"] not in names]
     for name, what in itertools.product(names, WORKLOADS):
         rows.append(measure(name, what))
         print(rows[-1])
     rows.sort(key=lambda row: (row["model"], row["framework"]))
     result = {**describe_machine(), "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep("integrations", result)
 
 
 if __name__ == "__main__":

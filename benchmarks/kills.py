@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -26,11 +25,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from figures import keep
 from kill_contenders import CONTENDERS, Blow, mark, newest, run_load, run_save
 from launch import Launcher, Outcome
 from machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results" / "kills.json"
 RANKS = 2
 GRACE_SEC = 1.0  # for the survivors, once a rank is dead or has failed
 DEADLINE_SEC = 30.0
@@ -368,8 +367,7 @@ def main() -> None:
         result: dict[str, Any] = describe_machine() | {"ranks": RANKS, "ways": titles, "rows": rows}
         if "torch_checkpointing" in ways:
             result["versions"]["torch_checkpointing"] = version("torch-checkpointing")
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {RESULTS}")
+        keep("kills", result)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,6 @@ def peers_table(result: dict[str, Any]) -> str:
     return f"{what} {provenance(result)}\n\n{table(head, body)}"
 
 
-# They exchange in every microbatch.
-TURNS = ("fsdp exact, taking turns", "ddp exact, taking turns")
 RATIOS = (
     # contender, measured against, at most
     ("ddp exact", "ddp stock", 1.10),
@@ -86,10 +84,8 @@ RATIOS = (
     ("fsdp exact", "fsdp stock", 1.05),
 )
 EXTRA = {
-    "fsdp exact": "fsdp stock",
-    "fsdp exact, taking turns": "fsdp each",
+    "fsdp exact": "fsdp each",
     "ddp exact": "ddp stock",
-    "ddp exact, taking turns": "ddp stock",
 }
 
 
@@ -118,8 +114,8 @@ def exact_table(result: dict[str, Any]) -> str:
 
 def exact_memory_table(result: dict[str, Any]) -> str:
     """Peaks of each contender, and what exact=True may keep beside the gradients."""
-    names = ("fsdp stock", "fsdp each", "fsdp exact", TURNS[0])
-    more = ("ddp stock", "ddp exact", TURNS[1])
+    names = ("fsdp stock", "fsdp each", "fsdp exact")
+    more = ("ddp stock", "ddp exact")
 
     def cell(row: dict[str, Any], name: str) -> str:
         if name not in EXTRA:
@@ -135,7 +131,7 @@ def exact_memory_table(result: dict[str, Any]) -> str:
         ]
         for row in sorted(result["rows"], key=lambda row: (row["rounds"], row["ranks"]))
     ]
-    head = ["ranks, microbatches of each", *names, "promised of turns", *more]
+    head = ["ranks, microbatches of each", *names, "promised under FSDP2", *more]
     return f"{provenance(result)}\n\n{table(head, body)}"
 
 

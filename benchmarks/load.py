@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -23,11 +21,11 @@ from typing import Any
 
 import gpu
 from contenders import CONTENDERS, run
+from figures import in_turn, keep, spread
 from launch import Launcher, Outcome
 from machine import describe_machine, load_average, meminfo, warm_files
 from weights import make_model, model_numel, weight_map
 
-RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 OTHER_RANKS = 4  # hsdp and ddp are measured at one size
 MAX_MEMORY = 0.8  # of what is available
@@ -186,23 +184,12 @@ def measure_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any
                 if group.layout in CONTENDERS[name].layouts
                 and repetition < CONTENDERS[name].repeats
             ]
-            first = repetition % max(1, len(able))
-            for name in able[first:] + able[:first]:
+            for name in in_turn(able, repetition):
                 bench.measure(group, name, repetition, sample)
     return bench.runs
 
 
 # -- summing up -----------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, least, most and how many."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "least": round(min(values), 4),
-        "most": round(max(values), 4),
-        "n": len(values),
-    }
 
 
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -275,12 +262,9 @@ def main() -> None:
         result = cpu_result(options, folder)
     result = describe_machine() | {"seconds": round(time.monotonic() - start), **result}
     result["load_average_after"] = round(load_average(), 1)
-    name = "load.json" if options.device == "cpu" else "load-cuda.json"
+    name = "load" if options.device == "cpu" else "load-cuda"
     if options.out or not options.quick:
-        out = Path(options.out or RESULTS / name)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}")
+        keep(name, result, options.out)
 
 
 def cpu_result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -295,7 +279,7 @@ def cpu_result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"{mark} {goal['group']:12} {goal['what']}: {goal['value']} (at most {most})")
     shards = len(set(weight_map(folder).values()))
     model = {"bf16_bytes": 2 * model_numel(folder), "shards": shards}
-    return {"model": model, "rows": rows, "goals": goals, "runs": runs}
+    return {"model": model, "rows": rows, "goals": goals}
 
 
 def row_line(row: dict[str, Any]) -> str:

@@ -21,11 +21,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from figures import in_turn, keep, ratios
 from machine import describe_machine
 from memory_peers import BF16, LOSSES, MLPS, Mlp, peer_versions
 from torch import nn
@@ -36,7 +36,6 @@ from torch.utils.checkpoint import checkpoint
 
 import anyrank
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
 MIB = 1 << 20
 SUM_IN_FP32 = ("anyrank.tile, grad_dtype",)  # by operations of its own, so `Live` sees it as it is
 TOKENS, HIDDEN, INNER, VOCAB = 65536, 4096, 14336, 128256
@@ -266,18 +265,15 @@ def times(steps: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, A
     for step in steps.values():
         step()
     for turn in range(repeats):
-        ways = list(steps)
-        for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+        for way in in_turn(steps, turn):
             start = time.perf_counter()
             steps[way]()
             seconds[way].append(time.perf_counter() - start)
     first = seconds[next(iter(seconds))]
     rows: list[dict[str, Any]] = []
     for way, taken in seconds.items():
-        ratios = [a / b for a, b in zip(taken, first, strict=True)]
         row = {"way": way, "n": repeats, "sec": round(statistics.median(taken), 4)}
-        spread = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-        rows.append(row | {"ratio": {k: round(v, 3) for k, v in spread.items()}})
+        rows.append(row | {"ratio": ratios(taken, first)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -335,7 +331,7 @@ def main() -> None:
     for goal in result["goals"]:
         print(json.dumps(goal), flush=True)
     if not options.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        keep("memory", result)
 
 
 if __name__ == "__main__":

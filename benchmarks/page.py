@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from figures import read
 from live_tables import (
     exact_memory_table,
     exact_table,
@@ -20,8 +21,6 @@ from tables import (
     kill_table,
     link_table,
     load_tables,
-    order_table,
-    read,
     save_table,
     small_table,
     trap_table,
@@ -36,7 +35,6 @@ SECTIONS = {
     "frozen": lambda: frozen_table(read("frozen")),
     "integrations": lambda: integrations_table(read("integrations")),
     "save": lambda: save_table(read("save")),
-    "order": lambda: order_table(read("order")),
     "kills": lambda: kill_table(read("kills")),
     "checked": lambda: checked_table(read("checked")),
     "small": lambda: small_table(read("small_tensors")),

@@ -34,9 +34,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from figures import keep
 from machine import describe_machine, load_average
 
-RESULTS = Path(__file__).parent / "results" / "peers.json"
 RANKS, EVERY, KILLED = 4, 10, 15
 TITLES = ["to_step", "to_new", "up", "resume", "work", "step"]
 MIB = 1 << 20
@@ -155,7 +155,7 @@ def store(runs: dict[str, list[dict[str, float]]], width: int) -> None:
         "runs": runs,
         "ratios": ratios,
     }
-    RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    keep("peers", table)
 
 
 if __name__ == "__main__":

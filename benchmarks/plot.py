@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from figures import read
 from page import PAGE, filled
-from tables import DTYPES, read
+from tables import DTYPES
 
 PLOT = PAGE.with_name("load-memory.svg")
 COLOURS = {"2": "#a6c8e0", "4": "#4a90c2", "8": "#1b4f72"}

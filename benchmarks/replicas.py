@@ -10,15 +10,14 @@ on the slower rank over 100 times the median step, from `microbatches()` to `ste
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from figures import keep, spread
 from machine import describe_machine, load_average
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +26,6 @@ import anyrank
 from anyrank.resume import checkpoints
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "replicas.json"
 WIDTH, LAYERS, ROWS = 1024, 20, 64  # 80 MiB of weights, three times that with AdamW's state
 STEPS, EVERY = 10, 100
 LIMIT_SEC = 600.0
@@ -77,12 +75,12 @@ def main() -> None:
         runs.append({"sec": spent, "step_sec": step, "share": spent / (EVERY * step)})
         print(runs[-1], flush=True)
     shares = [run["share"] for run in runs]
-    figure = {"median": statistics.median(shares), "least": min(shares), "most": max(shares)}
+    figure = spread(shares)
     shape = {"mib": 3 * 4 * LAYERS * WIDTH * WIDTH >> 20, "ranks": 2, "every": EVERY}
     result = describe_machine() | {"load_average": [before, load_average()]} | shape
-    result |= {"share": figure | {"n": len(runs), "goal": 0.01}, "runs": runs}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"share of the time: {figure}; written to {RESULTS}")
+    result |= {"share": figure | {"goal": 0.01}}
+    print(f"share of the time: {figure}")
+    keep("replicas", result)
 
 
 if __name__ == "__main__":

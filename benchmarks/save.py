@@ -18,14 +18,13 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from figures import in_turn, keep, ratios
 from launch import Launcher
 from machine import describe_machine
 from save_contenders import SAVES, run_load, run_save
 
-RESULTS = Path(__file__).parent / "results" / "save.json"
 LOADS = {
     "dcp": "dcp.load, no check",
     "size": "anyrank, verify=False",
@@ -84,9 +83,8 @@ def repetition(
 ) -> dict[str, Any]:
     """Every contender once; each repetition begins with another one."""
     found: dict[str, Any] = {}
-    first = number % len(SAVES)
     with tempfile.TemporaryDirectory(prefix="anyrank-save-") as top:
-        for kind in [*SAVES][first:] + [*SAVES][:first]:
+        for kind in in_turn(SAVES, number):
             folder = f"{top}/{kind}"
             found[kind] = measure_save(launcher, size, layers, kind, folder, False)
             if number == 0:
@@ -104,10 +102,10 @@ def repetition(
     return found
 
 
-def ratio(runs: list[dict[str, Any]], ours: str, theirs: str, field: str) -> dict[str, float]:
-    """Median, least and most of the ratio within each repetition."""
-    values = [run[ours][field] / run[theirs][field] for run in runs if field in run[ours]]
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+def ratio(runs: list[dict[str, Any]], ours: str, theirs: str, field: str) -> dict[str, Any]:
+    """The ratio within each repetition."""
+    able = [run for run in runs if field in run[ours]]
+    return ratios((run[ours][field] for run in able), (run[theirs][field] for run in able))
 
 
 def summarise(runs: list[dict[str, Any]], size: int, loads: Iterable[int]) -> dict[str, Any]:
@@ -156,10 +154,9 @@ def main() -> None:
     names = {kind: title for kind, (title, _) in SAVES.items()}
     names |= {f"load {kind}": title for kind, title in LOADS.items()}
     shape = {"ranks": options.ranks, "layers": options.layers, "mib": options.layers * 48}
-    result = describe_machine() | shape | {"titles": names, "runs": runs} | summary
+    result = describe_machine() | shape | {"titles": names, "n": len(runs)} | summary
     if not options.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {RESULTS}")
+        keep("save", result)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import fsspec
 import torch.distributed as dist
+from figures import keep, ratios
 from fsspec.implementations.local import LocalFileSystem
 from machine import describe_machine, load_average
 from safetensors.torch import save_file
@@ -33,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "slow_link.json"
 MIB = 1 << 20
 LAYERS, WIDTH = 16, 1024  # of 4 MiB
 RANKS = (2, 4)
@@ -109,9 +109,7 @@ def measure(ranks: int, rate: float, repeats: int) -> dict[str, Any]:
             "seconds": statistics.median(slowest[strategy]),
             "read_mib": every[0][strategy][0][1] / MIB,
         }
-    pairs = zip(slowest["stripe"], slowest["own"], strict=True)
-    ratios = sorted(stripe / own for stripe, own in pairs)
-    row["ratio"] = {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+    row["ratio"] = ratios(slowest["stripe"], slowest["own"])
     print(json.dumps(row), flush=True)
     return row
 
@@ -127,8 +125,7 @@ def main() -> None:
     result = describe_machine() | {"mb_per_sec": options.mb_per_sec, "n": options.repeats}
     result |= {"mib": LAYERS * WIDTH * WIDTH * 4 // MIB, "rows": rows}
     result |= {"load_average": [before, load_average()]}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("slow_link", result)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import keep, ratios
 from machine import describe_machine, load_average
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "small_tensors.json"
 CASES = ((1, 20), (1, 200), (1, 20_000), (2, 20_000))  # ranks, parameters of a module
 NUMEL = 1024
 GOAL = 1.2
@@ -92,11 +91,11 @@ def measure(ranks: int, tensors: int, per_module: int, repeats: int) -> dict[str
         for way in every[0]:
             rounds = zip(*(each[way][clock] for each in every), strict=True)
             slowest[way] = [max(seconds) for seconds in rounds]
-        pairs = zip(slowest["anyrank"], slowest["torch"], strict=True)
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
         medians = {way: statistics.median(seconds) for way, seconds in slowest.items()}
-        ratio = {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
-        row[clock] = {"ratio": ratio, "seconds": medians}
+        row[clock] = {
+            "ratio": ratios(slowest["anyrank"], slowest["torch"]),
+            "seconds": medians,
+        }
     print(json.dumps(row), flush=True)
     return row
 
@@ -111,8 +110,7 @@ def main() -> None:
     rows = [measure(ranks, options.tensors, per, options.repeats) for ranks, per in CASES]
     result = describe_machine() | {"tensors": options.tensors, "n": options.repeats, "goal": GOAL}
     result |= {"load_average": [before, load_average()], "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("small_tensors", result)
 
 
 if __name__ == "__main__":

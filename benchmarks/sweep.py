@@ -25,11 +25,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from figures import keep
 from machine import describe_machine
 from sweep_models import Case, all_cases, check_case
 
-RESULTS = Path(__file__).parent / "results" / "sweep.json"
 CASE_SEC = 120  # after which a case is given up
+DETAIL = 70  # characters of a reason that are kept
 TITLES = {
     "equal": "equal in all bits, on meta and real",
     "not built": "the default config cannot be made, or made small, by the names of its fields",
@@ -68,22 +69,31 @@ def main() -> None:
     rows = {
         outcome: [done[c] for c in cases if done[c]["outcome"] == outcome] for outcome in TITLES
     }
-    RESULTS.write_text(
-        json.dumps(
-            {
-                **describe_machine(),
-                "cases": len(cases),
-                "of": len(all_cases()),
-                "seed": options.seed,
-                "outcomes": {outcome: len(found) for outcome, found in rows.items()},
-                "equal": [f"{row['kind']} ({row['model_type']})" for row in rows["equal"]],
-                "others": [row for name, found in rows.items() if name != "equal" for row in found],
-            },
-            indent=1,
-        )
-        + "\n",
-        encoding="ascii",
-    )
+    kept = {
+        **describe_machine(),
+        "cases": len(cases),
+        "of": len(all_cases()),
+        "seed": options.seed,
+        "outcomes": {outcome: len(same) for outcome, same in rows.items()},
+        "equal": [named(row) for row in rows["equal"]],
+        "others": others(rows),
+    }
+    keep("sweep", kept)
+
+
+def named(row: dict[str, str]) -> str:
+    """A model's class, and the type of its config."""
+    return f"{row['kind']} ({row['model_type']})"
+
+
+def others(rows: dict[str, list[dict[str, str]]]) -> dict[str, dict[str, list[str]]]:
+    """Outcome -> reason -> models, of those that are not equal."""
+    by_outcome: dict[str, dict[str, list[str]]] = {}
+    for outcome, same in rows.items():
+        for row in same if outcome != "equal" else ():
+            reasons = by_outcome.setdefault(outcome, {})
+            reasons.setdefault(row["detail"][:DETAIL], []).append(named(row))
+    return by_outcome
 
 
 def parse_options() -> argparse.Namespace:

@@ -26,12 +26,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from figures import keep
 from frozen import quiet_bytes
 from machine import describe_machine, load_average
 from torch import nn
@@ -47,7 +47,6 @@ from anyrank.model.options import LoadOptions
 from anyrank.testing import PeakMemory, run_ranks
 from anyrank.world.ranks import open_ranks
 
-RESULTS = Path(__file__).parent / "results" / "sync.json"
 MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
 CASES = {"2 to 2 others": ([0, 1], [2, 3]), "the same 4": ([0, 1, 2, 3], [0, 1, 2, 3])}
@@ -276,8 +275,7 @@ def main() -> None:
     rows += small_rows(4 * options.repeats)
     result = describe_machine() | {"load_average": load_average()}
     result |= {"repeats": options.repeats, "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("sync", result)
 
 
 if __name__ == "__main__":

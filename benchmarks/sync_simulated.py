@@ -14,10 +14,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from figures import keep
 from machine import describe_machine, load_average
 
 from anyrank.filling.ends import TensorInfo
@@ -31,7 +31,6 @@ from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.transfers import Strip, places_of, transfers_of
 from anyrank.world.ranks import Ranks
 
-RESULTS = Path(__file__).parent / "results" / "sync_simulated.json"
 SENDERS, RECEIVERS, ON_NODE, LAYERS = 1024, 512, 8, 80
 ROWS, COLUMNS, WHOLE = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
 # Of one layer: shape, and how tensor parallelism cuts it.
@@ -151,8 +150,7 @@ def main() -> None:
         )
         print(json.dumps(rows[-1]), flush=True)
     result = describe_machine() | {"load_average": load_average(), "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {RESULTS}")
+    keep("sync_simulated", result)
 
 
 if __name__ == "__main__":

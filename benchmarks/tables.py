@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 MIB = 1 << 20
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
-
-
-def read(name: str) -> dict[str, Any]:
-    """One result file."""
-    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -281,7 +274,7 @@ def save_table(result: dict[str, Any]) -> str:
     ]
     head = (
         f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
-        f"n = {len(result['runs'])}. {provenance(result)}"
+        f"n = {result['n']}. {provenance(result)}"
     )
     return "\n\n".join(
         [
@@ -296,25 +289,6 @@ def save_table(result: dict[str, Any]) -> str:
 def stall(row: dict[str, Any]) -> str:
     """How long the training stands still: for all of a save that is not in the background."""
     return f"{row['stall_seconds'] or row['seconds']:.2f}"
-
-
-def order_table(result: dict[str, Any]) -> str:
-    """Samples repeated and lost."""
-    body = [
-        [
-            f"{row['from']} to {row['to']}",
-            f"{row['sampler']['repeated']} / {row['sampler']['lost']}",
-            f"{row['anyrank']['repeated']} / {row['anyrank']['lost']}",
-            str(row["anyrank"]["alike"]),
-        ]
-        for row in result["rows"]
-    ]
-    what = (
-        f"{result['samples']} samples, {result['batch']} a rank and step, {result['steps']} steps, "
-        f"then on other ranks to the epoch's end. {provenance(result)}"
-    )
-    head = ["ranks", "DistributedSampler and skipping: repeated / lost", "anyrank: repeated / lost"]
-    return f"{what}\n\n{table([*head, 'anyrank: ranks that draw like another'], body)}"
 
 
 def kill_table(result: dict[str, Any]) -> str:

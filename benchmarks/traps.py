@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from figures import keep
 from launch import Launcher, settle
 from machine import describe_machine
 from trap_files import FILES, reference, write_folder
 
-RESULTS = Path(__file__).parent / "results" / "traps.json"
 RANKS = 2
 MAX_TEXT = 400
 WAYS = {
@@ -372,10 +372,7 @@ def main() -> None:
     print(f"anyrank silent: {silent or 'nowhere'}")
     whole = names == list(ROWS) and ways == list(WAYS)
     if whole or options.out:
-        out = Path(options.out) if options.out else RESULTS
-        result = describe_machine() | {"ways": WAYS, "rows": cells}
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}")
+        keep("traps", describe_machine() | {"ways": WAYS, "rows": cells}, options.out)
 
 
 def cell_of(stages: list[list[dict[str, Any]]], error: str, row: Row) -> dict[str, Any]:

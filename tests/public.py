@@ -11,6 +11,9 @@ from typing import Any, get_args, get_type_hints
 import anyrank
 from anyrank import integrations
 
+# Documented as for anyrank's own use: what is there is no part of the interface.
+INTERNAL = ("position",)
+
 
 def public_names() -> dict[str, Any]:
     """Name in `anyrank` -> function, class or value."""
@@ -38,6 +41,8 @@ def integration_names() -> dict[str, Any]:
 def members(thing: Any) -> Iterator[tuple[str, Any]]:
     """The public methods and properties that a class defines."""
     for name, value in vars(thing).items() if inspect.isclass(thing) else ():
+        if name in INTERNAL:
+            continue
         if not name.startswith("_") and (callable(value) or isinstance(value, property)):
             yield name, value
         elif not name.startswith("_") and isinstance(value, classmethod | staticmethod):

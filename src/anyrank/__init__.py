@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from anyrank.steps.loader import ElasticLoader
     from anyrank.steps.sampler import ElasticSampler
     from anyrank.watching.check import check
+    from anyrank.watching.hang import watch
     from anyrank.world.group import ALONE
 
 __version__ = "0.1.0"
@@ -86,6 +87,7 @@ __all__ = [
     "tile_",
     "tiled_loss",
     "verify",
+    "watch",
 ]
 
 # Public name -> the module that defines it. No module beside this one may bear a public name:
@@ -127,6 +129,7 @@ HOMES = {
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
     "verify": "anyrank.inspection.verify",
+    "watch": "anyrank.watching.hang",
 }
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.

@@ -77,12 +77,6 @@ TIMEOUT_SEC = Knob(
     MAX_SEC,
     "how long a rank waits for the others before it names the missing",
 )
-EXACT_BYTES = Knob(
-    "ANYRANK_EXACT_BYTES",
-    1 << 30,
-    1 << 40,
-    "gradients that one rank keeps in a step with exact=True",
-)
 LOCK_SEC = Knob(
     "ANYRANK_LOCK_SEC",
     600,
@@ -93,4 +87,4 @@ LOCK_SEC = Knob(
 # No knobs: `anyrank run` sets them for the scripts that it starts.
 PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
 
-KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, EXACT_BYTES, LOCK_SEC)
+KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)

@@ -27,7 +27,9 @@ INTERFACE = {
         *("-h", "--help"),
     },
     "check": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--json", "-h", "--help"},
+    "stacks": {"PID", "--json", "-h", "--help"},
     "run": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--then", "--json", "-h", "--help"}
+    | {"--watch", "--exit", "--report"}
     | {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     | {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"},
     "demo": {"--json", "-h", "--help"},

@@ -64,6 +64,7 @@ def values(net: nn.Module) -> list[list[float]]:
 def train(path: str, wrap: str, until: int = LAST, **options: Any) -> Any:
     """A run up to a step: where it began, all values after each step, and the receipts."""
     exact, stop_at = options.pop("exact", False), options.pop("stop_at", None)
+    which = options.pop("which", "auto")
     net = build(wrap)
     average = build("fsdp" if wrap == "fsdp" else "plain").requires_grad_(False)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -73,7 +74,7 @@ def train(path: str, wrap: str, until: int = LAST, **options: Any) -> Any:
     state = anyrank.TrainState(net, optimizer, scheduler=schedule, data=loader, ema=average)
     seen: dict[int, Any] = {}
     with anyrank.Checkpoints(path, state, peers=True, **options) as ckpts:
-        report = ckpts.resume()
+        report = ckpts.resume(which)
         for step in ckpts.steps(until=until):
             if step.number == stop_at:
                 raise KeyboardInterrupt
@@ -282,6 +283,17 @@ def test_a_damaged_file_is_skipped_for_older_memory(places: tuple[str, str]) -> 
     flip(data_of(path, 4))
     place = str(data_of(memory, 3).parent)
     assert resumed(memory, path)[:2] == (3, place)
+
+
+@pytest.mark.parametrize("form", [2, "step-00000002"])
+def test_a_step_that_was_asked_for_is_gone_on_from_and_not_the_memory(
+    places: tuple[str, str], form: int | str
+) -> None:
+    memory, path = places
+    which = f"{path}/{form}" if isinstance(form, str) else form
+    with machine(memory), pytest.raises(KeyboardInterrupt):
+        train(path, "plain", which=which, stop_at=2)
+    assert resumed(memory, path)[:2] == (2, f"{path}/step-00000002")
 
 
 def test_memory_of_another_run_is_not_resumed(places: tuple[str, str]) -> None:

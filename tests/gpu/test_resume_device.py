@@ -11,7 +11,6 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
-from anyrank.state.train_state import run_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +30,7 @@ def build(options: dict[str, Any], device: torch.device) -> anyrank.TrainState:
 
 def train(state: anyrank.TrainState, steps: int) -> list[float]:
     """Losses, which dropout on the device makes depend on its stream."""
-    model, optimizer = run_parts(state).parts["model"], run_parts(state).parts["optimizer"]
+    model, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
     device = next(model.parameters()).device
     losses: list[float] = []
     for _ in range(steps):
@@ -60,8 +59,8 @@ def test_a_run_on_the_device_goes_on_bit_by_bit(
     assert report is not None
     assert set(report.components.values()) == {"exact"}
     for mine, other in zip(
-        run_parts(fresh).parts["optimizer"].state.values(),
-        run_parts(state).parts["optimizer"].state.values(),
+        fresh.parts.parts["optimizer"].state.values(),
+        state.parts.parts["optimizer"].state.values(),
         strict=True,
     ):
         assert {k: v.device for k, v in mine.items()} == {k: v.device for k, v in other.items()}
@@ -79,8 +78,8 @@ def test_a_run_moves_from_the_device_to_the_cpu_and_back(
     assert report is not None
     assert report.components["streams"] in ("exact", "derived")
     for parameter, other in zip(
-        run_parts(moved).parts["model"].parameters(),
-        run_parts(state).parts["model"].parameters(),
+        moved.parts.parts["model"].parameters(),
+        state.parts.parts["model"].parameters(),
         strict=True,
     ):
         assert parameter.device.type == "cpu"
@@ -88,7 +87,7 @@ def test_a_run_moves_from_the_device_to_the_cpu_and_back(
     save(tmp_path / "cpu", moved)
     back = build({"fused": True}, device)
     resume(tmp_path / "cpu", back, "must")
-    steps = [one["step"] for one in run_parts(back).parts["optimizer"].state.values()]
+    steps = [one["step"] for one in back.parts.parts["optimizer"].state.values()]
     assert all(
         step.device == device and step.item() == 2 for step in steps
     )  # a fused step reads it there
@@ -102,7 +101,7 @@ def test_staging_is_pinned_and_reused(device: torch.device, tmp_path: Path) -> N
         for _ in range(3):
             ckpts.step_done()
             ckpts.wait()
-            background = ckpts._writer._background
+            background = ckpts._background
             assert background is not None
             assert background._staging._memory.is_pinned()
             addresses.add(background._staging._memory.data_ptr())

@@ -204,7 +204,11 @@ STREAMS = ("streams", "ranks", 0, "streams")
         ((*STREAMS, "generator.noise"), ..., "streams: no rank had the state"),
         (
             ("streams",),
-            {"ranks": [{"data_index": 0, "data_size": 1, "streams": {}}], "states": {}},
+            {
+                "ranks": [{"data_index": 0, "data_size": 1, "streams": {}}],
+                "states": {},
+                "unused": [],
+            },
             "streams: rank 0 has no stream python",
         ),
         (STATE, {}, "does not refer to optimizer.state."),

@@ -183,7 +183,7 @@ class Setup(NamedTuple):
     data: Any
 
 
-def setup(folder: Path, schedule: int = 20, loader: Any = None, **options: Any) -> Setup:
+def setup(folder: Path, loader: Any = None, **options: Any) -> Setup:
     fresh()
     accelerator = anyrank.integrations.accelerate.Accelerator(
         cpu=True, folder=folder, global_batch=6, **options
@@ -191,7 +191,7 @@ def setup(folder: Path, schedule: int = 20, loader: Any = None, **options: Any) 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / schedule))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / 20))
     data = points() if loader is None else loader
     return Setup(accelerator, *accelerator.prepare(model, optimizer, scheduler, data))
 
@@ -266,20 +266,6 @@ def test_saves_are_made_when_due_and_the_path_that_is_given_is_not_used(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_step_without_the_optimizers_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    on = setup(tmp_path / "run")
-    for number, batch in enumerate(on.data):  # a count of its own: 3 microbatches are a step
-        on.accelerator.backward(on.model(batch).square().mean())
-        if (number + 1) % 4 == 0:
-            on.optimizer.step()
-            on.optimizer.zero_grad()
-    lines = [line for line in caplog.messages if "no optimizer has stepped in it" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("step 0: ")
-
-
 def test_epochs_that_were_finished_before_step_no_schedule(tmp_path: Path) -> None:
     def epochs(on: Setup, number: int) -> list[float]:
         for _ in range(number):
@@ -295,19 +281,6 @@ def test_epochs_that_were_finished_before_step_no_schedule(tmp_path: Path) -> No
     second = setup(tmp_path / "run")
     second.accelerator.load_state()
     assert epochs(second, 3) == epochs(setup(tmp_path / "whole"), 3) == [0.02 * (1 - 3 / 20)]
-
-
-def test_another_schedule_than_that_of_the_run_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = setup(tmp_path / "run")
-    losses = [*steps(first, 4)]
-    first.accelerator.save_state()
-    setup(tmp_path / "run").accelerator.load_state()
-    assert not [record for record in caplog.records if "learning rate was" in record.message]
-    setup(tmp_path / "run", schedule=40).accelerator.load_state()
-    assert "the schedule that was prepared gives [0.018" in caplog.text
-    assert len(losses) == 4
 
 
 def test_weights_of_losses_and_other_precision(tmp_path: Path) -> None:
@@ -390,18 +363,6 @@ def test_a_scheduler_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"register_for_checkpointing\(LambdaLR\): give .* prepare"
     ):
         on.accelerator.load_state()
-
-
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_a_scheduler_that_the_accelerator_does_not_know_is_warned_of(
-    tmp_path: Path, is_prepared: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    on = setup(tmp_path)
-    if not is_prepared:
-        on.accelerator._schedulers.clear()
-    on.accelerator.load_state()
-    told = "AdamW has a learning rate scheduler that was not prepared" in caplog.text
-    assert told is not is_prepared
 
 
 def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def small(**options: Any) -> Any:
     module, kept = Small(), options.pop("callbacks", [])
     elastic = anyrank.integrations.lightning.Elastic(options.pop("folder"), global_batch=6)
     stopping = EarlyStopping("val", patience=50, mode="max", check_on_train_epoch_end=False)
-    best = ModelCheckpoint(f"{elastic._path}-best", monitor="val", save_top_k=2)
+    best = ModelCheckpoint(f"{elastic._run.folder}-best", monitor="val", save_top_k=2)
     off = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = lightning.Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_epochs": 3, **off, **options},
@@ -520,7 +520,7 @@ def test_an_error_in_a_step_leaves_the_newest_checkpoint(tmp_path: Path) -> None
             return x
 
     trainer, module, elastic, _ = small(folder=tmp_path / "run")
-    elastic._options["every"] = 1
+    elastic._run._of_checkpoints["every"] = 1
     module.net.append(Fail())
     with pytest.raises(RuntimeError, match="a defect"):
         trainer.fit(module, data(), held_out())

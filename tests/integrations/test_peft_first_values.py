@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    LoraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from tests.integrations.families import build
 
 import anyrank
+from anyrank.model.tensors import find_tensors
+from anyrank.versions import warn_if_untested
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
@@ -213,3 +220,24 @@ def test_a_sync_of_a_base_alone_is_refused_where_adapters_follow_it(more: dict[s
     with pytest.raises(anyrank.LoadError, match="PEFT may compute these"):
         anyrank.sync(model, base())
     anyrank.sync(model, adapted("LORA", **more))
+
+
+def test_a_factor_has_one_name_however_the_adapter_was_added() -> None:
+    config = LoraConfig(r=2, target_modules=["0"])
+    for add in (get_peft_model, lambda model, config: inject_adapter_in_model(config, model)):
+        model = add(torch.nn.Sequential(torch.nn.Linear(3, 3)), config)
+        names = {tensor.name for tensor in find_tensors(model)}
+        factors = {"0.lora_A.default.weight", "0.lora_B.default.weight"}
+        assert names == {"0.weight", "0.bias"} | factors
+
+
+def test_a_version_of_peft_that_was_not_tested_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted("LORA")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
+    warn_if_untested.cache_clear()
+    for _ in range(2):
+        load_or_refuse(model)
+    warn_if_untested.cache_clear()
+    assert caplog.text.count("peft 0.99.0 is installed") == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.integrations.families import CONFIGS, build, save
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel, conversion_mapping
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
@@ -113,6 +115,19 @@ def test_a_tie_that_to_empty_broke_is_refused_with_the_way_out(tmp_path: Any, mi
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def job_broken_tie(folder: str) -> None:
+    with torch.device("meta"):
+        model = build("llama_tied")
+    wrapped = DistributedDataParallel(model.to_empty(device="cpu"))
+    with pytest.raises(anyrank.LoadError, match=r"declared tied(?s:.*)model\.tie_weights\(\)"):
+        anyrank.load(wrapped, folder)
+
+
+def test_a_tie_that_to_empty_broke_is_seen_under_ddp(tmp_path: Any) -> None:
+    save("llama_tied", tmp_path)
+    run_ranks(2, job_broken_tie, str(tmp_path))
+
+
 def test_a_conversion_that_lacks_an_expert_is_refused(tmp_path: Any) -> None:
     save("mixtral", tmp_path)
     path = tmp_path / "model.safetensors"
@@ -121,6 +136,15 @@ def test_a_conversion_that_lacks_an_expert_is_refused(tmp_path: Any) -> None:
     del tensors[lost]
     save_file(tensors, path)
     with pytest.raises(anyrank.LoadError, match=r"gate_up_proj is fused from"):
+        anyrank.load(build("mixtral"), tmp_path)
+
+
+def test_a_version_that_has_its_conversions_elsewhere_is_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("mixtral", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    with pytest.raises(anyrank.LoadError, match=r"tested with transformers 5\.\d+; install that"):
         anyrank.load(build("mixtral"), tmp_path)
 
 

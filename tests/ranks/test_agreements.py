@@ -1,4 +1,4 @@
-"""How often the ranks of a load meet, and that one rank's last error is every rank's."""
+"""How often the ranks of a load and of a save meet; one rank's last error is every rank's."""
 
 from __future__ import annotations
 
@@ -61,6 +61,60 @@ def test_a_load_meets_five_times(tmp_path: Path) -> None:
     torch.save(Net(**SIZES).state_dict(), path)
     for plain, on_meta, sharded, frozen in run_ranks(2, count, path, timeout=60):
         assert plain == on_meta == sharded == frozen == LOAD
+
+
+SAVE = [
+    "collecting the state",
+    "comparing the replicas",
+    "making the folder",
+    "writing the checkpoint",
+    "committing the checkpoint",
+]
+
+
+def count_of_saves(folder: str) -> list[list[str]]:
+    """A first save, a second one on DDP or FSDP2, and one of a step that is saved already."""
+    found: list[list[str]] = []
+    for name in ("plain", "sharded"):
+        model = Net(**SIZES)
+        if name == "sharded":
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = anyrank.TrainState(model, optimizer)
+        with anyrank.Checkpoints(f"{folder}/{name}", state) as ckpts:
+            ckpts.resume()
+            found.append(met_in(ckpts.save))
+            state.step += 1
+            found.append(met_in(ckpts.save))
+            found.append(met_in(lambda: ckpts.save(unless_saved=True)))
+    return found
+
+
+def test_a_save_meets_five_times(tmp_path: Path) -> None:
+    saved = ["preparing a save"]
+    for met in run_ranks(2, count_of_saves, str(tmp_path), timeout=60):
+        assert met == [SAVE, SAVE, saved, SAVE, SAVE, saved]
+
+
+def count_of_steps(folder: str) -> list[list[str]]:
+    model = Net(**SIZES)
+    loader = anyrank.ElasticLoader(torch.arange(8.0)[:, None], global_batch=4, microbatch=2)
+    state = anyrank.TrainState(model, torch.optim.AdamW(model.parameters()), data=loader)
+    found: list[list[str]] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        for step in loader:
+            for _ in step.microbatches(model):
+                pass
+            found.append(met_in(ckpts.step_done))
+            found.append(met_in(ckpts.save))
+    return found
+
+
+def test_a_step_meets_once_and_its_save_counts_the_samples_too(tmp_path: Path) -> None:
+    for first, save, second, _ in run_ranks(2, count_of_steps, str(tmp_path / "run"), timeout=60):
+        assert save == ["comparing the samples that were run", *SAVE]
+        assert second == ["completing the step"]
+        assert "looking at the optimizers" in first  # once, when they have their state
 
 
 def fails_last(path: str) -> str:

@@ -180,5 +180,7 @@ def test_a_save_on_one_rank_alone_names_the_others(tmp_path: Path) -> None:
     assert found is not None
     kind, text, seconds = found
     assert kind == "RankError"
-    assert text.startswith("rank 1 did not come to 'preparing a save', though alive")
+    assert text.startswith(
+        "rank 1 did not come to 'comparing the samples that were run', though alive"
+    )
     assert seconds < SECONDS / 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -165,6 +166,21 @@ def test_parameters_that_only_some_ranks_train_are_refused(names: list[str], lat
     rows = run_ranks(2, job_freeze, {1: names}, later)
     text = "requires_grad of 0.weight differs between ranks: True on rank 0, False on rank 1"
     check(rows, "ValueError", text)
+
+
+def job_freeze_sharded() -> tuple[str, str, float]:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for layer in net:
+        fully_shard(layer)
+    net[1].requires_grad_(dist.get_rank() == 0)
+    loader = anyrank.ElasticLoader(torch.ones(4, 1), global_batch=4, microbatch=1, exact=True)
+    return error_of(lambda: list(next(iter(loader)).microbatches(net)))
+
+
+@pytest.mark.exact_fsdp
+def test_exact_refuses_sharded_parameters_that_only_some_ranks_train() -> None:
+    text = r"requires_grad= differs between ranks: .*0 frozen: \[\].* on rank 0, .*2 frozen: \['1.w"
+    check(run_ranks(2, job_freeze_sharded), "CheckpointError", text)
 
 
 def test_parameters_that_all_ranks_freeze_are_not_trained() -> None:

@@ -1,8 +1,7 @@
-"""exact=True where memory is short: the ranks take turns, and exchange in every microbatch."""
+"""exact=True under FSDP2: the ranks take turns, and units are exchanged in every microbatch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -18,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.exact.fsdp import OrderedReduceScatter
-from anyrank.exact.run import ExactRun
 from anyrank.testing import run_ranks
-from anyrank.world.ranks import open_ranks
 
 KINDS = ("fsdp", "rich fsdp", "bf16", "ddp", "rich ddp")
 # What is tested ends with the gradients, which its state has whole. Of AdamW's ops torch looks up
@@ -29,7 +26,7 @@ momentum = partial(torch.optim.SGD, momentum=0.9)
 
 
 @contextmanager
-def short_of_memory() -> Generator[list[int], None, None]:
+def counting_nodes() -> Generator[list[int], None, None]:
     """Yields how many nodes each exchange of a unit leaves on this rank."""
     kept: list[int] = []
     exchange = OrderedReduceScatter.exchange
@@ -41,13 +38,11 @@ def short_of_memory() -> Generator[list[int], None, None]:
             is_whole = value is None or value.untyped_storage().nbytes() == value.nbytes
             assert is_whole or self.rounds.is_last
 
-    os.environ["ANYRANK_EXACT_BYTES"] = "1"
     OrderedReduceScatter.exchange = noted  # type: ignore[method-assign]
     try:
         yield kept
     finally:
         OrderedReduceScatter.exchange = exchange  # type: ignore[method-assign]
-        del os.environ["ANYRANK_EXACT_BYTES"]
 
 
 def job_all() -> dict[str, str]:
@@ -60,12 +55,12 @@ def job_all() -> dict[str, str]:
     if torch.distributed.get_world_size() == 4:  # otherwise it is fsdp
         assert usual.job_train("hsdp", make=momentum) == found["fsdp"]
     found |= {job.__name__: job("fsdp") for job in (usual.job_adversaries, usual.job_left_unsynced)}
-    found |= usual.job_early()
+    found |= usual.job_buckets()
     return found | {f"mixed {workers}": job_mixed(workers) for workers in (0, 2)}
 
 
 def job_turns() -> dict[str, str]:
-    with short_of_memory() as kept:
+    with counting_nodes() as kept:
         found = job_all()
     if torch.distributed.get_world_size() > 1:
         assert len(kept) > 50
@@ -115,7 +110,7 @@ def job_mixed(num_workers: int, skips: bool = False) -> str:
 
 
 @pytest.mark.exact_fsdp
-def test_promise_9_the_same_bits_where_memory_is_short() -> None:
+def test_promise_9_the_same_bits_where_ranks_take_turns() -> None:
     alone = run_ranks(1, job_all, timeout=100)[0]
     for size in (2, 3, 4):
         assert run_ranks(size, job_turns, timeout=150) == [alone] * size, size
@@ -123,7 +118,7 @@ def test_promise_9_the_same_bits_where_memory_is_short() -> None:
 
 def job_skips() -> str:
     """On two ranks a round is a pair of microbatches."""
-    with short_of_memory():
+    with counting_nodes():
         return job_mixed(0, skips=True)
 
 
@@ -137,7 +132,7 @@ def test_a_unit_that_whole_rounds_skip() -> None:
 def job_split() -> list[str]:
     """A step in which one microbatch has two backward passes, on all ranks but one none."""
     found: list[str] = []
-    with short_of_memory():
+    with counting_nodes():
         for wrap in (nn.Sequential, DistributedDataParallel):
             model: Any = wrap(nn.Linear(4, 3))
             rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -157,23 +152,3 @@ def test_several_gradients_in_a_microbatch_are_refused_on_all_ranks() -> None:
         for first, second in run_ranks(size, job_split, timeout=100):
             assert "exact=True: ['0.bias', '0.weight'] got gradients more than once" in first
             assert "exact=True: ['module.bias', 'module.weight'] got gradients more than" in second
-
-
-def job_choices() -> list[bool | None]:
-    chosen: list[bool | None] = []
-    os.environ["ANYRANK_EXACT_BYTES"] = str(3 * 64 * 64 * 4)
-    with open_ranks() as ranks:
-        for wrap in (fully_shard, DistributedDataParallel):
-            model: Any = wrap(nn.Linear(64, 64, bias=False))
-            for count in (3, 18, 19, 26):  # a rank keeps 1, 3, 4 and 5 nodes
-                run = ExactRun()
-                run.deal(model, count, ranks)
-                chosen.append(run.is_interleaved)
-    del os.environ["ANYRANK_EXACT_BYTES"]
-    return chosen
-
-
-def test_the_nodes_that_a_rank_keeps_are_counted() -> None:
-    """Under DDP one of them is where the gradient ends."""
-    choices = [False, False, True, True, False, False, False, True]
-    assert run_ranks(3, job_choices) == [choices] * 3

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.data.order import Order
-from anyrank.data.position import Position, RankRecords, check_receipt
+from anyrank.data.position import Position, RankAccounts
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.tensors.hashing import derive
@@ -37,8 +37,8 @@ class At(Position):
         self.at = rank, size
         super().__init__(schedule, None, None, "rescale")
 
-    def _data_rank(self) -> tuple[int, int]:
-        self._schedule.check_size(self.at[1])
+    def data_rank(self) -> tuple[int, int]:
+        self.schedule.check_size(self.at[1])
         return self.at
 
     def take(self, plan: StepPlan, losing: int = 0) -> Iterator[tuple[int, list[int]]]:
@@ -46,11 +46,11 @@ class At(Position):
         seen = receipt_of(plan.epoch, torch.empty(0, dtype=torch.int64))
         for slot in plan.slots(*self.at):
             if not slot.is_copy:
-                ids = self._schedule.ids(plan, slot.k)
+                ids = self.schedule.ids(plan, slot.k)
                 yield slot.k, ids
                 real = ids[: max(0, plan.n - plan.bounds(slot.k)[0])]
                 seen += receipt_of(plan.epoch, torch.tensor(real[losing:], dtype=torch.int64))
-        self._advance(plan, seen)
+        self.advance(plan, seen)
 
 
 class Together(Ranks):
@@ -61,17 +61,17 @@ class Together(Ranks):
         self.rows: list[Any] = []  # none while the ranks meet
         super().__init__(alone.ranks, alone.rank)
         self.rows = [
-            RankRecords(
+            RankAccounts(
                 rank.at[0],
                 rank.step,
-                [(one.epoch, one.earlier, one.planned) for one in rank._records],
-                [one.seen for one in rank._records],
+                [(one.epoch, one.earlier, one.planned) for one in rank.accounts],
+                [one.seen for one in rank.accounts],
             )
             for rank in ranks
         ]
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        return self.rows if self.rows and isinstance(value, RankRecords) else [value]
+        return self.rows if self.rows and isinstance(value, RankAccounts) else [value]
 
 
 RUNS = st.lists(
@@ -105,8 +105,8 @@ def test_any_script_of_runs_gives_the_uninterrupted_order(
             if state is not None:
                 rank.load_state_dict(json.loads(state))
         for number in range(saved + killed):
-            plan = ranks[0]._next_step()
-            assert all(rank._next_step() == plan for rank in ranks)
+            plan = ranks[0].next_step()
+            assert all(rank.next_step() == plan for rank in ranks)
             for rank in ranks:
                 for k, ids in rank.take(plan):
                     if number < saved:
@@ -117,7 +117,7 @@ def test_any_script_of_runs_gives_the_uninterrupted_order(
                 assert all(json.dumps(rank.state_dict()) == state for rank in ranks)
                 together = Together(ranks)
                 for rank in ranks:
-                    rank._check_receipt(together)
+                    rank.check_receipt(together)
                     assert all(one.verdict.startswith("exactly once") for one in rank.receipts)
     assert_uninterrupted(schedule, found)
 
@@ -126,12 +126,12 @@ def assert_uninterrupted(schedule: Schedule, found: dict[tuple[int, int], list[i
     """What was found is what one rank without any interruption takes."""
     alone = At(schedule, 0, 1)
     for step in range(max((step for step, _ in found), default=-1) + 1):
-        plan = alone._next_step()
+        plan = alone.next_step()
         assert dict(alone.take(plan)) == {k: ids for (s, k), ids in found.items() if s == step}
     epochs: dict[int, list[int]] = {}
     alone = At(schedule, 0, 1)
     for _ in range(alone.step, max((step for step, _ in found), default=-1) + 1):
-        plan = alone._next_step()
+        plan = alone.next_step()
         epochs.setdefault(plan.epoch, []).extend(i for _, ids in alone.take(plan) for i in ids)
     for epoch, ids in epochs.items():
         real = ids[: schedule.order.n]  # what pads comes last
@@ -145,12 +145,12 @@ def test_what_is_not_exactly_once_is_an_error(wrong: str) -> None:
     schedule = Schedule(Order(20, 5, True), 8, 2, "short")
     ranks = [At(schedule, rank, 2) for rank in range(2)]
     for _ in range(2):
-        plan = ranks[0]._next_step()
+        plan = ranks[0].next_step()
         for rank in ranks:
             list(rank.take(plan, losing=rank.at[0] if wrong == "lost" else 0))
     kind, message = anyrank.CheckpointError, "epoch 0 is not exactly once"
     if wrong == "behind":
-        list(ranks[1].take(ranks[1]._next_step()))
+        list(ranks[1].take(ranks[1].next_step()))
         message = r"ranks differ in the samples they ran, by rank at steps \[2, 3\]"
     elif wrong == "missing":
         ranks.pop()
@@ -158,12 +158,12 @@ def test_what_is_not_exactly_once_is_an_error(wrong: str) -> None:
     elif wrong == "double":  # two ranks with the same data that did not do the same
         other = At(schedule, 1, 2)
         for _ in range(2):
-            list(other.take(other._next_step(), losing=1))
+            list(other.take(other.next_step(), losing=1))
         ranks.append(other)
         message = "ranks differ in the samples they ran"
     for rank in ranks:
         with pytest.raises(kind, match=message):
-            rank._check_receipt(Together(ranks))
+            rank.check_receipt(Together(ranks))
 
 
 # -- on ranks -------------------------------------------------------------------------------------
@@ -201,14 +201,14 @@ def run_to(
         for step in loader:
             for batch in step.microbatches(net):
                 drawn = draw(step)
-                assert step._slot is not None
-                if not step._slot.is_copy:
-                    seen[step.number, step._slot.k] = (batch, drawn)
+                assert step._run.slot is not None
+                if not step._run.slot.is_copy:
+                    seen[step.number, step._run.slot.k] = (batch, drawn)
             loader.commit()
             if loader.step == steps:
                 break
     with open_ranks() as ranks:
-        check_receipt(loader, ranks)
+        loader.position.check_receipt(ranks)
     return seen, loader.state_dict(), loader.receipts
 
 
@@ -315,7 +315,7 @@ def job_data_coordinates() -> Any:
         for batch in step.microbatches(nn.Linear(1, 1)):
             taken.append((batch, torch.rand(()).item()))
     with open_ranks() as ranks:
-        check_receipt(loader, ranks)
+        loader.position.check_receipt(ranks)
     return taken, loader.receipts
 
 

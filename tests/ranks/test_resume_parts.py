@@ -210,7 +210,7 @@ def test_another_tools_whole_tensors_become_parts(tmp_path: Path) -> None:
     train(model, optimizer, range(2))
     source = str(tmp_path / "other.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
-    want = summary(model, optimizer, state._parts.parts["ema"])  # pyright: ignore[reportPrivateUsage]
+    want = summary(model, optimizer, state.parts.parts["ema"])
     for rank, found in enumerate(run_ranks(2, job_adopt, str(tmp_path / "run"), source)):
         for name in [name for name in want if not name.startswith("ema/") and want[name].ndim]:
             assert torch.equal(found[name], part_of(name.split("/")[0], want[name], rank, 2)), name

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.state.train_state import run_parts
 from anyrank.testing import run_ranks
 
 Found = tuple[int, int, list[str], list[float], list[int]]
@@ -29,7 +28,7 @@ def build(sizes: list[int], seed: int) -> anyrank.TrainState:
 
 def sums(state: anyrank.TrainState) -> list[float]:
     """The sum of each tensor of the model and the optimizer, over all ranks."""
-    net, optimizer = run_parts(state).parts["model"], run_parts(state).parts["optimizer"]
+    net, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
     tensors = [*net.parameters()]
     tensors += [state["exp_avg"] for state in optimizer.state.values()]
     return [float(tensor.detach().full_tensor().double().sum()) for tensor in tensors]
@@ -37,7 +36,7 @@ def sums(state: anyrank.TrainState) -> list[float]:
 
 def job_save(path: str, sizes: list[int], steps: int) -> list[list[float]]:
     state = build(sizes, 0)
-    net, optimizer = run_parts(state).parts["model"], run_parts(state).parts["optimizer"]
+    net, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
     seen: list[list[float]] = []
     with anyrank.Checkpoints(path, state, every=1) as ckpts:
         for _ in range(steps):

@@ -42,6 +42,8 @@ def load(path: str) -> nn.Module:
     findings = anyrank.check(model, torch.optim.AdamW(model.parameters()), global_batch=96)
     print([(found.rule, found.what, found.where, found.why, found.fix) for found in findings])
     print(findings, findings.to_json())
+    watching = anyrank.watch("60s", exit=True, report="hang.json")
+    watching.close()
     print(anyrank.inspect(path).to_json())
     print(anyrank.convert(path, "weights", dtype=torch.bfloat16, shard_bytes=1 << 30).files)
     print(anyrank.verify("weights", finite=True).findings, anyrank.diff(path, "weights").values)

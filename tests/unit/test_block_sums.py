@@ -27,7 +27,6 @@ from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
 from anyrank.formats.run_folder import list_step
-from anyrank.state.train_state import run_parts
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads
@@ -178,7 +177,7 @@ def test_a_resume_ends_on_the_newest_step_that_is_whole(tmp_path: Path, place: s
     assert (report.step, report.lost_steps, len(report.set_aside)) == (1, 2, 2)
     assert report.verified == "every byte that was read, by checksum"
     assert torch.equal(net.weight, other.weight)  # type: ignore[arg-type]
-    assert run_parts(state).unusable is None
+    assert state.parts.unusable is None
 
 
 def test_a_state_whose_only_step_is_damaged_may_not_be_used(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.store import store_for, write_file
+from anyrank.files.storage import storage_for, write_file
 from anyrank.testing import PeakMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
@@ -263,7 +263,7 @@ def test_an_object_that_cannot_be_written_says_why(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(faults.armed, "file.write", refuse)
     with pytest.raises(CheckpointError, match="No space left"):
-        write_file(store_for("memory://bucket"), "memory://bucket/a", b"x")
+        write_file(storage_for("memory://bucket"), "memory://bucket/a", b"x")
 
 
 @pytest.mark.parametrize("place", ["weights", "checksums"])

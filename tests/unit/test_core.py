@@ -23,12 +23,14 @@ BUDGETS = {
     "exact": 1800,
     "files": 2850,
     "filling": 4400,
-    "formats": 3700,
+    "foreign": 2350,
+    "formats": 2100,
     "frozen": 600,
     "inspection": 1350,
     "integrations": 3450,
     "memory": 3100,
     "model": 3200,
+    "peers": 400,
     "random_state": 700,
     "resume": 2800,
     "saving": 1850,
@@ -40,7 +42,17 @@ BUDGETS = {
     "world": 2200,
     "": 700,  # the modules that are in no room
 }
-AROUND = ("exact", "memory", "conversion", "inspection", "integrations", "cli", "testing")
+AROUND = (
+    "exact",
+    "foreign",
+    "memory",
+    "peers",
+    "conversion",
+    "inspection",
+    "integrations",
+    "cli",
+    "testing",
+)
 
 PLAIN_RUN = """
 import sys, torch, anyrank
@@ -49,7 +61,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2{exact})
 state = anyrank.TrainState(model, optimizer, data=loader)
-with anyrank.Checkpoints(sys.argv[1], state) as ckpts:
+with anyrank.Checkpoints(sys.argv[1], state{peers}) as ckpts:
     ckpts.resume()
     for step in loader:
         for batch in step.microbatches(model):
@@ -92,9 +104,9 @@ def test_a_room_that_outgrows_its_budget_is_found(tmp_path: Path) -> None:
     assert set(over_budget(sizes_of(tmp_path))) == {"exact", "new"}
 
 
-def around_loaded_by(exact: str, folder: Path) -> set[str]:
+def around_loaded_by(exact: str, peers: str, folder: Path) -> set[str]:
     """The rooms around the core that a run has loaded when it is saved and over."""
-    command = [sys.executable, "-c", PLAIN_RUN.format(exact=exact), str(folder)]
+    command = [sys.executable, "-c", PLAIN_RUN.format(exact=exact, peers=peers), str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     rooms = {name.split(".")[1] for name in run.stdout.splitlines()[-1].split()}
@@ -102,8 +114,15 @@ def around_loaded_by(exact: str, folder: Path) -> set[str]:
     return rooms & set(AROUND)
 
 
-@pytest.mark.parametrize(("exact", "rooms"), [("", set[str]()), (", exact=True", {"exact"})])
+@pytest.mark.parametrize(
+    ("exact", "peers", "rooms"),
+    [
+        ("", "", set[str]()),
+        (", exact=True", "", {"exact"}),
+        ("", ", peers=True", {"peers"}),
+    ],
+)
 def test_a_run_loads_nothing_around_the_core_that_it_did_not_ask_for(
-    exact: str, rooms: set[str], tmp_path: Path
+    exact: str, peers: str, rooms: set[str], tmp_path: Path
 ) -> None:
-    assert around_loaded_by(exact, tmp_path / "run") == rooms
+    assert around_loaded_by(exact, peers, tmp_path / "run") == rooms

@@ -46,8 +46,8 @@ from tests.scripts import run_script
 import anyrank
 from anyrank import cli, settings
 from anyrank.files.manifest import FileRecord, Manifest
-from anyrank.formats.sources import FILES
-from anyrank.saving.save import SaveRecord
+from anyrank.formats.weight_files import FILES
+from anyrank.saving.write import SaveRecord
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -791,3 +791,11 @@ def test_an_overridden_method_is_found() -> None:
         def _own(self) -> None: ...
 
     assert overridden(Own) == {"_run"}
+
+
+def test_the_private_names_of_the_table_of_frameworks_are_told_of() -> None:
+    table = importlib.import_module("anyrank.integrations.framework_names").NAMES
+    names = {n for classes in table.values() for names in classes.values() for n in names}
+    private = sorted(name for name in names if name.startswith("_"))
+    assert len(private) > 20
+    assert lacks(read("design.md"), private) == []

@@ -223,7 +223,7 @@ def test_a_step_counts_when_it_is_committed_or_the_next_one_is_asked_for() -> No
     assert (loader.in_step, loader.step, loader.consumed) == (False, 1, 8)
     list(next(steps).microbatches(NET))
     next(steps)
-    assert (loader.step, loader.consumed, loader._seen.count) == (2, 16, 16)
+    assert (loader.step, loader.consumed, loader.position.accounts[-1].seen.count) == (2, 16, 16)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=str)
@@ -408,7 +408,7 @@ def test_the_state_is_small_and_knows_no_ranks() -> None:
         "key": "data v1",
         "order": "feistel-v1",
         "tail": "short",
-        "receipt": loader._seen.to_json(),
+        "receipt": loader.position.accounts[-1].seen.to_json(),
         "receipts": [],
     }
 
@@ -878,3 +878,50 @@ def test_processes_of_a_dataset_that_are_no_workers_are_left_alone() -> None:
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_walks_through_the_model_once(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    walks: list[int] = []
+    named_modules = torch.nn.Module.named_modules
+
+    def noted(self: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+        walks.append(int(self is net))
+        return named_modules(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", noted)
+    loader = anyrank.ElasticLoader(torch.randn(24, 4), global_batch=8, microbatch=2, exact=exact)
+    found: list[int] = []
+    for step in loader:
+        walks.clear()
+        for batch in step.microbatches(net):
+            step.backward(net(batch).square().mean())
+        step.clip_grad_norm_(1.0)
+        found.append(sum(walks))
+        net.zero_grad(set_to_none=True)
+    assert found[1:] == [1, 1]
+
+
+def test_with_exact_the_power_of_weights_goes_on_in_the_state() -> None:
+    net = torch.nn.Linear(4, 1)
+
+    def run(loader: anyrank.ElasticLoader, weight: float) -> None:
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean(), weight * (1 + step.k))
+            loader.commit()
+            break
+
+    options: Any = {"global_batch": 4, "microbatch": 2, "exact": True}
+    loader = anyrank.ElasticLoader(torch.randn(16, 4), **options)
+    assert "exponent" not in loader.state_dict()["exact"]
+    run(loader, 0)
+    assert "exponent" not in loader.state_dict()["exact"]
+    run(loader, 100)  # that of the step's first microbatch, on any number of ranks
+    run(loader, 3)
+    other = anyrank.ElasticLoader(torch.randn(16, 4), **options)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    run(other, 3)
+    assert other.state_dict()["exact"] == loader.state_dict()["exact"]
+    assert loader.state_dict()["exact"]["exponent"] == 7

@@ -18,14 +18,14 @@ class OneOf(Ranks):
         self.ranks, self.rank = tuple(range(size)), index
 
 
-def rounds_of(count: int, index: int, size: int, is_interleaved: bool) -> Rounds:
+def rounds_of(count: int, index: int, size: int, takes_turns: bool) -> Rounds:
     plan = StepPlan(epoch=0, number=0, start=0, stop=count, n=count, microbatch=1)
-    return Rounds(plan, OneOf(index, size), is_interleaved)
+    return Rounds(plan, OneOf(index, size), takes_turns)
 
 
 @given(st.integers(1, 70), st.integers(1, 9), st.booleans())
-def test_every_microbatch_is_exchanged_once(count: int, size: int, is_interleaved: bool) -> None:
-    every = [rounds_of(count, index, size, is_interleaved) for index in range(size)]
+def test_every_microbatch_is_exchanged_once(count: int, size: int, takes_turns: bool) -> None:
+    every = [rounds_of(count, index, size, takes_turns) for index in range(size)]
     exchanged: list[int] = []
     num_rounds = len(slots_of_rank(count, 0, size))
     for number in range(num_rounds):
@@ -33,13 +33,15 @@ def test_every_microbatch_is_exchanged_once(count: int, size: int, is_interleave
             rounds.number = number
         assert len({(rounds.is_last, rounds.exchanges) for rounds in every}) == 1
         assert every[0].is_last == (number + 1 == num_rounds)
-        spans = every[0].spans(number)
-        assert all(rounds.spans(number) == spans for rounds in every)
+        spans = every[0].unit_spans(number)
+        assert all(rounds.unit_spans(number) == spans for rounds in every)
         for rounds, own in zip(every, spans, strict=True):
             leaves = [leaf for span in own for leaf in range(*span)]
-            assert leaves == (list(rounds.own()) if rounds.exchanges else [])
+            assert leaves == (list(rounds.unit_leaves()) if rounds.exchanges else [])
             exchanged += leaves
     assert sorted(exchanged) == list(range(count))
+    whole = [leaf for spans in every[0].whole_spans for span in spans for leaf in range(*span)]
+    assert sorted(whole) == list(range(count))
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
@@ -48,7 +50,7 @@ def test_where_ranks_take_turns_they_keep_few_nodes(count: int, size: int) -> No
     kept = TreeSum(count)
     num_rounds = len(slots_of_rank(count, 0, size))
     for number in range(num_rounds):
-        kept.extend((span, None) for spans in rounds.spans(number) for span in spans)
+        kept.extend((span, None) for spans in rounds.unit_spans(number) for span in spans)
         # As docs/exact.md says.
         assert len(kept.nodes) <= 1 + (count - 1).bit_length()
         if count & (count - 1) == 0 and size & (size - 1) == 0:
@@ -58,5 +60,5 @@ def test_where_ranks_take_turns_they_keep_few_nodes(count: int, size: int) -> No
 
 def test_alone_there_is_nothing_to_take_turns_with() -> None:
     plan = StepPlan(epoch=0, number=0, start=0, stop=5, n=5, microbatch=1)
-    leaves = [Rounds(plan, one_process(), turns).spans(4) for turns in (False, True)]
+    leaves = [Rounds(plan, one_process(), turns).unit_spans(4) for turns in (False, True)]
     assert leaves == [[[(0, 5)]], [[(4, 5)]]]

@@ -246,15 +246,14 @@ def test_skip_is_for_the_beginning_and_not_for_the_runs_own_steps(tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(moments, held, strict=True))
 
 
-def test_a_wrong_name_in_skip_is_an_error_at_the_beginning_and_later(tmp_path: Path) -> None:
+def test_a_wrong_name_in_skip_is_an_error_where_the_run_begins(tmp_path: Path) -> None:
     accelerate_folder(tmp_path / "a")
     wrong = r"skip= names 'optimiser': no part is called so; there are .*model.*optimizer"
-    for _ in range(2):  # without steps of its own, and with one
-        with anyrank.Checkpoints(tmp_path / "run", state_of(net_of())) as ckpts:
-            with pytest.raises(anyrank.CheckpointError, match=wrong):
-                ckpts.resume(tmp_path / "a", skip=["optimiser"])
-            ckpts.resume(tmp_path / "a")
-            ckpts.save()
+    with (
+        anyrank.Checkpoints(tmp_path / "run", state_of(net_of())) as ckpts,
+        pytest.raises(anyrank.CheckpointError, match=wrong),
+    ):
+        ckpts.resume(tmp_path / "a", skip=["optimiser"])
 
 
 def test_a_part_that_only_the_beginning_had_is_skipped_at_every_restart(tmp_path: Path) -> None:
@@ -472,21 +471,21 @@ def test_new_parameters_start_fresh_when_asked(tmp_path: Path, separate: bool) -
     assert report.components["optimizer"] == "derived"
     assert torch.equal(net.lora_a.detach(), torch.full((4, 2), 7.0))
     assert torch.equal(net.base[0].weight, old.base[0].weight)
-    optimizer = state._parts.parts["optimizer"]  # pyright: ignore[reportPrivateUsage]
+    optimizer = state.parts.parts["optimizer"]
     assert len(optimizer.state) == 4
     assert [group["lr"] for group in optimizer.param_groups] == (
         [1e-2, 0.5] if separate else [1e-2]
     )
     net.lora_a.grad = torch.ones_like(net.lora_a)
     optimizer.step()
-    state._parts.parts["scheduler"].step()  # pyright: ignore[reportPrivateUsage]
+    state.parts.parts["scheduler"].step()
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.step_done()
         ckpts.save()
     net, state = wide()  # a job that restarts with the same call has everything again
     report = begin(tmp_path, "auto", state, fresh=["lora_*"])
     assert report.components["optimizer"] == report.components["model"] == "exact"
-    assert len(state._parts.parts["optimizer"].state) == 5  # pyright: ignore[reportPrivateUsage]
+    assert len(state.parts.parts["optimizer"].state) == 5
 
 
 def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path) -> None:

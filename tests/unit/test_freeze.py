@@ -222,15 +222,6 @@ def test_a_copy_is_frozen_too(duplicate: Callable[[Any], Any], whole: bool) -> N
     parent.load_state_dict(parent.state_dict())
 
 
-def test_a_copy_that_the_class_makes_itself_is_frozen_too() -> None:
-    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
-    anyrank.freeze(model[0], source=SOURCE)
-    copied = copy.deepcopy(model)
-    assert copied[0] is not model[0]
-    assert copied.state_dict().keys() == {"1.weight", "1.bias"}
-    assert same(values(copied[0]), values(model[0]))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_torchscript_module_is_frozen_within_a_plain_one_only() -> None:
     script = torch.jit.script(nn.Linear(2, 2))

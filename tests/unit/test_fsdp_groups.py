@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from anyrank.exact import fsdp as exact_fsdp
 from anyrank.steps import fsdp_groups
 
 
@@ -100,7 +101,7 @@ def test_gradients_are_rounded_as_each_torch_says() -> None:
         MixedPrecisionPolicy(param_dtype=bf16),
         MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32),
     ]
-    until_2_14 = [fsdp_groups.reduction_dtype(record(mp_policy=p)) for p in policies]
-    since_2_15 = [fsdp_groups.reduction_dtype(Later(mp_policy=p)) for p in policies]
+    until_2_14 = [exact_fsdp.reduction_dtype(record(mp_policy=p)) for p in policies]
+    since_2_15 = [exact_fsdp.reduction_dtype(Later(mp_policy=p)) for p in policies]
     assert until_2_14 == [None, bf16, torch.float32]
     assert since_2_15 == [None, None, torch.float32]

@@ -30,7 +30,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching"}
+AREAS |= {"watching", "foreign", "peers"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -53,7 +53,9 @@ MAY_IMPORT = {
     "exact": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
+    "peers": CORE | {"formats", "saving"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
+    "foreign": MODEL | {"filling", "random_state", "data", "steps", "state", "saving", "resume"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"saving"},
@@ -63,7 +65,15 @@ MAY_IMPORT = {
 }
 # Modules of the core -> the room around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
-DOORS = {"anyrank.steps.loader": "exact", "anyrank.steps.step_state": "exact"}
+DOORS = {
+    "anyrank.steps.loader": "exact",
+    "anyrank.steps.loader_position": "exact",
+    "anyrank.formats.sources": "foreign",
+    "anyrank.resume.resume": "foreign",
+    "anyrank.inspection.verify": "foreign",
+    "anyrank.resume.checkpoints": "peers",
+    "anyrank.resume.search": "peers",  # for the type checkers
+}
 
 
 def read_sources(root: Path) -> dict[str, str]:

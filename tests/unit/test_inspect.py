@@ -238,6 +238,16 @@ def test_layers_and_experts_collapse_at_once() -> None:
     ]
 
 
+def test_layers_with_other_experts_collapse_by_their_first_number() -> None:
+    names = [f"layers.{layer}.experts.{e}.w" for layer in range(12) for e in range(2 + layer % 2)]
+    found = [one.name for one in group((n, (2, 3), "bfloat16", 12) for n in names)]
+    assert found == [
+        "layers.{0..11}.experts.0.w",
+        "layers.{0..11}.experts.1.w",
+        "layers.{1,3,5,7,9,11}.experts.2.w",
+    ]
+
+
 def test_a_layer_of_another_shape_stands_alone() -> None:
     shapes = {f"layers.{n}.w": (4,) if n != 1 else (8,) for n in range(12)}
     found = group((name, shape, "float32", 4 * shape[0]) for name, shape in shapes.items())

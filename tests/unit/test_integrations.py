@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import anyrank
+from anyrank.integrations import framework_names
 from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.run import FrameworkRun
 from anyrank.versions import warn_if_untested
 
 
@@ -28,6 +32,107 @@ def test_an_untested_version_gives_a_line_and_no_error(
         warn_if_untested("torch", oldest, newest)
         warn_if_untested("no-such-package", oldest, newest)
     assert len(caplog.records) == (0 if is_tested else 1)
+
+
+class Framework:
+    """A class of a framework, as in the table below."""
+
+    def __init__(self) -> None:
+        self._loader: list[int] | None = None
+
+    def _run(self, step: int, *rest: int, scale: float = 1.0, **more: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "tested", "problem"),
+    [
+        ("_run", "self, step, *rest, scale, **more", None),
+        ("_loader", None, None),
+        (
+            "_run",
+            "self, step",
+            r"Framework\._run takes \(self, step, \*rest, scale, \*\*more\) inst",
+        ),
+        ("_train", "self", r"Framework has no method _train\(self\)"),
+        ("_steps", None, "Framework has no _steps"),
+    ],
+)
+def test_a_name_that_differs_from_the_table_is_an_import_error(
+    name: str, tested: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(framework_names.TESTED, "torch", "2.13")
+    monkeypatch.setitem(framework_names.NAMES, "torch", {"Framework": {name: tested}})
+    if problem is None:
+        framework_names.check_names("torch", Framework)
+    else:
+        with pytest.raises(ImportError, match=rf"torch \S+: {problem}.*install"):
+            framework_names.check_names("torch", Framework)
+
+
+def test_floors_of_extras_are_the_versions_that_were_tested() -> None:
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    rows = [row.split(">=") for extra in extras.values() for row in extra]
+    floors = {(name, floor) for name, floor in rows if name in framework_names.TESTED}
+    assert floors == {
+        (name, version)
+        for name, version in framework_names.TESTED.items()
+        if name != "pytorch_lightning"
+    }
+
+
+def overridden_methods(kind: type) -> set[str]:
+    """What a class of an integration, or a base of it, overrides of a framework's."""
+    own = [one for one in kind.__mro__ if one.__module__.startswith("anyrank.")]
+    rest = [one for one in kind.__mro__ if one not in own]
+    names = {name for one in own for name, value in vars(one).items() if inspect.isfunction(value)}
+    return {name for name in names if any(name in vars(one) for one in rest)} - {"__init__"}
+
+
+def test_every_method_that_is_overridden_is_in_the_table() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
+    from anyrank.integrations import accelerate, lightning, trainer_loop
+
+    kinds = {"Trainer": trainer_loop.ElasticTrainer, "Accelerator": accelerate.Accelerator}
+    packages = {"Trainer": "transformers", "Accelerator": "accelerate", "Callback": "lightning"}
+    for owner, kind in {**kinds, "Callback": lightning.Elastic}.items():
+        listed = framework_names.NAMES[packages[owner]][owner]
+        assert overridden_methods(kind) - listed.keys() == set()
+        assert len(overridden_methods(kind)) > 5
+
+
+def test_a_run_of_a_framework_refuses_options_that_it_does_not_have() -> None:
+    state = anyrank.TrainState
+    with pytest.raises(TypeError, match="'evry' is no option of a run: it takes microbatch, seed"):
+        FrameworkRun("runs/a", state, global_batch=4, evry=3)
+    with pytest.raises(ValueError, match="keep=1: give at least 2"):
+        FrameworkRun("runs/a", state, global_batch=4, keep=1)
+
+
+def test_a_run_of_a_framework_counts_a_step_once_and_saves_nothing_after_an_error(
+    tmp_path: Path,
+) -> None:
+    def make() -> FrameworkRun:
+        model = torch.nn.Linear(1, 1)
+        return FrameworkRun(tmp_path / "run", lambda: anyrank.TrainState(model), global_batch=4)
+
+    run = make()
+    run.begin("resume it")
+    run.note_step()
+    run.count()
+    run.count()
+    assert run.state is not None
+    assert run.state.step == 1
+    run.note_step()
+    run.abandon(RuntimeError())
+    assert not list((tmp_path / "run").glob("step-*"))
+    with run:
+        run.begin("resume it")
+        run.note_step()
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+    with pytest.raises(ValueError, match="run holds a run: resume it, or give another folder"):
+        make().begin("resume it")
 
 
 DATA: Any = torch.arange(10)

@@ -17,7 +17,7 @@ from torch import nn
 
 import anyrank
 from anyrank.files.manifest import STEP
-from anyrank.files.store import RemoteStore
+from anyrank.files.storage import RemoteStorage
 from anyrank.saving.other_tools import MAX_FOLDERS, other_in
 from anyrank.testing import run_ranks
 
@@ -130,7 +130,7 @@ def test_of_several_checkpoints_the_newest_is_named(tmp_path: Path) -> None:
 
 
 def test_an_object_store_is_asked_for_few_listings() -> None:
-    store = RemoteStore("memory://others")
+    store = RemoteStorage("memory://others")
     store.filesystem.pipe({f"/others/{n}/a.csv": b"x" for n in range(300)})
     with counted(store.filesystem, "ls") as listings:
         assert other_in(store, "memory://others", STEP) is None

@@ -32,7 +32,7 @@ def saved() -> anyrank.Checkpoints:
 
 DATA = torch.zeros(8, 1)
 POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
-POSITION += " state_dict load_state_dict"
+POSITION += " state_dict load_state_dict position"
 
 
 def loader() -> anyrank.ElasticLoader:
@@ -45,9 +45,16 @@ def share() -> Any:
     return sampler.share(0)
 
 
+def watching() -> Any:
+    made = anyrank.watch("1h")
+    made.close()
+    return made
+
+
 # A function that makes an instance of the class, and the instance's public attributes.
 NAMES: dict[str, tuple[Callable[[], Any], str]] = {
-    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data"),
+    "Watching": (watching, "close"),
+    "TrainState": (anyrank.TrainState, "step epoch samples run lineage data parts"),
     "Checkpoints": (
         checkpoints,
         "path resume steps step_done save wait close latest saved stats",
@@ -149,12 +156,13 @@ OF_INTEGRATIONS = {
         " prepared_models report run save_state skip_first_batches step_loss unscale_gradients"
     ),
     "integrations.lightning.Elastic": (
-        "on_exception on_fit_start on_train_end on_train_epoch_end on_train_start setup teardown"
+        "loader on_exception on_fit_start on_train_end on_train_epoch_end on_train_start report"
+        " setup state teardown"
     ),
     "integrations.torchtitan.CheckpointManager": (
         "close load maybe_wait_for_saving maybe_wait_for_staging save"
     ),
-    "integrations.transformers.ElasticRun": "checkpoints loader report",
+    "integrations.transformers.ElasticRun": "",
 }
 
 

@@ -9,13 +9,11 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,9 +24,9 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
+from anyrank.files.local import LocalFile
 from anyrank.files.manifest import FileRecord, Manifest, parse
-from anyrank.files.storage import LocalFile
-from anyrank.files.store import LocalStore, store_for
+from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_store import RunFolder
@@ -140,7 +138,7 @@ def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(LocalStore, "rename", refuse)
+    monkeypatch.setattr(LocalStorage, "rename", refuse)
     with pytest.raises(anyrank.CheckpointError, match="cannot be written: Read-only file system"):
         resume(tmp_path, build())
     assert folders(tmp_path) == [BEFORE, NEWEST]
@@ -250,7 +248,7 @@ def test_a_failing_clean_up_is_a_warning(
 def test_an_unreadable_lock_is_nobodys(
     tmp_path: Path, bad_sectors: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (RunLock(LocalStore(), str(tmp_path)) for _ in range(2))
+    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
     first.take()
     bad_sectors.add(".lock")
     with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
@@ -329,8 +327,9 @@ def test_sigusr1_never_replaces_a_sigterm(
 ) -> None:
     for number in (first, *(one for one in WATCHED if one != first)):
         signal.raise_signal(number)
-    assert wishes[0].take() == signal.SIGTERM
-    assert wishes[0].take() is None
+    assert wishes[0].pending() == signal.SIGTERM
+    wishes[0].done({signal.SIGTERM})
+    assert wishes[0].pending() is None  # both asked for the save that has followed
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -341,7 +340,7 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     for _ in range(2):  # of a scheduler, and of torchrun
         signal.raise_signal(signal.SIGTERM)
         if taken:
-            assert made.take() == signal.SIGTERM
+            made.done({made.pending()})
     assert reached == []
     later = time.monotonic() + GRACE_SEC
     monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -349,15 +348,34 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_signal_that_was_given_back_is_taken_again(
+def test_a_signal_is_pending_until_its_save_has_followed(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
     for number in WATCHED:
-        wishes[0].give_back(number)
-        signal.raise_signal(signal.SIGUSR1)
-        assert wishes[0].take() == number
-        assert wishes[0].take() is None
+        signal.raise_signal(number)
+        assert [wishes[0].pending(), wishes[0].pending()] == [number, number]
+        wishes[0].done({None, number})
+        assert wishes[0].pending() is None
     assert wishes[1] == []
+
+
+def test_a_sigterm_during_the_save_that_sigusr1_asked_for_is_still_pending(
+    wishes: tuple[PendingSignals, list[int]],
+) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    asked = wishes[0].pending()
+    signal.raise_signal(signal.SIGTERM)  # while it is saved
+    wishes[0].done({asked})
+    assert wishes[0].pending() == signal.SIGTERM
+
+
+def test_another_ranks_sigterm_is_this_ones_too(wishes: tuple[PendingSignals, list[int]]) -> None:
+    made, reached = wishes
+    made.done({None, signal.SIGTERM})
+    signal.raise_signal(signal.SIGTERM)  # a scheduler sends it to each rank, moments apart
+    made.restore()
+    made.pass_on()
+    assert reached == []
 
 
 def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,10 +397,12 @@ def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
     dropped.watch()
     del dropped
     signal.raise_signal(signal.SIGTERM)
-    assert (first.take(), second.take()) == (signal.SIGTERM, signal.SIGTERM)
+    assert (first.pending(), second.pending()) == (signal.SIGTERM, signal.SIGTERM)
+    for run in (first, second):
+        run.done({signal.SIGTERM})
     first.restore()
     signal.raise_signal(signal.SIGUSR1)
-    assert (first.take(), second.take()) == (None, signal.SIGUSR1)
+    assert (first.pending(), second.pending()) == (None, signal.SIGUSR1)
     second.restore()
     signal.raise_signal(signal.SIGUSR1)
     assert reached == [signal.SIGUSR1]
@@ -397,49 +417,16 @@ def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_signal_between_any_two_instructions_is_not_lost(
-    wishes: tuple[PendingSignals, list[int]],
-) -> None:
-    made, _ = wishes
-
-    def take_and_send(at: int) -> tuple[int | None, int]:
-        count = 0
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            if frame.f_code is not PendingSignals.take.__code__:
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                if count == at:
-                    signal.raise_signal(signal.SIGUSR1)
-                count += 1
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            return made.take(), count
-        finally:
-            sys.settrace(before)
-
-    total = take_and_send(-1)[1]
-    assert total > 3
-    for at in range(total):
-        taken = take_and_send(at)[0]
-        assert (taken or made.take()) == signal.SIGUSR1, at
-
-
 # -- the lock -------------------------------------------------------------------------------------
 
 
 def holder(**changed: Any) -> str:
-    """A lock of the process that started this one, an hour old."""
+    """A lock of the process that started this one."""
     pid = os.getppid()
     boot, started = boot_id(), processes.started(pid)
     table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
     table["pid_namespace"] = os.readlink("/proc/self/ns/pid")
-    return json.dumps(table | {"token": "theirs", "time": time.time() - 3600} | changed)
+    return json.dumps(table | {"token": "theirs"} | changed)
 
 
 def dead_pid() -> int:
@@ -454,104 +441,116 @@ def token(path: Path) -> str:
     return json.loads((path / ".lock").read_text())["token"]
 
 
+OTHERS = {"pid_namespace": "pid:[1]"}  # another container, whose numbers mean nothing here
+
+
 @pytest.mark.parametrize(
-    ("changed", "stale"),
+    ("changed", "silent_sec", "stale"),
     [
-        ({}, False),
-        ({"started": "1"}, True),  # the number was used again
-        ({"started": ""}, False),
-        ({"boot": "another"}, True),
-        ({"pid": None}, True),
-        ({"pid": os.getpid()}, True),
-        # Another container's processes: their numbers mean nothing here.
-        ({"pid_namespace": "pid:[1]", "time": time.time() + 1e6}, False),
-        ({"pid_namespace": "pid:[1]", "pid": os.getpid(), "time": time.time() + 1e6}, False),
-        ({"pid_namespace": "pid:[1]", "pid": dead_pid(), "time": time.time() + 1e6}, False),
-        ({"pid_namespace": "pid:[1]"}, True),
-        ({"host": "elsewhere"}, True),
-        ({"host": "elsewhere", "time": time.time() + 1e6}, False),
+        ({}, 3600, False),
+        ({"started": "1"}, 0, True),  # the number was used again
+        ({"started": ""}, 3600, False),
+        ({"boot": "another"}, 0, True),
+        ({"pid": dead_pid()}, 0, True),
+        ({"pid": os.getpid(), "started": ""}, 0, True),
+        ({"pid": None}, 0, False),
+        ({"pid": None}, 3600, True),
+        (OTHERS, 0, False),
+        (OTHERS | {"pid": os.getpid()}, 0, False),
+        (OTHERS | {"pid": dead_pid()}, 0, False),
+        (OTHERS, 3600, True),
+        ({"host": "elsewhere"}, 0, False),
+        ({"host": "elsewhere"}, 3600, True),
     ],
     ids=str,
 )
-def test_whose_lock_is_stale(tmp_path: Path, changed: dict[str, Any], stale: bool) -> None:
-    (tmp_path / ".lock").write_text(holder(**changed))
-    if changed.get("host") and stale:  # its silence counts by the storage's clock
-        os.utime(tmp_path / ".lock", (0, 0))
-    lock = RunLock(LocalStore(), str(tmp_path))
-    if not stale:
+def test_whose_lock_is_stale(
+    tmp_path: Path, changed: dict[str, Any], silent_sec: int, stale: bool
+) -> None:
+    path = tmp_path / ".lock"
+    path.write_text(holder(**changed))
+    since = time.time() - silent_sec
+    os.utime(path, (since, since))
+    lock = RunLock(LocalStorage(), str(tmp_path))
+    if stale:
+        lock.take()
+        assert token(tmp_path) == lock.token
+    else:
         with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
             lock.take()
         assert token(tmp_path) == "theirs"
-        return
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_what_is_no_lock_is_one_until_it_was_silent_for_long(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("[")
+    lock = RunLock(LocalStorage(), str(tmp_path))
+    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+        lock.take()
+    os.utime(tmp_path / ".lock", (0, 0))
     lock.take()
     assert token(tmp_path) == lock.token
-    assert os.listdir(tmp_path) == [".lock"]
 
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(RunLock, "_read"), (LocalStore, "rename"), (LocalStore, "create")],
-    ids=["read", "rename", "create"],
+    [(RunLock, "_read"), (LocalStorage, "create"), (os, "link")],
+    ids=["read", "create", "link"],
 )
-def test_one_of_two_gets_a_stale_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+@pytest.mark.parametrize("is_there", [True, False], ids=["stale", "none"])
+def test_one_of_two_gets_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, is_there: bool
 ) -> None:
-    """The other takes it behind the read, before the rename or before the creation."""
-    (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
-    lock, raced = RunLock(LocalStore(), str(tmp_path)), list[bytes | None]()
-    real = getattr(owner, method)
+    """The other takes it behind the read, before the file is written or before it is linked."""
+    if is_there:
+        (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
+    elif method == "_read":
+        pytest.skip("nothing is read")
+    lock, other = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
+    real, raced = getattr(owner, method), list[int]()
+    monkeypatch.setattr("anyrank.saving.lock._is_stale", lambda h, _: h.get("token") == "theirs")
 
-    def racing(self: Any, *paths: str) -> Any:
-        if raced:
-            return real(self, *paths)
-        raced.append(real(self, *paths) if method == "_read" else None)
-        (tmp_path / ".lock").write_text(holder())
-        return raced[0] if method == "_read" else real(self, *paths)
+    def racing(*given: Any) -> Any:
+        first, answer = not raced, None
+        raced.append(1)
+        if first and method == "_read":
+            answer = real(*given)
+        if first:
+            other.take()
+        return answer if first and method == "_read" else real(*given)
 
     monkeypatch.setattr(owner, method, racing)
     with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
         lock.take()
     assert raced
-    assert token(tmp_path) == "theirs"
+    assert token(tmp_path) == other.token
     assert os.listdir(tmp_path) == [".lock"]
 
 
-def test_a_lock_without_content_is_waited_for_and_then_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kill_before_a_stale_lock_is_replaced_leaves_an_error_that_says_what_to_do(
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / ".lock"
-    path.write_text("")
-    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(holder()))
-    lock = RunLock(LocalStore(), str(tmp_path))
-    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+    (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
+    (tmp_path / ".lock.theirs").write_text(holder(pid=dead_pid()))
+    lock = RunLock(LocalStorage(), str(tmp_path))
+    with pytest.raises(anyrank.CheckpointError, match=r"same time: stop them, and remove \.lock"):
         lock.take()
-    path.write_text("")
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    (tmp_path / ".lock").unlink()
     lock.take()
-    assert token(tmp_path) == lock.token
 
 
-def test_a_lock_is_never_away_while_it_is_renewed(tmp_path: Path) -> None:
-    lock = RunLock(LocalStore(), str(tmp_path))
+def test_a_lock_is_renewed_in_place_and_seldom(tmp_path: Path) -> None:
+    lock = RunLock(LocalStorage(), str(tmp_path))
     lock.take()
-    (tmp_path / ".lock.new").write_text("of a renewal that was killed")
-    before, passed = (tmp_path / ".lock").read_text(), list[str]()
-
-    def note(name: str) -> None:
-        assert len(token(tmp_path)) == 32
-        passed.append(name)
-
-    for name in ("file.open", "file.write", "file.fsync", "file.rename", "file.remove"):
-        faults.armed[name] = lambda name=name: note(name)
-    try:
-        lock.renewed = -1e9
+    path = tmp_path / ".lock"
+    text = path.read_text()
+    for is_due in (True, False):
+        os.utime(path, (0, 0))
+        lock.renewed = -1e9 if is_due else time.monotonic()
         lock.renew()
-        lock.renew()  # so soon, nothing
-    finally:
-        faults.armed.clear()
-    assert passed == ["file.remove", "file.open", "file.write", "file.fsync", "file.rename"]
-    assert (tmp_path / ".lock").read_text() != before
-    assert token(tmp_path) == lock.token
+        assert (path.stat().st_mtime > 0) == is_due
+    assert path.read_text() == text
+    assert os.listdir(tmp_path) == [".lock"]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -561,12 +560,12 @@ def test_a_run_whose_lock_was_taken_over_saves_no_more(
     with closing(anyrank.Checkpoints(tmp_path, build())) as ckpts:
         ckpts.step_done()
         ckpts.save()
-        theirs = holder(host="elsewhere", time=time.time())
+        theirs = holder(host="elsewhere")
         (tmp_path / ".lock").write_text(theirs)
         if late:
-            ckpts._writer._lock.renewed = -1e9
+            ckpts._lock.renewed = -1e9
         ckpts.step_done()
-        assert ckpts._writer._lock.lost == late
+        assert ckpts._lock.lost == late
         for _ in range(2):
             with pytest.raises(anyrank.CheckpointError, match=r"taken it over \(process .*elsewh"):
                 ckpts.save()
@@ -580,26 +579,16 @@ def test_a_lock_that_was_removed_by_hand_is_made_again(tmp_path: Path) -> None:
         ckpts.step_done()
         (tmp_path / ".lock").unlink()
         ckpts.step_done()
-        assert token(tmp_path) == ckpts._writer._lock.token
+        assert token(tmp_path) == ckpts._lock.token
 
 
-def test_of_two_that_write_a_lock_to_an_object_store_the_last_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_object_store_has_no_lock(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    lock, written = RunLock(store_for(url), url), list[int]()
-    real = RunLock._write  # type: ignore[attr-defined]
-
-    def both(self: RunLock, path: str) -> None:
-        real(self, path)
-        if not written:
-            written.append(1)
-            self.store.filesystem.pipe(path, holder().encode())  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(RunLock, "_write", both)
-    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
+    for _ in range(2):
+        lock = RunLock(storage_for(url), url)
         lock.take()
-    assert written
+        lock.renew()
+    assert storage_for(url).names(url) == []
 
 
 # -- what dead saves leave, and what a power cut takes --------------------------------------------
@@ -640,12 +629,12 @@ def test_each_new_folder_survives_a_power_cut(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.chdir(tmp_path)
     for path in (f"{tmp_path}/a/b/c", f"{tmp_path}/a/b/c/", "a/b/d/", "e"):
-        LocalStore().make_folder(path)
+        LocalStorage().make_folder(path)
     assert synced == [str(tmp_path / one) for one in ("", "a", "a/b", "a/b", "")]
     (tmp_path / "file").write_text("")
     for path, kind in (("file", FileExistsError), ("file/a", NotADirectoryError)):
         with pytest.raises(kind):
-            LocalStore().make_folder(path)
+            LocalStorage().make_folder(path)
 
 
 # -- the ranks ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anyrank
-from anyrank.data.position import check_receipt
 from anyrank.steps.sampler import Share
 from anyrank.world.ranks import one_process
 
@@ -34,11 +33,8 @@ class On(anyrank.ElasticSampler):
     """The sampler of one of several ranks that are not there."""
 
     def __init__(self, rank: int, size: int, **options: Any) -> None:
-        self.at = rank, size
         super().__init__(22, global_batch=8, microbatch=2, **options)
-
-    def place(self) -> tuple[int, int]:
-        return self.at
+        self.position.data_rank = lambda: (rank, size)  # type: ignore[method-assign]
 
 
 def loader_ids(tail: Any) -> list[list[int]]:
@@ -64,7 +60,7 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
         if sampler.share(number).is_last:
             sampler.commit()
     assert found == expected
-    check_receipt(sampler, one_process())
+    sampler.position.check_receipt(one_process())
     assert sampler.receipts[0].verdict.startswith("exactly once")
     assert (sampler.epoch, sampler.step) == (1, 2 if tail == "drop" else 3)
 
@@ -72,10 +68,10 @@ def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> Non
 def test_fetching_ahead_does_not_count() -> None:
     sampler = make()
     batches = list(sampler)
-    assert (sampler.step, sampler.consumed, sampler._seen.count) == (0, 0, 0)
+    assert (sampler.step, sampler.consumed, sampler.position.accounts[-1].seen.count) == (0, 0, 0)
     assert list(sampler) == batches
     sampler.commit()
-    assert (sampler.step, sampler.consumed, sampler._seen.count) == (1, 8, 8)
+    assert (sampler.step, sampler.consumed, sampler.position.accounts[-1].seen.count) == (1, 8, 8)
     assert list(sampler) == batches[4:]
 
 
@@ -102,7 +98,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
     assert len({len(one) for one in batches}) == 1
     ends = [[one.share(n).is_last for n in range(len(batches[0]))] for one in every]
     assert all(one == ends[0] for one in ends)
-    plan = every[0]._next_step()
+    plan = every[0].position.next_step()
     terms: dict[int, float] = {}
     for number, is_last in enumerate(ends[0]):
         for one, lists in zip(every, batches, strict=True):
@@ -118,7 +114,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
             terms = {}
             for one in every:
                 one.commit()
-            plan = every[0]._next_step()
+            plan = every[0].position.next_step()
     assert {one.epoch for one in every} == {1}
 
 
@@ -146,40 +142,15 @@ def test_what_it_refuses() -> None:
 # -- what was handed out --------------------------------------------------------------------------
 
 
-class Sharded:
-    """Every second batch of a sampler, as a second sharding over two processes gives them."""
-
-    def __init__(self, sampler: anyrank.ElasticSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Any:
-        return itertools.islice(self.sampler, 0, None, 2)
-
-
-class Later(Sharded):
-    def __iter__(self) -> Any:
-        for number, batch in enumerate(self.sampler):
-            if number % 2:
-                yield batch
-
-
-@pytest.mark.parametrize("wrapper", [Sharded, Later])
-def test_a_second_sharding_is_refused(wrapper: type[Sharded]) -> None:
-    sampler = make()
-    batches = DataLoader(TensorDataset(torch.arange(22)), batch_sampler=wrapper(sampler))
-    with pytest.raises(anyrank.CheckpointError, match=f"{wrapper.__name__} is between"):
-        list(batches)
-
-
-def test_accelerates_sharding_is_refused() -> None:
+def test_accelerates_second_sharding_is_refused_by_prepare() -> None:
     accelerate = pytest.importorskip("accelerate.data_loader")
-    sampler = make()
     data = TensorDataset(torch.arange(22))
-    batches = accelerate.prepare_data_loader(
-        DataLoader(data, batch_sampler=sampler), num_processes=2, process_index=0
-    )
-    with pytest.raises(anyrank.CheckpointError, match=r"data_loader.BatchSamplerShard is between"):
-        list(batches)
+    batches = DataLoader(data, batch_sampler=make())
+    with pytest.raises(anyrank.CheckpointError, match=r"do not pass the DataLoader to prepare\(\)"):
+        accelerate.prepare_data_loader(batches, num_processes=2, process_index=0)
+    assert len(list(batches)) == 11  # which is as it was
+    with pytest.raises(AttributeError, match="ElasticSampler has no attribute 'sampler'"):
+        _ = batches.batch_sampler.sampler  # type: ignore[union-attr]
 
 
 class FromIds(IterableDataset[Any]):
@@ -209,7 +180,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     batches = iter(sampler)
     list(itertools.islice(batches, 4))
     sampler.commit()
-    check_receipt(sampler, one_process())
+    sampler.position.check_receipt(one_process())
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 0 were"):
         sampler.commit()
     assert (sampler.step, sampler.samples) == (1, 8)

@@ -126,7 +126,8 @@ def test_a_shard_of_another_length_is_an_error(name: str, message: str) -> None:
 
 
 def test_few_shards_stay_open() -> None:
-    shards = Shards(list(LENGTHS), read, tuple(LENGTHS.values()), 2)
+    shards = Shards(list(LENGTHS), read, tuple(LENGTHS.values()))
+    shards.max_open = 2
     for sample_id in (0, 9, 12, 26, 1, 13):
         assert (
             shards[sample_id][:2]

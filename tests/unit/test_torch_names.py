@@ -76,6 +76,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(scheduler, "_step_count", "_last_lr")
     have(sequence, "_schedulers")
     have(torch._C._nn, "_parse_to")
+    have(torch._C._distributed_c10d, "_dump_fr_trace_json")
     have(nn.MultiheadAttention(2, 1), "_reset_parameters")
     have(dist.checkpoint.filesystem, "_StorageInfo")
     have(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3")

@@ -27,7 +27,6 @@ from torch.optim.swa_utils import AveragedModel
 import anyrank
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.resume.cadence import cadence
-from anyrank.state.train_state import run_parts
 from anyrank.testing import RanksFailed, run_ranks
 
 
@@ -286,7 +285,7 @@ def test_a_state_that_does_not_fit_is_left_as_it_was(tmp_path: Path, case: str) 
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         with pytest.raises(anyrank.CheckpointError, match=match):
             ckpts.resume()
-        run_parts(state).check_usable()
+        state.parts.check_usable()
     assert all(torch.equal(tensor, before[name]) for name, tensor in parts[0].state_dict().items())
     assert sorted(tmp_path.rglob("*")) == files
 
@@ -527,7 +526,7 @@ def test_time_is_a_cadence(tmp_path: Path) -> None:
     with anyrank.Checkpoints(tmp_path, state, every="1h") as ckpts:
         ckpts.step_done()
         assert ckpts.saved() == []
-        ckpts._writer.last_save -= 3601
+        ckpts._last_save -= 3601
         ckpts.step_done()
         assert [one.step for one in ckpts.saved()] == [2]
 
@@ -621,7 +620,7 @@ def test_a_sigterm_after_the_last_boundary_reaches_the_process_at_the_end(
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("where", ["commit", "_advance"])
+@pytest.mark.parametrize("where", ["commit", "position.advance"])
 def test_a_step_that_was_interrupted_while_it_was_counted_is_not_trained_again(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -639,7 +638,8 @@ def test_a_step_that_was_interrupted_while_it_was_counted_is_not_trained_again(
             optimizer.step()
             optimizer.zero_grad()
             if step.number == interrupted:
-                monkeypatch.setattr(loader, where, interrupt)
+                *path, name = where.split(".")
+                monkeypatch.setattr(getattr(loader, path[0]) if path else loader, name, interrupt)
 
     with anyrank.Checkpoints(tmp_path, state, every=1) as ckpts:
         with pytest.raises(KeyboardInterrupt):
@@ -806,9 +806,7 @@ def test_extra_state_of_frozen_parts_is_kept_with_their_weights(tmp_path: Path, 
     state = anyrank.TrainState(with_frozen(None, value * 0))
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.resume()
-        found = torch.stack(
-            [torch.as_tensor(one) for one in counts(run_parts(state).parts["model"])]
-        )
+        found = torch.stack([torch.as_tensor(one) for one in counts(state.parts.parts["model"])])
         assert bool((found == value).all())
         state.step += 1
         ckpts.save()  # the parts are what they were when they were resumed
@@ -854,7 +852,7 @@ def test_tensors_without_elements_come_back(tmp_path: Path) -> None:
     fresh = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker())
     save(tmp_path, state)
     resume(tmp_path, fresh)
-    assert run_parts(fresh).parts["tracker"].value.shape == (0, 3)
+    assert fresh.parts.parts["tracker"].value.shape == (0, 3)
 
 
 def test_weights_that_were_apart_are_not_tied(tmp_path: Path) -> None:
@@ -986,8 +984,8 @@ def test_what_accelerate_wraps_is_what_is_saved(
         scheduler, prepared, step_with_optimizer, split_batches=split_batches
     )
     state = anyrank.TrainState(net, prepared, scheduler=wrapped)
-    assert run_parts(state).parts["optimizer"] is optimizer
-    assert run_parts(state).parts["scheduler"] is scheduler
+    assert state.parts.parts["optimizer"] is optimizer
+    assert state.parts.parts["scheduler"] is scheduler
 
 
 def test_a_scheduler_that_counts_processes_is_refused() -> None:

@@ -15,7 +15,7 @@ import click
 from anyrank import __version__
 from anyrank.errors import AnyrankError
 
-COMMANDS = ("inspect", "verify", "diff", "convert", "plan", "check", "run", "demo")
+COMMANDS = ("inspect", "verify", "diff", "convert", "plan", "check", "stacks", "run", "demo")
 
 
 class Commands(click.Group):

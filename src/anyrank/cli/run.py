@@ -18,6 +18,7 @@ import click
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
+from anyrank.watching.options import Options, read_options
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Attempt:
 @click.option(
     "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as of python -m."
 )
+@click.option("--watch", metavar="TIME", help="Name the rank that holds up the job after TIME.")
+@click.option("--exit", "is_exit", is_flag=True, help="With --watch: end the job then, with 124.")
+@click.option("--report", metavar="PATH", help="With --watch: write what is named as JSON.")
 @torchrun.machine_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -58,6 +62,9 @@ def command(
     then: tuple[int, ...],
     as_json: bool,
     is_module: bool,
+    watch: str | None,
+    is_exit: bool,
+    report: str | None,
     script: str,
     arguments: tuple[str, ...],
     **machines: str | None,
@@ -70,6 +77,9 @@ def command(
     When it fails it is started again on the next number of ranks given with --then: a script that
     resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
     exit code is the script's, and 128 and the number of the signal where a signal ended it.
+
+    --watch 60s names the rank and the line that hold up the job when no rank has made a step for
+    that time, as anyrank.watch in the script does.
     """
     from anyrank.cli.console import err
 
@@ -79,6 +89,10 @@ def command(
             param_hint="'SCRIPT'",
         )
     program = ("-m", script, *arguments) if is_module else (script, *arguments)
+    if watch is not None:
+        program = _options(watch, is_exit, report).program(*program)
+    elif is_exit or report is not None:
+        raise click.UsageError("--exit and --report go with --watch TIME")
     count = ranks or _count_devices()
     attempts: list[Attempt] = []
     with outliving() as memory:
@@ -135,6 +149,14 @@ def _run_once(
             signal.signal(number, handler)
     code = code if code >= 0 else SIGNALLED - code  # the launcher itself was killed
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
+
+
+def _options(watch: str, is_exit: bool, report: str | None) -> Options:
+    """The options of the watch; wrong ones are wrong usage."""
+    try:
+        return read_options(watch, is_exit, report)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def environ(ranks: int) -> dict[str, str]:

@@ -11,7 +11,8 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_whole, storage_for
-from anyrank.formats.sources import ENDINGS, Source
+from anyrank.formats.sources import Source
+from anyrank.formats.weight_files import ENDINGS
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
@@ -44,7 +45,8 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
         if name.startswith(".") or not wanted or weights or name in NO_COPY:
             continue
         try:
-            if not storage.is_file(path) or storage.info(path).size > MAX_BYTES:
+            info = storage.find(path)
+            if info is None or info.size > MAX_BYTES:
                 continue
             data = read_whole(storage, path)
         except OSError as error:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.store import LocalStore, storing
+from anyrank.files.storage import LocalStorage, storing
 
-STORE = LocalStore()
+STORE = LocalStorage()
 
 
 @dataclass(frozen=True)

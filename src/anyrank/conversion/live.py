@@ -22,8 +22,7 @@ from anyrank.conversion.stored import convert_listing
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
-from anyrank.files.storage import join_path
-from anyrank.files.store import storing, write_file
+from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats import dcp
 from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import SavedBox

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,11 +29,18 @@ CONFIG = "adapter_config.json"
 MAX_BYTES = 16 << 20  # of a configuration
 BASE_LAYER = ".base_layer."
 KEPT = 8  # factors that stay in memory
-# Values of init_lora_weights with which PEFT changes the base's weights as it adds the adapter.
-CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Classes of transformers with a head that may be tied to the embedding, and names of the head.
-HEADS = re.compile("LMHead|ForCausalLM|ForMaskedLM|ForConditionalGeneration|ForPreTraining")
-HEAD = re.compile("head|embed_out|output|decoder|prediction")
+BY_PEFT = "merge with PEFT (merge_and_unload), and convert the result"
+# What the configuration of plain LoRA may say; all else in it has to be empty.
+PLAIN = {
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *("fan_in_fan_out", "init_lora_weights", "lora_dropout", "bias", "eva_config"),
+    *("target_modules", "exclude_modules", "modules_to_save"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping"),
+    *("inference_mode", "peft_version", "runtime_config"),
+}
+# Values of init_lora_weights with which PEFT leaves the base's weights as they are.
+LEAVE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 EMBEDDING_A = "lora_embedding_A"
 FACTOR = re.compile(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
@@ -87,8 +93,7 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
             base[name.replace(BASE_LAYER, ".")] = stored
         else:
             raise LoadError(
-                f"{key}: is neither a factor of LoRA nor a tensor of the base, so not merged: "
-                "merge with PEFT (merge_and_unload), and convert the result"
+                f"{key}: is neither a factor of LoRA nor a tensor of the base: {BY_PEFT}"
             )
     added = {
         f"{module}.weight": _low_rank(module, kinds, base, config)
@@ -113,66 +118,65 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
     else:
         raise LoadError(f"merge=True takes [base, adapter], and no {CONFIG} is in any of {paths}")
     where = join_path(path, CONFIG)
+    config = _read_json(where, "a LoRA adapter")
     try:
-        config: Any = json.loads(read_whole(storage, where, MAX_BYTES))
-        kind = config["peft_type"]
-        if kind != "LORA":
-            raise LoadError(
-                f"{where}: is {kind}, and only plain LoRA is merged: merge with PEFT "
-                "(merge_and_unload), and convert the result"
-            )
-        alpha = float(config["lora_alpha"])
+        kind, alpha = config["peft_type"], float(config.get("lora_alpha") or 0)
         patterns = config.get("alpha_pattern") or {}
         alphas = {str(key): float(value) for key, value in patterns.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadError(f"{where}: is not a configuration of a LoRA adapter ({error!r})") from error
-    odd = [
-        key
-        for key in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "megatron_config")
-        if config.get(key)
-    ]
-    if odd:
+    odd = sorted(key for key, value in config.items() if value and key not in PLAIN)
+    how = config.get("init_lora_weights")
+    if kind != "LORA" or odd:
+        what = f"LORA with {', '.join(odd)}" if kind == "LORA" else kind
+        raise LoadError(f"{where}: is {what}, and only plain LoRA is merged: {BY_PEFT}")
+    if how not in LEAVE_BASE:
         raise LoadError(
-            f"{where}: is LORA with {', '.join(odd)}, and only plain LoRA is merged: merge with "
-            "PEFT (merge_and_unload), and convert the result"
-        )
-    how = str(config.get("init_lora_weights")).lower()
-    if how.startswith(CHANGE_BASE):
-        raise LoadError(
-            f"{where}: init_lora_weights is {how!r}, which changed the base's weights before the "
-            "training, so the adapter does not fit the base as it is: merge with PEFT "
-            "(merge_and_unload), and convert the result; or save the adapter as plain LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion=, not for loftq)"
+            f"{where}: init_lora_weights is {how!r}, which may have changed the base's weights "
+            f"before the training, so that the adapter does not fit the base as it is: {BY_PEFT}; "
+            "or save the adapter as plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion=)"
         )
     return {**config, "lora_alpha": alpha, "alpha_pattern": alphas}
+
+
+def _read_json(path: str, of: str) -> dict[str, Any]:
+    """A configuration.
+
+    Raises:
+        LoadError: it is none.
+    """
+    try:
+        config: Any = json.loads(read_whole(storage_for(path), path, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: is not a configuration of {of} ({error!r})") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"{path}: is not a configuration of {of}, but a {type(config).__name__}")
+    return config
 
 
 def _check_untied(
     trained: Sequence[str], base: Mapping[str, StoredTensor], paths: Sequence[str]
 ) -> None:
-    """Refuse a trained embedding (whole, or by LoRA) whose head stays the embedding of the base.
+    """Refuse a trained embedding (whole, or by LoRA) of a base that ties its head to it.
 
-    The base's files have one matrix for both, and whoever opens the result would tie them again.
+    The head stays that of the base, and whoever opens the result would tie them again.
     """
     for path in paths:
-        storage, where = storage_for(path), join_path(path, "config.json")
-        if not storage.is_file(where):
+        where = join_path(path, "config.json")
+        if not storage_for(path).is_file(where):
             continue
-        try:
-            config: Any = json.loads(read_whole(storage, where, MAX_BYTES))
-            rows = config.get("text_config", config).get("vocab_size")
-            has_head = any(HEADS.search(name) for name in config.get("architectures") or ())
-            is_tied = config.get("tie_word_embeddings", True)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise LoadError(f"{where}: is not a configuration of a model ({error!r})") from error
-        of_words = [name for name, t in base.items() if len(t.shape) == 2 and t.shape[0] == rows]
-        stored = [name for name in of_words if HEAD.search(name)]
-        tied = [name for name in trained if name in of_words and not stored]
-        if has_head and is_tied and tied:
+        config = _read_json(where, "a model")
+        text = config.get("text_config", config)
+        rows = text.get("vocab_size") if isinstance(text, dict) else None
+        tied = [
+            name for name in trained if len(base[name].shape) == 2 and base[name].shape[0] == rows
+        ]
+        if tied and config.get("tie_word_embeddings", True):
             raise LoadError(
-                f"{tied[0]}: was trained by the adapter, and the head, which is tied to it in the "
-                "base, was not, so that the result has two: untie them (tie_word_embeddings=False) "
-                "before PEFT merges (merge_and_unload), and convert the result"
+                f"{tied[0]}: was trained by the adapter, and config.json ties the embedding to the "
+                "head, so that the result would have two: untie them (tie_word_embeddings=False) "
+                f"before PEFT merges, or {BY_PEFT}"
             )
 
 
@@ -221,8 +225,7 @@ class MergedContent:
 
     def __init__(self, base: StoredContent, added: Mapping[str, LowRank]) -> None:
         self.base, self.added = base, added
-        self.lock = threading.Lock()
-        self.factors: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.factors = lru_cache(KEPT)(self._read_factors)
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         plain = [piece for piece in pieces if piece[0].tensor.name not in self.added]
@@ -235,7 +238,7 @@ class MergedContent:
     def _sum(self, name: str, box: Box, low: LowRank) -> torch.Tensor:
         given = self.base.reader.read(self.base.tensors[name], box)
         wide = torch.promote_types(given.dtype, torch.float32)
-        a, b = (factor.to(wide) for factor in self._factors(name, low))
+        a, b = (factor.to(wide) for factor in self.factors(name))
         total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
         if not all_finite(total):
             raise LoadError(
@@ -245,10 +248,6 @@ class MergedContent:
             )
         return total
 
-    def _factors(self, name: str, low: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.lock:
-            if name not in self.factors:
-                self.factors[name] = self.base.reader.read(low.a), self.base.reader.read(low.b)
-                while len(self.factors) > KEPT:
-                    self.factors.popitem(last=False)
-            return self.factors[name]
+    def _read_factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        low = self.added[name]
+        return self.base.reader.read(low.a), self.base.reader.read(low.b)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.checks import check_bool, check_choice, check_int
+from anyrank.formats.weight_files import format_of
 from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.tensors.names import Rename, renamer
 
@@ -23,7 +24,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 SHARD_BYTES = 5_000_000_000
-FILES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ConvertOptions:
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Whether the destination is one file, and not a folder."""
-        return self.to == "torch" or FILES.get(os.path.splitext(dst)[1]) == self.to
+        return self.to == "torch" or format_of(os.fspath(dst)) == self.to
 
     def check_name(self, dst: str) -> None:
         """Refuse a destination that has the name of a file of another format.
@@ -48,7 +48,7 @@ class ConvertOptions:
         Raises:
             ValueError: names both.
         """
-        named = FILES.get(os.path.splitext(dst)[1], self.to)
+        named = format_of(dst) or self.to
         if named != self.to:
             raise ValueError(
                 f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give "

@@ -24,8 +24,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.files.output import Output, OutputTensor
 from anyrank.files.quantised import check_method, dequantised
-from anyrank.files.storage import join_path
-from anyrank.files.store import write_file
+from anyrank.files.storage import join_path, write_file
 from anyrank.formats import dcp_output, torch_zip
 from anyrank.formats.safetensors_output import plan_file, plan_folder
 from anyrank.formats.sources import Source, list_source

@@ -16,8 +16,7 @@ from anyrank.conversion.content import Content
 from anyrank.files.block_sums import BlockDigester, BlockSums, check_file
 from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.segments import memory_of
-from anyrank.files.storage import join_path
-from anyrank.files.store import LocalStore, Sink, storing
+from anyrank.files.storage import LocalStorage, NewFile, join_path, storing
 from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
@@ -60,7 +59,7 @@ def write(folder: str, file: OutputFile, content: Content) -> BlockSums:
     path = join_path(folder, file.name)
     digester = BlockDigester()
     with storing(path):
-        sink = LocalStore().create(path)
+        sink = LocalStorage().create(path)
     try:
         for data in _filled(file, content):
             digester.update(data)
@@ -74,7 +73,7 @@ def write(folder: str, file: OutputFile, content: Content) -> BlockSums:
     return sums
 
 
-def _finish(sink: Sink, path: str, sums: BlockSums) -> None:
+def _finish(sink: NewFile, path: str, sums: BlockSums) -> None:
     """Make a file durable while it is read again: the disk and a core are busy then."""
     with ThreadPoolExecutor(1) as pool:
         finished = pool.submit(sink.finish)

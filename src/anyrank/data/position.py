@@ -1,21 +1,23 @@
 """The position of a run in its data, counted in samples of completed steps, and its verification.
 
 The position does not depend on the ranks: a state saved on N ranks is loaded on M. Each rank also
-keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan.
+keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan. An
+`ElasticLoader` and an `ElasticSampler` own one each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from anyrank.checks import check_choice, check_type
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
-from anyrank.data.receipts import EpochReceipt, EpochRecord, Receipt, receipt_of
-from anyrank.data.schedule import Schedule, StepPlan
+from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import same_arguments
 from anyrank.world.group import ALONE, check_group, members
@@ -28,7 +30,7 @@ COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "pa
 
 
 @dataclass(frozen=True)
-class RankRecords:
+class RankAccounts:
     """What a rank has of the epochs since the last check, for comparison.
 
     Attributes:
@@ -45,18 +47,21 @@ class RankRecords:
 
 
 class Position:
-    """The accounting that `ElasticLoader` and `ElasticSampler` share.
+    """Where a run is in its data.
+
+    Args:
+        schedule: the run's plan.
+        key: name or version of the dataset.
+        group: the user's process group of the data-parallel ranks.
+        on_batch_change: what a state with another global batch means; None: it is refused.
 
     Attributes:
-        epoch: the epoch of the next step, from 0.
-        step: completed steps of the run.
-        consumed: samples of completed steps in this epoch.
-        samples: samples of completed steps in the run, without repeats that pad.
-        dropped: samples left out at the ends of epochs by tail="drop".
-        padded: samples repeated at the ends of epochs by tail="pad".
-        notes: differences from the run that was loaded, as sentences.
-        receipts: finished epochs of the run, in order; a state keeps the newest ten.
+        owner: name of the class that has it, for messages.
+        accounts: of the current epoch, the last, and of those before that are not verified yet.
+        epoch, step, consumed, samples, dropped, padded, notes, receipts: as in `ElasticData`.
     """
+
+    owner: str
 
     def __init__(
         self,
@@ -70,29 +75,21 @@ class Position:
         if key is not None:
             check_type("key", key, str, "the name of the dataset, a str")
         check_group(group)
-        self._schedule = schedule
-        self._key = key
-        self._process_group = group
-        self._on_batch_change: OnBatchChange | None = on_batch_change
+        self.schedule, self.key, self.group = schedule, key, group
+        self.on_batch_change: OnBatchChange | None = on_batch_change
         self.epoch = self.step = self.consumed = self.samples = self.dropped = self.padded = 0
         self.notes: list[str] = []
-        self.receipts: list[EpochReceipt] = []
-        # The last record is of the current epoch, those before are not verified yet.
-        self._records = [EpochRecord(0)]
-        self._data_rank()
+        self.receipts: list[EpochVerdict] = []
+        self.accounts = [EpochAccount(0)]
+        self.data_rank()
 
-    @property
-    def _seen(self) -> Receipt:
-        """Samples of this epoch that this rank has run and committed since it started."""
-        return self._records[-1].seen
-
-    def _data_rank(self) -> tuple[int, int]:
+    def data_rank(self) -> tuple[int, int]:
         """This rank's index among the data-parallel ranks, and their number.
 
         Raises:
             ValueError: more ranks than microbatches, or a group without this rank.
         """
-        index, size, group = 0, 1, self._process_group
+        index, size, group = 0, 1, self.group
         if group is not ALONE and dist.is_available() and dist.is_initialized():
             index, size = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
@@ -100,47 +97,59 @@ class Position:
                 f"rank {dist.get_rank()} is not in process_group: give each rank its own "
                 "data-parallel group"
             )
-        self._schedule.check_size(size)
+        self.schedule.check_size(size)
         return index, size
 
-    def _arguments(self) -> dict[str, object]:
+    def data_ranks(self) -> list[int]:
+        """The data-parallel ranks, by their global numbers."""
+        return members(self.group)[0]
+
+    def arguments(self) -> dict[str, object]:
         """What ranks must have given alike, by argument."""
-        return self._schedule.arguments() | {"key": self._key}
+        return self.schedule.arguments() | {"key": self.key}
 
-    @property
-    def in_step(self) -> bool:
-        """Whether microbatches were run that are not committed: a save is refused then."""
-        return False
-
-    def _check_complete(self) -> None:
-        """Check that the current step may be counted; implemented by the subclasses.
+    def check_same(self, ranks: Ranks) -> None:
+        """Compare the owner's arguments, and the position, over the ranks. All ranks.
 
         Raises:
-            CheckpointError: there is no step, or it is not complete.
+            CheckpointError: one of them differs; on all ranks, with each value.
         """
+        at = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
+        mine = self.arguments() | {"position": at}
+        same_arguments(ranks, self.owner, mine, CheckpointError)
 
-    def commit(self) -> None:
-        """Count the current step as completed.
+    def check_complete(self) -> None:
+        """Check that `commit` may count a step. No collectives.
 
         Raises:
             CheckpointError: there is no step, or it is not complete.
         """
         raise NotImplementedError
 
-    def _next_step(self) -> StepPlan:
+    def commit(self) -> None:
+        """Count the current step as completed; raises as `check_complete`. No collectives."""
+        raise NotImplementedError
+
+    def receipt(self, plan: StepPlan, slot: MicrobatchSlot, ids: Sequence[int]) -> Receipt:
+        """Of a microbatch's samples. Copies, and positions that pad the step, are in no receipt."""
+        num_real = max(0, plan.n - plan.bounds(slot.k)[0])
+        real = [] if slot.is_copy else ids[:num_real]
+        return receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64, device="cpu"))
+
+    def next_step(self) -> StepPlan:
         """The next step, in this epoch or the following one."""
-        step = self._schedule.next_step(self.epoch, self.step, self.consumed)
-        assert step is not None  # _advance and load_state_dict leave a finished epoch
+        step = self.schedule.next_step(self.epoch, self.step, self.consumed)
+        assert step is not None  # advance and load_state_dict leave a finished epoch
         return step
 
-    def _advance(self, step: StepPlan, seen: Receipt) -> None:
+    def advance(self, step: StepPlan, seen: Receipt) -> None:
         """Count a completed step, of which this rank has run the samples `seen`."""
         stop = min(step.stop, step.n)
-        record = self._records[-1]
-        ids = self._schedule.order.ids(step.epoch, step.start, stop)
-        record.planned += receipt_of(step.epoch, ids)
-        record.seen += seen
-        record.padded += step.padded
+        account = self.accounts[-1]
+        ids = self.schedule.order.ids(step.epoch, step.start, stop)
+        account.planned += receipt_of(step.epoch, ids)
+        account.seen += seen
+        account.padded += step.padded
         self.step += 1
         self.samples += stop - self.consumed
         self.padded += step.padded
@@ -149,57 +158,51 @@ class Position:
 
     def _leave_finished_epoch(self) -> None:
         """Continue with the next epoch if this one has no further step."""
-        if self._schedule.next_step(self.epoch, self.step, self.consumed) is None:
-            left = self._schedule.order.n - self.consumed
-            self._records[-1].dropped = left
+        if self.schedule.next_step(self.epoch, self.step, self.consumed) is None:
+            left = self.schedule.order.n - self.consumed
+            self.accounts[-1].dropped = left
             self.dropped += left
             self.epoch += 1
             self.consumed = 0
-            self._records.append(EpochRecord(self.epoch))
+            self.accounts.append(EpochAccount(self.epoch))
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """About 400 bytes of JSON values, equal on all ranks. No collectives."""
-        order = self._schedule.order
+        order = self.schedule.order
         return {
             "version": STATE_VERSION,
             "seed": order.seed,
             **{name: getattr(self, name) for name in COUNTS if name != "global_batch"},
-            "global_batch": self._schedule.global_batch,
-            "microbatch": self._schedule.microbatch,
+            "global_batch": self.schedule.global_batch,
+            "microbatch": self.schedule.microbatch,
             "n": order.n,
-            "key": self._key,
+            "key": self.key,
             "order": order.name,
-            "tail": self._schedule.tail,
-            "receipt": self._records[-1].planned.to_json(),
+            "tail": self.schedule.tail,
+            "receipt": self.accounts[-1].planned.to_json(),
             "receipts": [list(receipt) for receipt in self.receipts[-KEPT_RECEIPTS:]],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved, on any number of ranks. No collectives.
-
-        Raises:
-            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
-                global_batch without on_batch_change="rescale". Nothing has changed then.
-            CorruptCheckpoint: not a state that `state_dict` returns.
-        """
-        saved, receipt, note = self._check_state_dict(state_dict)
+        """Continue where the state was saved; raises as `check_state_dict`, and changes nothing."""
+        saved, receipt, note = self.check_state_dict(state_dict)
         for name in COUNTS:
             if name != "global_batch":
                 setattr(self, name, saved[name])
         self.notes = [note] if note else []
-        self.receipts = [EpochReceipt(*row) for row in state_dict.get("receipts", ())]
-        self._records = [EpochRecord(self.epoch, earlier=receipt, planned=receipt)]
+        self.receipts = [EpochVerdict(*row) for row in state_dict.get("receipts", ())]
+        self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
         self._leave_finished_epoch()
 
-    def _check_state_dict(
+    def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        """Check a state for `load_state_dict`. Returns its counts, receipt and entry for `notes`.
+        """Check a state. Returns its counts, receipt and entry for `notes`.
 
         Raises:
-            CheckpointError: as `load_state_dict`.
+            CheckpointError, CorruptCheckpoint: as `ElasticData.load_state_dict`.
         """
         state = dict(state_dict)
         receipt = _read_receipt(state)
@@ -223,15 +226,15 @@ class Position:
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error where it is not allowed."""
-        mine = self._schedule.global_batch
+        mine = self.schedule.global_batch
         if saved == mine:
             return None
-        if self._on_batch_change != "rescale":
+        if self.on_batch_change != "rescale":
             hint = ", or on_batch_change='rescale' and a learning rate for it"
             raise CheckpointError(
                 f"data position: the run has global_batch {saved}, here it is {mine}: give "
                 f"{saved}, which works on any number of ranks"
-                f"{hint if self._on_batch_change else ''}"
+                f"{hint if self.on_batch_change else ''}"
             )
         return (
             f"global_batch {saved} became {mine} at step {step}: steps are counted on, and a "
@@ -240,7 +243,7 @@ class Position:
 
     # -- verification -----------------------------------------------------------------------------
 
-    def _check_receipt(self, ranks: Ranks) -> None:
+    def check_receipt(self, ranks: Ranks) -> None:
         """Compare the samples that all ranks have run and committed with the plan. All ranks.
 
         Each epoch that ended since the last check is also compared with the dataset's own receipt,
@@ -254,10 +257,12 @@ class Position:
                 steps.
             ValueError: `ranks` lacks some data-parallel ranks.
         """
-        index, size = self._data_rank()
-        plans = [(record.epoch, record.earlier, record.planned) for record in self._records]
-        seen = [record.seen for record in self._records]
-        rows = ranks.gather(RankRecords(index, self.step, plans, seen))
+        index, size = self.data_rank()
+        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
+        seen = [account.seen for account in self.accounts]
+        rows = ranks.gather(
+            RankAccounts(index, self.step, plans, seen), "comparing the samples that were run"
+        )
         if {row.index for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
@@ -270,25 +275,104 @@ class Position:
                 f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
                 "every rank must run all steps, and commit() each of them"
             )
-        for number, record in enumerate(self._records):
-            taken = sum((seen[number] for seen in by_index.values()), record.earlier)
-            compare(record, taken, record.planned, "the plan")
-        for record in self._records[:-1]:
-            self._finish_epoch(record, ranks)
-        del self._records[:-1]
+        for number, account in enumerate(self.accounts):
+            taken = sum((seen[number] for seen in by_index.values()), account.earlier)
+            compare(account, taken, account.planned, "the plan")
+        for account in self.accounts[:-1]:
+            self._finish_epoch(account, ranks)
+        del self.accounts[:-1]
 
-    def _finish_epoch(self, record: EpochRecord, ranks: Ranks) -> None:
+    def _finish_epoch(self, account: EpochAccount, ranks: Ranks) -> None:
         """Compare a finished epoch with the dataset. All ranks."""
-        order = self._schedule.order
+        order = self.schedule.order
         low, high = (part * order.n // ranks.size for part in (ranks.index, ranks.index + 1))
-        parts = ranks.gather(order.receipt(record.epoch, low, high))
-        left = order.ids(record.epoch, order.n - record.dropped, order.n)
-        whole = sum(parts, Receipt()) - receipt_of(record.epoch, left)
-        compare(record, record.planned, whole, "the dataset")
-        extra = f", {record.dropped} dropped" if record.dropped else ""
-        extra += f", {record.padded} repeated to fill the last step" if record.padded else ""
+        parts = ranks.gather(order.receipt(account.epoch, low, high))
+        left = order.ids(account.epoch, order.n - account.dropped, order.n)
+        whole = sum(parts, Receipt()) - receipt_of(account.epoch, left)
+        compare(account, account.planned, whole, "the dataset")
+        extra = f", {account.dropped} dropped" if account.dropped else ""
+        extra += f", {account.padded} repeated to fill the last step" if account.padded else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
-        self.receipts.append(EpochReceipt(record.epoch, record.planned.count, f"{verdict}{extra}"))
+        self.receipts.append(
+            EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
+        )
+
+
+class ElasticData:
+    """Data whose order does not depend on the number of ranks, and whose position is saved."""
+
+    @property
+    def position(self) -> Position:
+        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the run."""
+        return self.position.step
+
+    @property
+    def consumed(self) -> int:
+        """Samples of completed steps in this epoch."""
+        return self.position.consumed
+
+    @property
+    def samples(self) -> int:
+        """Samples of completed steps in the run, without repeats that pad."""
+        return self.position.samples
+
+    @property
+    def dropped(self) -> int:
+        """Samples left out at the ends of epochs by tail="drop"."""
+        return self.position.dropped
+
+    @property
+    def padded(self) -> int:
+        """Samples repeated at the ends of epochs by tail="pad"."""
+        return self.position.padded
+
+    @property
+    def notes(self) -> list[str]:
+        """Differences from the run that was loaded, as sentences."""
+        return self.position.notes
+
+    @property
+    def receipts(self) -> list[EpochVerdict]:
+        """Finished epochs of the run, in order; a state keeps the newest ten."""
+        return self.position.receipts
+
+    @property
+    def in_step(self) -> bool:
+        """Whether microbatches were run that are not committed: a save is refused then."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was saved, on any number of ranks. No collectives.
+
+        Raises:
+            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
+                global_batch without on_batch_change="rescale"; with exact=True, another number of
+                threads. Nothing has changed then.
+            CorruptCheckpoint: not a state that `state_dict` returns.
+        """
+        self.position.load_state_dict(state_dict)
+
+    def commit(self) -> None:
+        """Count the current step as completed, after the optimizer's step. No collectives.
+
+        Raises:
+            CheckpointError: not all of its microbatches were run.
+        """
+        self.position.commit()
 
 
 MUST_AGREE = (
@@ -315,54 +399,11 @@ MUST_AGREE = (
 )
 
 
-def data_rank(position: Position) -> tuple[int, int]:
-    """This rank's index among the data-parallel ranks, and their number."""
-    return position._data_rank()  # pyright: ignore[reportPrivateUsage]
-
-
-def data_ranks(position: Position) -> list[int]:
-    """The data-parallel ranks, by their global numbers."""
-    return members(position._process_group)[0]  # pyright: ignore[reportPrivateUsage]
-
-
-def check_same_on_ranks(data: object, ranks: Ranks) -> None:
-    """Compare the arguments and the position of a loader or sampler over the ranks. All ranks.
-
-    Raises:
-        CheckpointError: one of them differs; on all ranks, with each value.
-    """
-    if isinstance(data, Position):
-        at = f"epoch {data.epoch}, step {data.step}, {data.consumed} samples of the epoch"
-        mine = data._arguments() | {"position": at}  # pyright: ignore[reportPrivateUsage]
-        same_arguments(ranks, type(data).__name__, mine, CheckpointError)
-
-
-def check_complete(position: Position) -> None:
-    """Raise CheckpointError unless the current step may be counted. No collectives."""
-    position._check_complete()  # pyright: ignore[reportPrivateUsage]
-
-
-def check_receipt(position: Position, ranks: Ranks) -> None:
-    """Compare the samples that all ranks have run and committed with the plan. All ranks.
-
-    Raises:
-        CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
-            steps.
-        ValueError: `ranks` lacks some data-parallel ranks.
-    """
-    position._check_receipt(ranks)  # pyright: ignore[reportPrivateUsage]
-
-
-def check_state_dict(position: Position, state_dict: Mapping[str, Any]) -> None:
-    """Raise the error that `load_state_dict` would raise. Changes nothing."""
-    position._check_state_dict(state_dict)  # pyright: ignore[reportPrivateUsage]
-
-
-def compare(record: EpochRecord, found: Receipt, expected: Receipt, of_what: str) -> None:
+def compare(account: EpochAccount, found: Receipt, expected: Receipt, of_what: str) -> None:
     """Raise CheckpointError if two receipts of an epoch differ."""
     if found != expected:
         raise CheckpointError(
-            f"data position: epoch {record.epoch} is not exactly once: the ranks ran "
+            f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
             f"{found.count} samples (receipt {found.sum:016x} {found.xor:016x}), {of_what} has "
             f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from an "
             "earlier checkpoint, and report this as a defect"

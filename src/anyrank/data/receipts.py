@@ -61,7 +61,7 @@ class Receipt:
         return Receipt(count, int(total, 16), int(xor, 16))
 
 
-class EpochReceipt(NamedTuple):
+class EpochVerdict(NamedTuple):
     """A finished epoch: its number, its number of samples, and what was verified of them."""
 
     epoch: int
@@ -70,7 +70,7 @@ class EpochReceipt(NamedTuple):
 
 
 @dataclass
-class EpochRecord:
+class EpochAccount:
     """The samples of one epoch.
 
     Attributes:

@@ -72,13 +72,13 @@ class StepPlan:
         start, stop = self.bounds(k)
         return stop - start
 
-    def slots(self, rank: int, size: int, is_interleaved: bool = False) -> list[MicrobatchSlot]:
+    def slots(self, rank: int, size: int, takes_turns: bool = False) -> list[MicrobatchSlot]:
         """The microbatches that one of `size` ranks runs."""
-        return slots_of_rank(self.num_microbatches, rank, size, is_interleaved)
+        return slots_of_rank(self.num_microbatches, rank, size, takes_turns)
 
 
 def slots_of_rank(
-    count: int, rank: int, size: int, is_interleaved: bool = False
+    count: int, rank: int, size: int, takes_turns: bool = False
 ) -> list[MicrobatchSlot]:
     """One rank's balanced part of `count` microbatches, and copies to fill it up.
 
@@ -88,10 +88,10 @@ def slots_of_rank(
         count: of the step.
         rank: its index.
         size: number of ranks.
-        is_interleaved: the ranks take turns; otherwise a rank's microbatches are neighbours.
+        takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbours.
     """
     bounds = rank * count // size, (rank + 1) * count // size
-    ks = range(rank, count, size) if is_interleaved else range(*bounds)
+    ks = range(rank, count, size) if takes_turns else range(*bounds)
     # A real microbatch has a valid shape, and values as finite as those of the step.
     copied = ks[-1] if ks else bounds[0]
     own = [MicrobatchSlot(k, False) for k in ks]

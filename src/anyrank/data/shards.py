@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anyrank.checks import check_type
+from anyrank.checks import check_function, check_type
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import kept
@@ -76,28 +76,43 @@ def _layout_of_epoch(
 
 
 class Shards:
-    """A dataset of the samples in shards, fast for ids in sequence.
+    """A dataset of the samples in shards, fast for ids in sequence. Used in the workers.
 
-    Used in the workers. Keeps an open iterator for each lane.
+    Args:
+        shards: arguments of `read`.
+        read: shard -> its samples.
+        lengths: number of samples of each shard.
+
+    Attributes:
+        max_open: iterators that are kept open: one for each lane.
+
+    Raises:
+        TypeError: no list of shards, or of lengths; `read` is no function.
+        ValueError: not an int of at least 0 for each shard.
     """
 
     def __init__(
         self,
         shards: Sequence[Any],
         read: Callable[[Any], Iterable[Any]],
-        lengths: tuple[int, ...],
-        max_open: int,
+        lengths: Sequence[int],
     ) -> None:
+        self.lengths = _check_lengths(shards, lengths)
+        check_function("read", read)
         self.shards = shards
         self.read = read
-        self.ends = torch.tensor(lengths, device="cpu").cumsum(0)
-        self.lengths = lengths
-        self.max_open = max_open
+        self.ends = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").cumsum(0)
+        self.max_open = 1
         # (shard, number of the next sample) -> the rest of the shard
         self.open: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return sum(self.lengths)
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> ShardOrder:
+        """The order of the samples, with a lane for each microbatch of a step."""
+        names = derive(*(repr(shard) for shard in self.shards))
+        return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
 
     def __getitem__(self, sample_id: int) -> Any:
         shard = int(torch.searchsorted(self.ends, sample_id, right=True))
@@ -138,7 +153,7 @@ class Shards:
         )
 
 
-def check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
+def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
     """The lengths of shards.
 
     Raises:
@@ -154,8 +169,3 @@ def check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, .
             "of samples"
         )
     return sizes
-
-
-def names_digest(shards: Sequence[Any]) -> int:
-    """A digest of the shards' names, for the state."""
-    return derive(*(repr(shard) for shard in shards))

@@ -25,7 +25,8 @@ KEEPS_STATISTICS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-KINDS = dict.fromkeys(("device", "cpu", "torch", "anyrank", "wrapper"), str) | {"threads": int}
+TEXTS = dict.fromkeys(("device", "cpu", "torch", "anyrank", "wrapper"), str)
+KINDS = TEXTS | dict.fromkeys(("threads", "exponent"), int)
 TITLES = {
     "device": "device type",
     "cpu": "CPU instruction set",

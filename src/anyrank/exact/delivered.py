@@ -9,7 +9,7 @@ a loss for instance, have the gradients of a rank's own microbatches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from anyrank.steps.gradient_sync import local
+from anyrank.steps.buckets import local
 
 MAX_SAMPLES = 4  # parameters: a norm scales all
 CORNER = 4  # elements of a sample along each dim
@@ -26,24 +26,55 @@ WARNING = (
     "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
     "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
 )
-# Parameters of models that any loader trains, by id.
-KNOWN: dict[int, ref[nn.Parameter]] = {}
 
 
 class DeliveredGradients:
-    """Samples of the gradients of sharded parameters, as the exact sum or `Step` left them."""
+    """Gradients as the exact sum or `Step` left them: samples of those of sharded parameters.
+
+    Attributes:
+        known: parameters of the models that the loader trains, by id.
+        samples: by the parameter's id.
+        is_noted: whether changes were found, and said.
+    """
 
     def __init__(self) -> None:
-        self.samples: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self.known: dict[int, ref[nn.Parameter]] = {}
+        self.samples: dict[int, torch.Tensor] = {}
         self.is_noted = False
 
-    def record(self, model: nn.Module) -> None:
-        """Sample the gradients of a model, in place of those before."""
+    def record(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sample the gradients of a model's parameters, in place of those before."""
+        for parameter in parameters:
+            key = id(parameter)
+            if key not in self.known:
+                self.known[key] = ref(parameter, lambda _, key=key: self.known.pop(key, None))
         if self.is_noted:
             return
-        sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p.grad is not None)
+        sharded = (p for p in parameters if isinstance(p, DTensor) and p.grad is not None)
         some = (p for p in sharded if local(p.detach()).numel())
         self.samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
+
+    def check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that has parameters of a model, and others. One without any may step.
+
+        Raises:
+            ValueError: names the parameter by its place.
+        """
+        places = [
+            (number, index, parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.grad is not None
+        ]
+        strangers = [place for place in places if id(place[2]) not in self.known]
+        if 0 < len(strangers) < len(places):
+            number, index, parameter = strangers[0]
+            raise ValueError(
+                f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
+                f"{list(parameter.shape)}, is not part of the model that microbatches() got, so "
+                "its gradient is that of this rank's microbatches alone: give microbatches() one "
+                "module that holds both, as nn.ModuleList([model, loss])"
+            )
 
     def are_changed(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether gradients of some parameters were changed, not only by powers of two."""
@@ -74,34 +105,3 @@ def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
     normal = before.isfinite() & now.isfinite() & (before != 0) & (now != 0)
     factors = (now / before)[normal].unique()
     return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)
-
-
-def know(model: nn.Module) -> None:
-    """Remember a model's parameters, whose gradients are exact sums."""
-    for parameter in model.parameters():
-        key = id(parameter)
-        if key not in KNOWN:
-            KNOWN[key] = ref(parameter, lambda _, key=key: KNOWN.pop(key, None))
-
-
-def check_strangers(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has parameters of a model, and others. One without any may step.
-
-    Raises:
-        ValueError: names the parameter by its place.
-    """
-    places = [
-        (number, index, parameter)
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-        if parameter.grad is not None
-    ]
-    strangers = [place for place in places if id(place[2]) not in KNOWN]
-    if 0 < len(strangers) < len(places):
-        number, index, parameter = strangers[0]
-        raise ValueError(
-            f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
-            f"{list(parameter.shape)}, is not part of the model that microbatches() got, so its "
-            "gradient is that of this rank's microbatches alone: give microbatches() one module "
-            "that holds both, as nn.ModuleList([model, loss])"
-        )

@@ -77,15 +77,15 @@ class OrderedReduceScatter:
 
     def add(self, term: torch.Tensor) -> None:
         """Add a microbatch's term; those before it in which the unit did not run have none."""
-        self.rounds.add(self.own, term)
+        self.rounds.add(self.own, term, self.rounds.unit_leaves())
         if self.rounds.leaf is not None and term.device.type != "cpu":
             # It was allocated on the compute stream, and outlives FSDP2's own reference.
             term.record_stream(torch.accelerator.current_stream(term.device))
 
     def exchange(self, like: torch.Tensor, shards: OrderedGroup) -> None:
         """Add up what the ranks have added since the last exchange, each its shard. All ranks."""
-        every = self.rounds.spans(self.number)
-        self.rounds.complete(self.own)
+        every = self.rounds.unit_spans(self.number)
+        self.rounds.complete(self.own, self.rounds.unit_leaves())
         found = start_reduce_scatter(self.own, like, shards, every)()
         if self.replicas is not None:
             found = self.across_replicas(found, like[: like.numel() // shards.size], every)
@@ -151,6 +151,22 @@ def unit_groups(
     line_of = {rank: [places[other] for other in line] for line in lines for rank in line}
     group = mesh.get_group(replicated[0])
     return shards, OrderedGroup(group, count, [line_of[rank] for rank in members(group)])
+
+
+def reduction_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype to which FSDP2 rounds a gradient before it is reduced.
+
+    Args:
+        parameter: FSDP2's record of a parameter, of a group's `fsdp_params`.
+
+    Returns:
+        None where gradients are reduced as they come: without mixed precision, and since torch
+        2.15 with `MixedPrecisionPolicy(reduce_dtype=None)`, which until then meant `param_dtype`.
+    """
+    policy = parameter.mp_policy
+    if policy.reduce_dtype is None and hasattr(type(parameter), "unsharded_grad_dtype"):
+        return None
+    return policy.reduce_dtype or policy.param_dtype
 
 
 @contextmanager

@@ -1,31 +1,31 @@
 """The ordered sums of parameters that FSDP2 does not reduce, from their `.grad`.
 
-A gradient is taken from the parameter as it comes, and added to what this rank has. Sums are
-exchanged by groups of parameters, in an order that is the same on all ranks: after a backward, or
-within it as soon as a group's gradients are there. What was sent is not kept: the totals are
-written over it. So a parameter may get one gradient in a microbatch; further ones are refused.
+A gradient is taken from the parameter as it comes, and added to what this rank has. After the last
+microbatch the sums are exchanged bucket by bucket, in an order that is the same on all ranks. What
+was sent is not kept: the totals are written over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from anyrank.exact.checks import sparse_gradient
 from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.tree_sum import TreeSum
-from anyrank.steps.gradient_sync import FROZEN, GRADIENT, NO_GRADIENT, local, put
+from anyrank.steps.buckets import BUCKET_BYTES, MAX_STARTED, buckets, local
 from anyrank.steps.norm import sum_dtype
-
-GROUP_BYTES = 4 << 20  # of gradients exchanged together
-MAX_STARTED = 2  # groups in flight, each in two copies or more
+from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT
 
 
-class GradientGroup:
+class Bucket:
     """Sums of parameters whose gradients are exchanged together, as one tensor.
 
     Args:
@@ -41,29 +41,34 @@ class GradientGroup:
         self.parts = {name: local(param.detach()) for name, param in parameters.items()}
         sizes = [part.numel() for part in self.parts.values()]
         self.sizes = [*sizes, -sum(sizes) % ranks.size]  # a shard for each rank
-        self.own = self.no_terms()
-        self.kept = TreeSum(rounds.count)  # this rank's shard
-        self.sent: torch.Tensor | None = None
-        self.finish: Callable[[], TreeSum] | None = None  # waits for the exchange
+        self.sums = {name: TreeSum(rounds.count) for name in self.parts}  # of this rank's terms
 
-    def no_terms(self) -> dict[str, TreeSum]:
-        """A sum for each parameter, of what this rank adds until the next exchange."""
-        return {name: TreeSum(self.rounds.count) for name in self.parts}
+    def start(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+        """Start to exchange the sums. All ranks.
 
-    def start(self) -> None:
-        """Start to exchange what was added since the last time. All ranks."""
-        for own in self.own.values():
+        Returns:
+            What waits for the exchange, and gives each parameter's total. All ranks.
+        """
+        for own in self.sums.values():
             self.rounds.complete(own)
-        rows = zip(*(own.nodes for own in self.own.values()), strict=True)
+        rows = zip(*(own.nodes for own in self.sums.values()), strict=True)
         nodes = TreeSum(self.rounds.count)
-        nodes.extend((row[0][0], self.flat([value for _, value in row])) for row in rows)
-        self.own = self.no_terms()
-        self.sent = nodes.nodes[0][1] if nodes.nodes else self.flat([None] * len(self.parts))
-        assert self.sent is not None
-        every = self.rounds.spans(self.rounds.number)
-        self.finish = start_reduce_scatter(nodes, self.sent, self.ranks, every)
+        nodes.extend((row[0][0], self._flat([value for _, value in row])) for row in rows)
+        self.sums = {}
+        sent = nodes.nodes[0][1] if nodes.nodes else self._flat([None] * len(self.parts))
+        assert sent is not None
+        wait = start_reduce_scatter(nodes, sent, self.ranks, self.rounds.whole_spans)
 
-    def flat(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        def finish() -> Iterator[tuple[str, torch.Tensor]]:
+            shard = wait().total()
+            assert shard is not None
+            *places, _ = all_gather(shard, sent, self.ranks.group).split(self.sizes)
+            for (name, part), place in zip(self.parts.items(), places, strict=True):
+                yield name, place.view(part.shape)
+
+        return finish
+
+    def _flat(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The parameters' values in one tensor, which may be the only one's; zeros for None."""
         first = values[0]
         if first is not None and self.sizes == [first.numel(), 0] and first.is_contiguous():
@@ -77,37 +82,17 @@ class GradientGroup:
                 place.view(value.shape).copy_(value)
         return flat
 
-    def end(self) -> None:
-        """Wait for the exchange, and add up what this rank got."""
-        assert self.finish is not None
-        found = self.finish()
-        self.kept.skip_to(found.nodes[0][0].start)  # rounds in which the group was not exchanged
-        self.kept.extend(found.nodes)
-        self.finish = None
-        if not self.rounds.is_last:
-            self.kept.release()
-            self.sent = None
-
-    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's sum, once the last exchange has ended. All ranks."""
-        shard, whole = self.kept.total(), self.sent
-        assert shard is not None
-        assert whole is not None
-        self.kept, self.sent = TreeSum(self.rounds.count), None
-        *places, _ = all_gather(shard, whole, self.ranks.group).split(self.sizes)
-        for (name, part), place in zip(self.parts.items(), places, strict=True):
-            yield name, place.view(part.shape)
-
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's sum where there is one rank; without those that have no term."""
-        for name, own in self.own.items():
+        sums, self.sums = self.sums, {}
+        for name, own in sums.items():
             self.rounds.complete(own)
             total = own.total()
             if total is not None:
                 yield name, total
 
 
-class ExactGroups:
+class GradientSums:
     """The sums of some parameters of a model, in one pass over a step's microbatches.
 
     Args:
@@ -115,6 +100,11 @@ class ExactGroups:
         rounds: of the step.
         ranks: the data-parallel ranks.
         dtypes: to which a parameter's sum is rounded, where it is.
+
+    Attributes:
+        used: parameters that a microbatch here has used.
+        repeated: parameters that got several gradients in a microbatch.
+        late: parameters that were frozen when the pass began, and got gradients.
     """
 
     def __init__(
@@ -125,38 +115,36 @@ class ExactGroups:
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.parameters, self.rounds, self.ranks, self.dtypes = parameters, rounds, ranks, dtypes
-        self.groups = [
-            GradientGroup({name: parameters[name] for name in names}, rounds, ranks)
-            for names in grouped(parameters)
-        ]
-        self.place = {name: n for n, group in enumerate(self.groups) for name in group.parts}
-        self.repeated: set[str] = set()  # parameters that got several gradients in a microbatch
-        self.totals: dict[str, torch.Tensor] = {}
-        self.used: set[str] = set()  # parameters that a microbatch here has used
-        self.earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
-        self.begin(False)
+        names = buckets(parameters, lambda parameter: sum_dtype(parameter.dtype), BUCKET_BYTES)
+        self.buckets = [Bucket({n: parameters[n] for n in some}, rounds, ranks) for some in names]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parts}
+        self.used: set[str] = set()
+        self.repeated: set[str] = set()
+        self.late: set[str] = set()
+        self._earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
+        self._taken: set[str] = set()  # in the current microbatch
 
     def set_earlier_aside(self) -> None:
         """Take the gradients from before the pass."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.earlier[name] = local(parameter.grad)
+                self._earlier[name] = local(parameter.grad)
                 parameter.grad = None
 
     def restore(self) -> None:
         """Give parameters without a sum the gradients from before the pass, if they had one."""
         for name, parameter in self.parameters.items():
-            if name in self.earlier:
-                put(parameter, self.earlier.pop(name))
+            if name in self._earlier:
+                _put(parameter, self._earlier.pop(name))
 
     @contextmanager
     def taking(self) -> Generator[None, None, None]:
         """Take gradients as a backward brings them."""
         hooks = [
             self.parameters[name].register_post_accumulate_grad_hook(
-                lambda _, name=name: self.come(name)
+                lambda _, name=name: self._on_gradient(name)
             )
-            for name in self.place
+            for name in self.bucket_of
         ]
         try:
             yield
@@ -164,73 +152,36 @@ class ExactGroups:
             for hook in hooks:
                 hook.remove()
 
-    def begin(self, is_early: bool) -> None:
-        """A microbatch begins. With `is_early`, groups are exchanged within its backward."""
-        self.is_early = is_early
-        self.waiting = [set(group.parts) for group in self.groups]
-        self.num_started = self.num_ended = 0
+    def begin_microbatch(self) -> None:
+        """A microbatch begins."""
+        self._taken.clear()
 
-    def come(self, name: str) -> None:
-        """A backward has brought a gradient."""
-        number = self.place[name]
-        if name not in self.waiting[number]:
+    def _on_gradient(self, name: str) -> None:
+        if name in self._taken:
             self.repeated.add(name)
             return
-        self.waiting[number].discard(name)
-        self.take(self.groups[number], name)
-        while self.is_early and self.num_started < len(self.groups):
-            if self.waiting[self.num_started]:
-                break
-            self.start_next()
+        self._add_gradient(name)
 
-    def end(self) -> None:
+    def end_microbatch(self) -> None:
         """Take the microbatch's gradients that did not come by a hook."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            if name in self.place and name in self.waiting[self.place[name]]:
-                self.take(self.groups[self.place[name]], name)
-                continue
+            if name not in self.bucket_of:
+                self.late.add(name)
+            elif name not in self._taken:
+                self._add_gradient(name)
             # A wrapper may give back what it has exchanged, after the gradient was taken from it.
             parameter.grad = None
-            if name not in self.place:  # it was frozen when the pass began
-                self.used.add(name)
 
-    def take(self, group: GradientGroup, name: str) -> None:
-        """Make a parameter's gradient a term of a group's sum."""
+    def _add_gradient(self, name: str) -> None:
+        """Make a parameter's gradient a term of its sum."""
+        self._taken.add(name)
         parameter = self.parameters[name]
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None or self.rounds.leaf is None:
-            return
-        term = _term_of(name, gradient)
-        self.used.add(name)
-        self.rounds.add(group.own[name], term)
-
-    def exchange(self) -> None:
-        """Exchange the groups that this round has not exchanged yet. All ranks."""
-        if self.ranks.size == 1:
-            for group in self.groups:
-                self.totals.update(group.totals())
-            return
-        while self.num_started < len(self.groups):
-            self.start_next()
-        while self.num_ended < len(self.groups):
-            self.end_next()
-
-    def start_next(self) -> None:
-        """Start to exchange the next group. All ranks."""
-        if self.num_started - self.num_ended == MAX_STARTED:
-            self.end_next()
-        self.groups[self.num_started].start()
-        self.num_started += 1
-
-    def end_next(self) -> None:
-        """End the exchange of the next group; the last round gathers its sums. All ranks."""
-        group = self.groups[self.num_ended]
-        group.end()
-        if self.rounds.is_last:
-            self.totals.update(group.gather())
-        self.num_ended += 1
+        if gradient is not None and self.rounds.leaf is not None:
+            self.used.add(name)
+            self.rounds.add(self.bucket_of[name].sums[name], _term_of(name, gradient))
 
     def states(self) -> bytes:
         """Of each parameter: frozen, without a gradient in this rank's microbatches, or with."""
@@ -243,16 +194,35 @@ class ExactGroups:
             for name, parameter in self.parameters.items()
         )
 
-    def deliver(self, used: set[str]) -> None:
-        """Make sums the gradients of what any rank has used, or add them to those from before."""
-        for name in used:
-            self._give(name, self.totals.pop(name))
+    def exchange(self, used: Iterable[str]) -> None:
+        """Make totals the gradients of what any rank has `used`, or add them to those from before.
 
-    def _give(self, name: str, total: torch.Tensor) -> None:
+        All ranks.
+        """
+        wanted = set(used)
+        for name, total in self._totals():
+            if name in wanted:
+                self._set_gradient(name, total)
+        self.restore()
+
+    def _totals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.ranks.size == 1:
+            for bucket in self.buckets:
+                yield from bucket.totals()
+            return
+        started: deque[Callable[[], Iterator[tuple[str, torch.Tensor]]]] = deque()
+        for bucket in self.buckets:
+            if len(started) == MAX_STARTED:
+                yield from started.popleft()()
+            started.append(bucket.start())
+        while started:
+            yield from started.popleft()()
+
+    def _set_gradient(self, name: str, total: torch.Tensor) -> None:
         parameter = self.parameters[name]
         # Several ranks would get the total from FSDP2 in the dtype of its reduction.
         total = total.to(self.dtypes.get(name, total.dtype))
-        earlier = self.earlier.pop(name, None)
+        earlier = self._earlier.pop(name, None)
         if earlier is None:
             like = local(parameter.detach())
             dtype = parameter.grad_dtype or like.dtype
@@ -261,31 +231,22 @@ class ExactGroups:
             earlier = total if fits else torch.empty_like(like, dtype=dtype).copy_(total)
         else:
             earlier.add_(total)
-        put(parameter, earlier)
+        _put(parameter, earlier)
 
 
-def grouped(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """The names of each group of those that are trained, as the backward comes to them."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name in reversed(list(parameters)):
-        if parameters[name].requires_grad:
-            part = local(parameters[name])
-            kinds.setdefault((sum_dtype(part.dtype), part.device), []).append(name)
-    for (dtype, _), members in kinds.items():
-        names: list[str] = []
-        size = 0
-        for name in members:
-            num_bytes = local(parameters[name]).numel() * dtype.itemsize
-            if num_bytes >= GROUP_BYTES:  # alone, it is exchanged without a copy
-                yield [name]
-                continue
-            names.append(name)
-            size += num_bytes
-            if size >= GROUP_BYTES:
-                yield names
-                names, size = [], 0
-        if names:
-            yield names
+def _put(parameter: Any, part: torch.Tensor) -> None:
+    """Make a tensor this rank's part of the parameter's gradient."""
+    if isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        parameter.grad = part
 
 
 def _term_of(name: str, whole: torch.Tensor) -> torch.Tensor:

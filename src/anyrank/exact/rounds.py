@@ -1,14 +1,15 @@
 """A step's microbatches by rounds, one of each rank, and when their gradients are exchanged.
 
-Either a rank runs neighbouring microbatches, adds up their gradients as far as the tree allows, and
-exchanges what remains after the last round. Or the ranks take turns, so that a round's microbatches
-are neighbours, and exchange after each: a shard's owner then keeps few nodes of a shard's size.
-Both give the same bits.
+Without FSDP2 a rank runs neighbouring microbatches, adds up their gradients as far as the tree
+allows, and exchanges what remains after the last one. Under FSDP2, whose units reduce gradients in
+each backward, the ranks take turns, so that a round's microbatches are neighbours, and units are
+exchanged after each: a shard's owner then keeps few nodes of a shard's size. Both give the same
+bits, and each kind of parameter can be summed under either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,28 +24,27 @@ class Rounds:
     Args:
         plan: the step.
         ranks: the ranks with different data.
-        is_interleaved: the ranks take turns.
+        takes_turns: the ranks take turns.
 
     Attributes:
         count: K, the microbatches of the step.
         number: of the current round; -1 before the first.
+        own: this rank's microbatches.
+        whole_spans: the nodes that each rank holds when all rounds have run.
     """
 
-    def __init__(self, plan: StepPlan, ranks: Ranks, is_interleaved: bool) -> None:
+    def __init__(self, plan: StepPlan, ranks: Ranks, takes_turns: bool) -> None:
         self.count, self.index = plan.num_microbatches, ranks.index
-        self.is_interleaved = is_interleaved
+        self.takes_turns = takes_turns
         self.number = -1
         self._leaves = [
-            [
-                None if slot.is_copy else slot.k
-                for slot in plan.slots(rank, ranks.size, is_interleaved)
-            ]
+            [None if slot.is_copy else slot.k for slot in plan.slots(rank, ranks.size, takes_turns)]
             for rank in range(ranks.size)
         ]
-        own = [leaf for leaf in self._leaves[self.index] if leaf is not None]
-        self._own = range(own[0], own[-1] + 1) if own else range(0)
-        # Once a step: each unit and group of parameters asks for them.
-        self._spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
+        self.own = [leaf for leaf in self._leaves[self.index] if leaf is not None]
+        # Once a step: each unit and bucket asks for them.
+        self.whole_spans = [_spans_of(self.count, leaves) for leaves in self._leaves]
+        self._unit_spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
 
     @property
     def leaf(self) -> int | None:
@@ -57,45 +57,50 @@ class Rounds:
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are exchanged after the current round."""
-        return self.is_interleaved or self.is_last
+        """Whether units are exchanged after the current round."""
+        return self.takes_turns or self.is_last
 
-    def own(self) -> range:
-        """This rank's microbatches whose gradients are exchanged next."""
-        if not self.is_interleaved:
-            return self._own
-        return range(0) if self.leaf is None else range(self.leaf, self.leaf + 1)
+    def unit_leaves(self) -> list[int]:
+        """This rank's microbatches that are in the units' next exchange."""
+        if not self.takes_turns:
+            return self.own
+        return [] if self.leaf is None else [self.leaf]
 
-    def add(self, own: TreeSum, term: torch.Tensor) -> None:
-        """Add a term of the current microbatch; those before without a gradient have none."""
-        if self.leaf is not None:
-            own.skip_to(self.leaf, self.own().start)
-            own.add(Span(self.leaf, self.leaf + 1), term)
-
-    def complete(self, own: TreeSum) -> None:
-        """Bring a sum to the nodes that `spans` tells of this rank, for the exchange."""
-        own.skip_to(self.own().stop, self.own().start)
-
-    def spans(self, number: int) -> list[list[Span]]:
-        """The nodes that each rank holds when a round ends; none if it does not exchange then."""
-        return self._spans[number]
+    def unit_spans(self, number: int) -> list[list[Span]]:
+        """The nodes that each rank has for it when a round ends; none without an exchange."""
+        return self._unit_spans[number]
 
     def _spans_after(self, number: int) -> list[list[Span]]:
-        if self.is_interleaved:
+        if self.takes_turns:
             return [_spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
         is_last = number + 1 == len(self._leaves[0])
-        return [_spans_of(self.count, leaves if is_last else []) for leaves in self._leaves]
+        return self.whole_spans if is_last else [[] for _ in self._leaves]
+
+    def add(self, sum_: TreeSum, term: torch.Tensor, leaves: Sequence[int] | None = None) -> None:
+        """Add a term of the current microbatch; those before without a gradient have none.
+
+        Args:
+            sum_: gets it.
+            term: the gradient.
+            leaves: the microbatches of the sum; default: all of this rank.
+        """
+        if self.leaf is not None:
+            leaves = self.own if leaves is None else leaves
+            _skip(sum_, (leaf for leaf in leaves if leaf < self.leaf))
+            sum_.add(Span(self.leaf, self.leaf + 1), term)
+
+    def complete(self, sum_: TreeSum, leaves: Sequence[int] | None = None) -> None:
+        """Bring a sum to the nodes that its spans tell of this rank, for the exchange."""
+        _skip(sum_, self.own if leaves is None else leaves)
+
+
+def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:
+    """Append those of the leaves that come after a sum's nodes, without terms."""
+    for leaf in leaves:
+        if not sum_.nodes or sum_.nodes[-1][0].stop <= leaf:
+            sum_.add(Span(leaf, leaf + 1), None)
 
 
 def _spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
     """The nodes over some leaves, in order; None is not a leaf."""
     return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))
-
-
-def most_nodes(count: int, leaves: Sequence[int]) -> int:
-    """The most nodes that a rank keeps at once while it adds up some leaves."""
-    tree, most = TreeSum(count), 0
-    for leaf in leaves:
-        tree.add(Span(leaf, leaf + 1), None)
-        most = max(most, len(tree.nodes))
-    return most

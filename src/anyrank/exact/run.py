@@ -10,13 +10,14 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from anyrank.data.schedule import StepPlan, slots_of_rank
+from anyrank.data.schedule import StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.exact.checks import (
     COMPILED,
+    FSDP2,
     check_model,
     check_threads,
     differences,
@@ -24,13 +25,11 @@ from anyrank.exact.checks import (
     is_compiled,
     read_record,
 )
-from anyrank.exact.delivered import WARNING, DeliveredGradients, check_strangers, know
+from anyrank.exact.delivered import WARNING, DeliveredGradients
 from anyrank.exact.optimizers import judge_optimizer
-from anyrank.exact.rounds import Rounds, most_nodes
+from anyrank.exact.rounds import Rounds
 from anyrank.exact.sync import ExactSync
-from anyrank.settings import EXACT_BYTES
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.steps.norm import sum_dtype
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
 
@@ -44,13 +43,15 @@ class ExactRun:
         record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
             "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
             or none, of the model that was trained first); empty until the first step.
-        is_interleaved: whether the ranks take turns in this pass over the data; None before its
-            first step.
+        exponent: of the power of two near a `weight`; None before the first weight.
+        takes_turns: whether the ranks take turns in the microbatches of a step; None before the
+            first step of a pass over the data.
     """
 
     def __init__(self) -> None:
         self.record: dict[str, int | str] = {}
-        self.is_interleaved: bool | None = None
+        self.exponent: int | None = None
+        self.takes_turns: bool | None = None
         self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._delivered = DeliveredGradients()
         self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
@@ -70,10 +71,10 @@ class ExactRun:
                 for note in judge_optimizer(optimizer):
                     self._tell(note, notes)
                 self._judged.add(optimizer)
-            check_strangers(optimizer)
+            self._delivered.check_strangers(optimizer)
             self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
 
-        self.is_interleaved = None
+        self.takes_turns = None
         handle = register_optimizer_step_pre_hook(before_step)
         try:
             yield
@@ -86,7 +87,6 @@ class ExactRun:
         ranks: Ranks,
         group: Any,
         plan: StepPlan,
-        count: int,
         is_first: bool,
         notes: list[str],
     ) -> GradientSync:
@@ -97,7 +97,6 @@ class ExactRun:
             ranks: the data-parallel ranks.
             group: the user's group of these ranks.
             plan: the step.
-            count: the microbatches of a whole step.
             is_first: it is the model's first pass.
             notes: gets a sentence about each difference that is found.
 
@@ -108,8 +107,9 @@ class ExactRun:
             self.begin(model, ranks, notes)
         else:
             check_threads(self.record, ValueError)  # a library may have changed it since
-        self.deal(model, count, ranks)
-        rounds = Rounds(plan, ranks, bool(self.is_interleaved))
+        if self.takes_turns is None:
+            self.takes_turns = takes_turns(model, ranks)
+        rounds = Rounds(plan, ranks, self.takes_turns)
         return ExactSync(model, ranks, group, rounds, is_first)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
@@ -120,9 +120,14 @@ class ExactRun:
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
                 number of threads than the run began with; on all ranks.
-            CheckpointError: what results depend on differs between the ranks.
+            CheckpointError: what results depend on differs between the ranks, or they freeze
+                different parameters of FSDP2's.
         """
         now = environment(model)
+        alike: dict[str, object] = dict(now)
+        if now["wrapper"] == FSDP2:  # or the ranks would wait for each other in its backward
+            frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+            alike["requires_grad"] = f"{len(frozen)} frozen: {frozen[:8]}"
         if self._has_begun:
             now["wrapper"] = self.record["wrapper"]
 
@@ -130,7 +135,7 @@ class ExactRun:
             check_model(model, ranks)
             check_threads(self.record, ValueError)
 
-        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
+        same_arguments(ranks, "exact=True: microbatches", alike, CheckpointError, check)
         self._logs = ranks.index == 0
         for note in differences(self.record, now) + [COMPILED] * is_compiled(model):
             self._tell(note, notes)
@@ -144,24 +149,18 @@ class ExactRun:
             if self._logs or anywhere:
                 log.warning("%s", note)
 
-    def deal(self, model: nn.Module, count: int, ranks: Ranks) -> None:
-        """Choose how the K microbatches of a step are dealt, by a pass's first model. All ranks."""
-        if self.is_interleaved is None:
-            kept = _most_kept_bytes(model, count, ranks)
-            is_short = ranks.together(
-                "choosing the exchange", lambda: kept > EXACT_BYTES.get() and ranks.size > 1
-            )
-            self.is_interleaved = any(is_short)
-
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
         """Note, once, that the gradients of parameters were changed since `deliver`."""
         if self._delivered.are_changed(parameters):
             self._tell(WARNING, notes, anywhere=True)
 
-    def deliver(self, model: nn.Module) -> None:
-        """Remember the gradients of a model as the optimizer should find them."""
-        know(model)
-        self._delivered.record(model)
+    def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember the gradients of a model's parameters as the optimizer should find them."""
+        self._delivered.record([*parameters])
+
+    def state(self) -> dict[str, int | str]:
+        """What a checkpoint keeps."""
+        return self.record | ({} if self.exponent is None else {"exponent": self.exponent})
 
     def check_saved(self, saved: object) -> None:
         """Check the record of a state.
@@ -175,22 +174,20 @@ class ExactRun:
 
     def load(self, saved: object, step: int) -> list[str]:
         """Continue with the record of a state, None for one without. Returns notes."""
+        self.exponent = None
         if saved is None:
             note = f"exact=True begins at step {step}: steps before were summed in another order"
             return [note] if step else []
         self.record, self._has_begun = read_record(saved), False
+        exponent = self.record.pop("exponent", None)
+        self.exponent = None if exponent is None else int(exponent)
         return []
 
 
-def _most_kept_bytes(model: nn.Module, count: int, ranks: Ranks) -> int:
-    """What a rank would keep beside its gradients until the last of its microbatches."""
-    if count <= ranks.size:
-        return 0
-    slots = slots_of_rank(count, ranks.index, ranks.size)
-    nodes = most_nodes(count, [slot.k for slot in slots if not slot.is_copy])
-    # Gradients that are not sharded end in one of their sums.
-    return sum(
-        param.numel() * sum_dtype(param.dtype).itemsize * (nodes - (not isinstance(param, DTensor)))
-        for param in model.parameters()
-        if param.requires_grad
-    )
+def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether the ranks take turns in a step's microbatches, by a pass's first model.
+
+    FSDP2 reduces gradients in each backward, so with turns a rank keeps shards of sums alone. Other
+    gradients are exchanged after the last backward, and neighbours add up most.
+    """
+    return ranks.size > 1 and any(isinstance(module, FSDPModule) for module in model.modules())

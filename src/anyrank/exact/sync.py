@@ -2,15 +2,16 @@
 
 A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers keep
 theirs unreduced; the terms are added up in the order of `tree_sum`, which depends on the number of
-microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others by
-groups (`groups`), in the rounds that `rounds` says.
+microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others in
+buckets (`groups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,30 +22,18 @@ from anyrank.exact.fsdp import (
     OrderedReduceScatter,
     exchanging,
     installed,
+    reduction_dtype,
     unit_groups,
     watched,
 )
-from anyrank.exact.groups import ExactGroups
+from anyrank.exact.groups import GradientSums
 from anyrank.exact.ordered_reduce import OrderedGroup
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.watch import ChangeWatch
-from anyrank.steps.fsdp_groups import check_names, parameter_groups, reduction_dtype
-from anyrank.steps.gradient_sync import GRADIENT, GradientSync, check_trainable
+from anyrank.steps.fsdp_groups import check_names, parameter_groups
+from anyrank.steps.gradient_sync import GradientSync, used_on_any_rank
+from anyrank.steps.step_record import StepRecord
 from anyrank.world.ranks import Ranks
-
-
-class PassRecord(NamedTuple):
-    """What a rank has seen in a pass, for comparison over the ranks.
-
-    Attributes:
-        states: of each parameter that `ExactGroups` adds up.
-        used: of each FSDP2 unit, the parameters that a microbatch has used.
-        refusal: why this rank's sums are not exact, if they are not.
-    """
-
-    states: bytes
-    used: list[set[int]]
-    refusal: str | None
 
 
 class ExactSync(GradientSync):
@@ -55,7 +44,7 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         rounds: of the step.
-        is_first: exchange after the backward: what fails in a first step is told before.
+        is_first: it is the model's first pass: whole buffers are compared.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
@@ -64,11 +53,11 @@ class ExactSync(GradientSync):
     def __init__(
         self, model: nn.Module, ranks: Ranks, group: Any, rounds: Rounds, is_first: bool
     ) -> None:
-        super().__init__(model, ranks)
+        super().__init__(model, ranks, group)
         check_names(self.fsdp, is_exact=True)
         check_wrappers(self, ranks)
-        self.ranks, self.rounds = ranks, rounds
-        self.watch = ChangeWatch(model, is_first)
+        self.rounds = rounds
+        self.watch = ChangeWatch(self.modules, self.named, is_first)
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -77,16 +66,11 @@ class ExactSync(GradientSync):
                 groups = unit_groups(parameter, rounds.count, ranks)
                 self.reductions.append((unit, unit_group, OrderedReduceScatter(rounds, *groups)))
                 reduced |= {id(param.sharded_param) for param in unit_group.fsdp_params}
-        # Frozen ones too: ranks that freeze different parameters must still meet, and compare.
-        summed = {
-            name: parameter
-            for name, parameter in self.named.items()
-            if id(parameter) not in reduced
-        }
+        # DDP reduces nothing here.
+        self.exchanged, self.meets = {}, True
+        self.summed = {n: param for n, param in self.named.items() if id(param) not in reduced}
         everybody = OrderedGroup(group, rounds.count, [[index] for index in range(ranks.size)])
-        self.sums = ExactGroups(summed, rounds, everybody, self.rounded(summed))
-        # FSDP2's own collectives in the backward may not come between those of the groups.
-        self.is_early = ranks.size > 1 and not self.fsdp and not is_first
+        self.sums = GradientSums(self.summed, rounds, everybody, self.rounded(self.summed))
         self.is_unsynced = False
 
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
@@ -109,10 +93,6 @@ class ExactSync(GradientSync):
     @contextmanager
     def active(self) -> Generator[None, None, None]:
         """Run the pass over the microbatches: wrappers reduce as this object says."""
-        if self.ranks.size > 1 and (self.is_early or self.rounds.is_interleaved):
-            # They are exchanged before `finish`: the groups are the same on all ranks.
-            rows = self.ranks.gather(self.sums.states())
-            check_trainable(list(self.sums.parameters), rows, self.ranks)
         with ExitStack() as stack:
             for module in self.ddp:
                 # A forward outside of the pass has prepared DDP to exchange in the next backward,
@@ -132,14 +112,11 @@ class ExactSync(GradientSync):
     def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
         self.rounds.number += 1
-        exchanges = self.ranks.size > 1 and self.rounds.exchanges
-        self.sums.begin(exchanges and self.is_early)
+        self.sums.begin_microbatch()
         yield
         groups = [group for _, group, _ in self.reductions]
         self.is_unsynced |= not all(g.reduce_grads and g.all_reduce_grads for g in groups)
-        self.sums.end()
-        if exchanges and (self.is_early or not is_last):
-            self.sums.exchange()
+        self.sums.end_microbatch()
 
     def drop_unfinished(self) -> None:
         """Drop the terms, and restore the gradients from before the pass, which was not ended."""
@@ -148,28 +125,26 @@ class ExactSync(GradientSync):
         self.sums.restore()
 
     def has_gradients(self) -> bool:
-        return bool(self.sums.used) or super().has_gradients()
+        return bool(self.sums.used or self.sums.late) or super().has_gradients()
 
-    def finish(
-        self,
-        ranks: Ranks,
-        group: Any,
-        factor: float | None,
-        is_first: bool,
-        losses: Sequence[float],
-    ) -> bool:
-        """Exchange the sums, then scale them. All data-parallel ranks, after the last microbatch.
+    def complete(self, record: StepRecord, is_first: bool) -> StepRecord:
+        used = [reduction.used for _, _, reduction in self.reductions]
+        own = self.refusal()
+        refusal = record.refusal or (own and f"exact=True: {own}")
+        return replace(record, states=self.sums.states(), used=used, refusal=refusal)
 
-        Arguments, result and errors are those of `GradientSync.finish`.
-
-        Raises:
-            ValueError: an FSDP2 module was not part of the last microbatch, or got gradients
-                several times in one.
-        """
-        self.exchange_sums()
+    def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
+        """Exchange the sums and put them in place, then scale all gradients. All ranks."""
+        self.sums.exchange(used_on_any_rank(self.summed, records))
+        for (_, group, reduction), *there in zip(
+            self.reductions, *(record.used for record in records), strict=True
+        ):
+            # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
+            for number, param in enumerate(group.fsdp_params):
+                if number in reduction.without and not any(number in used for used in there):
+                    param.sharded_param.grad = None
         if factor is not None:
             self.scale(factor)
-        return True
 
     def refusal(self) -> str | None:
         """Why this rank's sums of the pass are not exact, and the way out; None if they are."""
@@ -199,34 +174,12 @@ class ExactSync(GradientSync):
         if self.sums.repeated:
             return (
                 f"{sorted(self.sums.repeated)[:8]} got gradients more than once in a microbatch, "
-                "and the first is exchanged as it comes: add up the losses for one step.backward, "
-                "and recompute with use_reentrant=False"
+                "which is one term of the sum: add up the losses for one step.backward, and "
+                "recompute with use_reentrant=False"
             )
-        if late := self.sums.used - self.sums.place.keys():
+        if self.sums.late:
             return (
-                f"{sorted(late)[:8]} were frozen when the loop over microbatches() began, and have "
-                "gradients now: call requires_grad_() before the loop"
+                f"{sorted(self.sums.late)[:8]} were frozen when the loop over microbatches() "
+                "began, and have gradients now: call requires_grad_() before the loop"
             )
         return None
-
-    def exchange_sums(self) -> None:
-        """Deliver the sum of each parameter's terms. All ranks."""
-        reductions = [reduction for _, _, reduction in self.reductions]
-        own = PassRecord(self.sums.states(), [r.used for r in reductions], self.refusal())
-        rows = self.ranks.gather(own)
-        if refusal := next((row.refusal for row in rows if row.refusal), None):
-            raise ValueError(f"exact=True: {refusal}")
-        names = list(self.sums.parameters)
-        check_trainable(names, [row.states for row in rows], self.ranks)
-        every = zip(names, *(row.states for row in rows), strict=True)
-        used = {name for name, *there in every if GRADIENT in there}
-        self.sums.exchange()
-        self.sums.deliver(used)
-        self.sums.restore()
-        for (_, group, reduction), *there in zip(
-            self.reductions, *(row.used for row in rows), strict=True
-        ):
-            # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
-            for number, param in enumerate(group.fsdp_params):
-                if number in reduction.without and not any(number in used for used in there):
-                    param.sharded_param.grad = None

@@ -6,6 +6,8 @@ A forward pass may update buffers (running statistics, counters) and parameters
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,22 +22,34 @@ class ChangeWatch:
     """The parameters and buffers of a model when a pass over the microbatches begins.
 
     Args:
-        model: its buffers are sampled, as an update may leave them as they were (DDP's broadcast).
-        is_first: it is the model's first pass: whole buffers, and writes through `.data`.
+        modules: of the model, by name.
+        parameters: the same.
+        is_first: it is the model's first pass: whole buffers, and writes through `.data`. In others
+            buffers are sampled, as an update may leave them as they were (DDP's broadcast).
     """
 
-    def __init__(self, model: nn.Module, is_first: bool) -> None:
-        self.model, self.is_first = model, is_first
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        is_first: bool,
+    ) -> None:
+        self.modules, self.is_first = modules, is_first
         # FSDP2's forward works on copies, and its hooks are refused.
         self.versions = {
             name: (parameter, version_of(parameter))
-            for name, parameter in model.named_parameters()
+            for name, parameter in parameters.items()
             if not isinstance(parameter, DTensor)
         }
-        self.buffers = {
+        self.before = {
             name: (buffer, version_of(buffer), self.sample(buffer).clone())
-            for name, buffer in model.named_buffers()
+            for name, buffer in self.buffers()
         }
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the modules, by name."""
+        for prefix, module in self.modules.items():
+            yield from module.named_buffers(prefix, recurse=False)
 
     def sample(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer, or in later passes elements all over a large one."""
@@ -45,14 +59,14 @@ class ChangeWatch:
 
     def changed(self) -> list[str]:
         """Names of what was changed, and forget the samples."""
-        before, self.buffers = self.buffers, {}
+        before, self.before = self.before, {}
         parameters = [n for n, (tensor, old) in self.versions.items() if version_of(tensor) != old]
         buffers = [
             name
-            for name, buffer in self.model.named_buffers()
+            for name, buffer in self.buffers()
             if name in before and self.is_changed(buffer, *before[name])
         ]
-        modules = self.model.named_modules()
+        modules = self.modules.items()
         statistics = [f"{name}.running_mean" for name, m in modules if updates_statistics(m)]
         return parameters + buffers + statistics
 

@@ -145,7 +145,8 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
     where, size = listing.sums[number], listing.files[number].size
     path, storage = where.path, storage_for(where.path)
     length = -(-size // BLOCK_BYTES) * DIGEST_BYTES
-    if not storage.is_file(path) or storage.info(path).size != length + DIGEST_BYTES:
+    info = storage.find(path)
+    if info is None or info.size != length + DIGEST_BYTES:
         raise CorruptCheckpoint(f"{path}: is missing or has another size: it is damaged")
     data = read_whole(storage, path)
     is_whole = xxhash.xxh3_64_digest(data[:length]) == data[length:]

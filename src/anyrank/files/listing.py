@@ -28,7 +28,8 @@ class FileInfo:
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
         place: machine and file number of a local file; another place holds another copy.
-        ends: digest of a local file's first and last bytes, by which equal copies are recognised.
+        fingerprint: digest of a local file's first and last bytes, by which copies on other
+            machines are known.
         tensor: for a tensor in memory, on the rank that has it, the tensor.
         quantised: for one that is computed from others of its listing, how.
     """
@@ -38,7 +39,7 @@ class FileInfo:
     version: str
     in_memory: bool = False
     place: str = ""
-    ends: str = ""
+    fingerprint: str = ""
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
     quantised: Quantised | None = None
 

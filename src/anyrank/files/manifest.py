@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.local import NotAFile
 from anyrank.files.optimizer_numbers import RECORD, is_optimizer, optimizer_numbers
 from anyrank.files.schema import ANY, COUNT, DIGEST, Optional, Table, check
-from anyrank.files.storage import NotAFile, Storage, join_path, read_range
-from anyrank.files.store import Written, digest_of
+from anyrank.files.storage import Storage, Written, digest_of, join_path, read_range
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
@@ -40,6 +40,7 @@ class FileRecord:
 STREAMS = {
     "ranks": [{"data_index": COUNT, "data_size": COUNT, "streams": Table(str)}],
     "states": Table({"algorithm": str, "values": [ANY], "data": str}),
+    "unused": [str],
 }
 FIELDS = {
     "run": str,
@@ -93,7 +94,9 @@ class Manifest:
     files: dict[str, FileRecord]
     parts: dict[str, Any]
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, Any] = field(default_factory=lambda: {"ranks": [], "states": {}})
+    streams: dict[str, Any] = field(
+        default_factory=lambda: {"ranks": [], "states": {}, "unused": []}
+    )
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -223,11 +226,11 @@ def read_small(
     """
     path = join_path(folder, name)
     try:
-        info = storage.info(path)
-        if info.size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{path}: {info.size} bytes is too long for this file")
         with closing(storage.open(path)) as file:
-            data = read_range(file, path, 0, info.size)
+            size = file.info.size
+            if size > MAX_BYTES:
+                raise CorruptCheckpoint(f"{path}: {size} bytes is too long for this file")
+            data = read_range(file, path, 0, size)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
     except (NotAFile, IsADirectoryError) as error:

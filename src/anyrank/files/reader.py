@@ -13,7 +13,7 @@ import torch
 from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
-from anyrank.files.listing import Listing
+from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.quantised import DequantisedFile
 from anyrank.files.segments import (
     ALIGN,
@@ -24,7 +24,7 @@ from anyrank.files.segments import (
     memory_of,
     segments_of,
 )
-from anyrank.files.storage import OpenFile, is_copy, read_exactly, storage_for
+from anyrank.files.storage import OpenFile, fingerprint, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
 from anyrank.tensors.plan import Runs
@@ -97,16 +97,15 @@ class Reader:
                 self.open({part.chunks[0].file for part in parts})
                 self.opened[number] = DequantisedFile(info.quantised, self.fetch)
                 continue
-            storage = storage_for(info.path)
             try:
-                now = storage.info(info.path)
-                self.opened[number] = storage.open(info.path)
+                file = self.opened[number] = storage_for(info.path).open(info.path)
+                now = file.info
                 if self.verify and number in self.listing.sums:
                     self.sums[number] = read_sums(self.listing, number)
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
             same = (now.size, now.version) == (info.size, info.version)
-            if same or is_copy(self.opened[number], now, info):
+            if same or _is_copy(now, info):
                 continue
             if now.place != info.place:
                 raise LoadError(
@@ -217,6 +216,12 @@ class Reader:
             if computed is None:
                 self.bytes_read += nbytes
             self.progress(nbytes)
+
+
+def _is_copy(now: FileInfo, listed: FileInfo) -> bool:
+    """Whether a file is a machine's own copy of the one that was listed on another."""
+    may_be = listed.fingerprint and now.place != listed.place and now.size == listed.size
+    return bool(may_be) and fingerprint(now) == listed.fingerprint
 
 
 @dataclass(slots=True)

@@ -1,20 +1,22 @@
-"""Where bytes are: a local file system, or any that fsspec knows. Seven questions, nothing more."""
+"""Paths and URLs: the storage that one belongs to, and what is done with bytes in either kind."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import platform
-import stat
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from functools import cache
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from anyrank.errors import LoadError
+from anyrank.errors import CheckpointError, LoadError, WrongValue
 from anyrank.files.listing import FileInfo
+from anyrank.files.local import LocalStorage, NewLocalFile
+from anyrank.files.remote import NewRemoteFile, RemoteStorage
+
+Storage = LocalStorage | RemoteStorage
+NewFile = NewLocalFile | NewRemoteFile
 
 
 class OpenFile(Protocol):
@@ -29,186 +31,87 @@ class OpenFile(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """A place that files are read from. Paths are strings, because `Path` mangles URLs."""
+def storage_for(path: str) -> Storage:
+    """The storage that a path or URL belongs to.
 
-    def is_file(self, path: str) -> bool: ...
-
-    def is_dir(self, path: str) -> bool: ...
-
-    def names(self, path: str) -> list[str]: ...
-
-    def entries(self, path: str) -> dict[str, bool]: ...
-
-    def info(self, path: str) -> FileInfo: ...
-
-    def open(self, path: str) -> OpenFile: ...
+    Raises:
+        ValueError: a file:// URL, for which there is the path.
+    """
+    if path.startswith("file://"):
+        raise WrongValue(f"{path}: give a local path without file://")
+    return RemoteStorage(path) if "://" in path else LocalStorage()
 
 
-class NotAFile(OSError):
-    """A pipe, socket or device in a file's place: to read it could block for ever."""
+@dataclass(frozen=True)
+class Written:
+    """A finished small file: its bytes, and their xxh3-64 in hex."""
+
+    size: int
+    digest: str
 
 
-class LocalFile:
-    """A local file, read with preadv: no mapping, so nothing ever aliases it."""
+def digest_of(data: bytes | memoryview) -> Written:
+    """Size and digest of bytes in memory."""
+    import xxhash  # only files that are written or verified need it
 
-    def __init__(self, path: str) -> None:
-        # Not to wait for a pipe's writer; for a regular file the flag means nothing.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
-            os.close(self.descriptor)
-            raise NotAFile(errno.EINVAL, "is not a regular file", path)
-
-    def readv(self, buffers: list[memoryview], offset: int) -> int:
-        return os.preadv(self.descriptor, buffers, offset)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
+    return Written(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-class LocalStorage:
-    """The local file system."""
+def write_file(storage: Storage, path: str, data: bytes) -> Written:
+    """Write a small file, durably.
 
-    def is_file(self, path: str) -> bool:
-        return os.path.isfile(path)
-
-    def is_dir(self, path: str) -> bool:
-        return os.path.isdir(path)
-
-    def names(self, path: str) -> list[str]:
-        return sorted(os.listdir(path))
-
-    def entries(self, path: str) -> dict[str, bool]:
-        """Each name in a folder, and whether it is a folder."""
-        with os.scandir(path) as found:
-            return {entry.name: entry.is_dir() for entry in found}
-
-    def info(self, path: str) -> FileInfo:
-        status = os.stat(path)
-        place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
-        version = str(status.st_mtime_ns)
-        return FileInfo(path, status.st_size, version, place=place)
-
-    def open(self, path: str) -> OpenFile:
-        return LocalFile(path)
+    Raises:
+        CheckpointError: the device refuses; the file may be there in part.
+    """
+    with storing(path):
+        file = storage.create(path)
+        try:
+            file.write([data])
+        except BaseException:
+            file.abandon()
+            raise
+        file.finish()
+    return digest_of(data)
 
 
-@cache
-def _machine() -> str:
-    """This machine since it was started."""
+def storing(path: str) -> contextlib.AbstractContextManager[None]:
+    """Turn a device's refusal into an error that names the path and the way out."""
+    return _naming(path, "written", "free space or permissions there, then save again")
+
+
+def reading(path: str) -> contextlib.AbstractContextManager[None]:
+    """Turn a storage that does not answer into an error: it must not pass for an empty folder."""
+    return _naming(path, "read", "check the path, permissions and the network there")
+
+
+@contextlib.contextmanager
+def _naming(path: str, done: str, way_out: str) -> Generator[None]:
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{path}: cannot be {done}: {reason}: {way_out}") from error
 
 
 END_BYTES = 64 << 10  # headers, directories with checksums, and some of the weights
 
 
-def digest_of_ends(file: OpenFile, info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB, which distinguishes a copy from another file."""
-    length = min(END_BYTES, info.size)
-    digest = hashlib.blake2b(digest_size=16)
-    for offset in sorted({0, info.size - length}):
-        digest.update(read_range(file, info.path, offset, length))
-    return digest.hexdigest()
+def fingerprint(info: FileInfo) -> str:
+    """A digest of a file's first and last 64 KiB, which tells a copy from another file.
 
-
-def is_copy(file: OpenFile, now: FileInfo, listed: FileInfo) -> bool:
-    """Whether a file is another copy of the one that was listed: each machine may have its own."""
-    if not listed.ends or now.place == listed.place or now.size != listed.size:
-        return False
-    return digest_of_ends(file, now) == listed.ends
-
-
-class _RemoteFile:
-    """A file that fsspec reads by ranges."""
-
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self.filesystem = filesystem
-        self.path = path
-
-    def readv(self, buffers: list[memoryview], offset: int) -> int:
-        wanted = sum(len(buffer) for buffer in buffers)
-        with asking(self.path):
-            found = self.filesystem.cat_file(self.path, start=offset, end=offset + wanted)
-        data = memoryview(found)
-        position = 0
-        for buffer in buffers:
-            part = data[position : position + len(buffer)]
-            buffer[: len(part)] = part
-            position += len(part)
-        return len(data)
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-@contextlib.contextmanager
-def asking(path: str) -> Generator[None]:
-    """Turn what a remote storage's own library raises into an OSError, as local storage does."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # each library has its own exceptions
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error
-
-
-class RemoteStorage:
-    """Any file system that fsspec knows (s3://, gs://, memory://, ...).
-
-    Listings are never kept: another process may have written since.
+    Raises:
+        LoadError: the file cannot be read.
     """
+    import xxhash  # only files that are written or verified need it
 
-    def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # heavy, and only remote sources need it
-
-        self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
-
-    def is_file(self, path: str) -> bool:
-        """False only when the storage says so: a storage that does not answer is an OSError."""
-        try:
-            with asking(path):
-                return bool(self.filesystem.info(path)["type"] == "file")
-        except FileNotFoundError:
-            return False
-
-    def is_dir(self, path: str) -> bool:
-        with asking(path):
-            return bool(self.filesystem.isdir(path))
-
-    def names(self, path: str) -> list[str]:
-        with asking(path):
-            found: list[str] = self.filesystem.ls(path, detail=False)
-        return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in found)
-
-    def entries(self, path: str) -> dict[str, bool]:
-        """Each name in a folder, and whether it is a folder, by one listing."""
-        with asking(path):
-            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
-        return {
-            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["type"] == "directory"
-            for entry in found
-        }
-
-    def info(self, path: str) -> FileInfo:
-        with asking(path):
-            details: dict[str, Any] = self.filesystem.info(path)
-        tags = (details.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
-        version = next((str(tag) for tag in tags if tag is not None), "")
-        return FileInfo(path, int(details["size"]), version)
-
-    def open(self, path: str) -> OpenFile:
-        return _RemoteFile(self.filesystem, path)
-
-
-def storage_for(path: str) -> Storage:
-    """The storage that a path or URL belongs to."""
-    if path.startswith("file://"):
-        raise LoadError(f"{path}: give a local path without file://")
-    return RemoteStorage(path) if "://" in path else LocalStorage()
+    length, digest = min(END_BYTES, info.size), xxhash.xxh3_64()
+    try:
+        with contextlib.closing(storage_for(info.path).open(info.path)) as file:
+            for offset in sorted({0, info.size - length}):
+                digest.update(read_range(file, info.path, offset, length))
+    except OSError as error:
+        raise LoadError(f"{info.path}: cannot be read: {error}") from error
+    return digest.hexdigest()
 
 
 def absolute(path: str) -> str:
@@ -250,10 +153,10 @@ def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
     Raises:
         LoadError: it has more than `most` bytes, or ends early.
     """
-    size = storage.info(path).size
-    if most is not None and size > most:
-        raise LoadError(f"{path}: {size} bytes are too many for this file")
     with contextlib.closing(storage.open(path)) as file:
+        size = file.info.size
+        if most is not None and size > most:
+            raise LoadError(f"{path}: {size} bytes are too many for this file")
         return read_range(file, path, 0, size)
 
 

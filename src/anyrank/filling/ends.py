@@ -18,16 +18,9 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import JoinedLayouts
 from anyrank.model.match import is_pinned
-from anyrank.model.peft import find_lora, is_peft, merged_name
-from anyrank.model.tensors import (
-    Description,
-    ModelTensor,
-    describe,
-    facts_of,
-    put_together,
-    walk_tensors,
-)
-from anyrank.model.wrappers import below_wrappers, plain_class
+from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
+from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 
@@ -132,28 +125,12 @@ class End:
         return self.described.digest
 
 
-@dataclass(frozen=True, slots=True)
-class KeptLook:
-    """What a look found, and all that it went by; no tensor and no module.
-
-    Attributes:
-        facts: see `facts_of`; None: the next look goes through all again.
-        description: of the tensors.
-        described: of the end.
-    """
-
-    facts: Any
-    description: Description
-    described: Described
-
-
 class Look:
     """One end as this rank has it, on its way to what other ranks need to know of it.
 
     Args:
         given: the module, the dict, or None.
         merge: see the end as the model that it is with its adapters merged.
-        kept: of an earlier look at the same end.
 
     Attributes:
         tensors: of the module; of plain ones that are parts, as if they were whole.
@@ -162,13 +139,9 @@ class Look:
         LoadError: tensors that cannot be read or written, named with their type.
     """
 
-    def __init__(self, given: Module, *, merge: bool = False, kept: KeptLook | None = None) -> None:
+    def __init__(self, given: Module, *, merge: bool = False) -> None:
         self.module, self.merge = _as_module(given), merge
-        walk = walk_tensors(self.module)
-        self.facts = facts_of(walk)
-        self.kept = kept if kept is not None and self.facts and kept.facts == self.facts else None
-        self.description = self.kept.description if self.kept else describe(walk)
-        self.tensors = put_together(walk, self.description)
+        self.tensors = find_tensors(self.module)
 
     def end(self) -> End:
         """The end, once its tensors say what they are parts of.
@@ -176,19 +149,12 @@ class Look:
         Raises:
             LoadError: adapters that cannot be merged.
         """
-        if self.kept is not None:
-            return End(self.module, self.tensors, self.kept.described)
         rows = _rows(self.tensors)
         rows = _as_merged(self.tensors, rows) if self.merge else rows
         kind = plain_class(self.module)
         title = f"{kind.__module__}.{kind.__qualname__}"
         described = Described(tuple(rows), coordinates_of(self.tensors), title)
         return End(self.module, self.tensors, described)
-
-    def to_keep(self, end: End) -> KeptLook:
-        """For the next look."""
-        can_merge = any("base_layer" in each[0] for each in self.description.names)
-        return KeptLook(None if can_merge else self.facts, self.description, end.described)
 
 
 def look(given: Module, *, merge: bool = False) -> End:
@@ -215,11 +181,7 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
     """The rows of an end."""
     rows: list[TensorInfo] = []
     for tensor in tensors:
-        keys = tuple(
-            dict.fromkeys(
-                below_wrappers(place.names[0], place.path) for place in tensor.registrations
-            )
-        )
+        keys = tuple(dict.fromkeys(place.unwrapped for place in tensor.registrations))
         rows.append(
             TensorInfo(
                 keys=keys,
@@ -229,9 +191,9 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
                 kind=tensor.kind,
                 is_meta=tensor.is_meta,
                 is_adapter=tensor.adapter or any(".modules_to_save." in key for key in keys),
-                is_merged=_is_merged(tensor),
+                is_merged=is_merged(tensor),
                 is_pinned=is_pinned(tensor),
-                scaling=_scaling(tensor),
+                scaling=scaling_of(tensor),
             )
         )
     return rows
@@ -266,26 +228,6 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
             )
             merged.append(replace(row, keys=keys, added=added, is_adapter=False))
     return merged
-
-
-def _is_merged(tensor: ModelTensor) -> bool:
-    """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
-    return any(
-        getattr(module, "merged", False)
-        for place in tensor.registrations
-        if "base_layer" in place.names[0]
-        for module in place.path
-    )
-
-
-def _scaling(tensor: ModelTensor) -> float | None:
-    """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
-    path = tensor.registrations[0].path
-    layer: Any = next((m for m in path if is_peft(m) and hasattr(m, "scaling")), None)
-    if not tensor.adapter or layer is None:
-        return None
-    parts = tensor.name.split(".")
-    return next((float(by) for name, by in layer.scaling.items() if name in parts), None)
 
 
 def check_values(end: End) -> None:

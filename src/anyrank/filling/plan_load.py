@@ -17,7 +17,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
-from anyrank.formats.sources import Source, list_source, with_ends
+from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.allocate import default_buffer
 from anyrank.model.given_layouts import apply_layouts
@@ -120,7 +120,9 @@ def header_reader(
     """
 
     def to_send(listed: Listing) -> Listing:
-        return with_ends(listed).without_memory() if ranks.size > 1 else listed
+        if len({*ranks.nodes}) > 1:
+            listed = with_fingerprints(listed)
+        return listed.without_memory() if ranks.size > 1 else listed
 
     def read() -> Headers:
         listing = None if known else to_send(list_source(_given(source)))

@@ -17,7 +17,7 @@ from torch import nn
 
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError
-from anyrank.filling.ends import End, KeptLook, Look, check_values, join_ends
+from anyrank.filling.ends import Described, End, Look, check_values, join_ends
 from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
 from anyrank.model.options import LoadOptions
@@ -56,7 +56,7 @@ class KeptPlan:
         token: that the ranks gave it.
         where: the ranks, and the machine of each.
         plan: this rank's part.
-        looks: at dst and src.
+        described: dst and src, for other ranks.
         said: what `layout=` said of the tensors of both.
         joined: what these are parts of.
     """
@@ -64,7 +64,7 @@ class KeptPlan:
     token: str
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
-    looks: tuple[KeptLook, KeptLook]
+    described: tuple[Described, Described]
     said: RankLayouts
     joined: JoinedLayouts
 
@@ -193,23 +193,21 @@ class _Here:
 
     def _look(self) -> bool:
         call, kept = self.call, self.kept
-        dst, src = kept.looks if kept is not None else (None, None)
         options = call.options
-        self.looks = Look(call.dst, kept=dst), Look(call.src, merge=options.merge, kept=src)
+        self.looks = Look(call.dst), Look(call.src, merge=options.merge)
         ends = {"dst": self.looks[0].tensors, "src": self.looks[1].tensors}
         self.said = read_layouts(ends, options.layout, self.ranks.rank)
         if kept is None or (self.where, self.said) != (kept.where, kept.said):
             return False
         ends = join_ends(self.looks, kept.joined)
-        pairs = [
-            (end.described, look.described) for end, look in zip(ends, kept.looks, strict=True)
-        ]
-        if any(now != before for now, before in pairs):
+        if tuple(end.described for end in ends) != kept.described:
             return False
         if kept.plan.renamed != renamed_by(kept.plan.renamed, options):
             return False  # a function answers differently now
-        dst, src = (replace(end, described=old) for end, (_, old) in zip(ends, pairs, strict=True))
-        self.joined, self.ends = kept.joined, (dst, src)  # what was made of the rows still serves
+        dst, src = (
+            replace(end, described=old) for end, old in zip(ends, kept.described, strict=True)
+        )
+        self.joined, self.ends = kept.joined, (dst, src)  # the digests are known
         return True
 
     def plan(self, token: str, ends: Sequence[EndsSummary], has_layout: bool) -> KeptPlan:
@@ -233,8 +231,6 @@ class _Here:
         if has_layout:  # ranks without it take part
             _, every = ranks.own_and_all("reading layout=", say)
             joined = join_layouts(self.said, every, ranks)
-            for look in self.looks:
-                look.kept = None  # parts that look alike may be of another whole
 
             def introduce() -> EndsSummary:
                 self._join(joined)
@@ -244,8 +240,9 @@ class _Here:
         elif len(ends) < ranks.size:
             ranks.own(what, say)  # raises
         plan = Planner(ends, ranks, self.call.options).plan(*self.both())
-        dst, src = (look.to_keep(end) for look, end in zip(self.looks, self.both(), strict=True))
-        return KeptPlan(token, self.where, plan, (dst, src), self.said, self.joined)
+        dst, src = self.both()
+        described = dst.described, src.described
+        return KeptPlan(token, self.where, plan, described, self.said, self.joined)
 
 
 def _check_end(name: str, given: Any) -> None:

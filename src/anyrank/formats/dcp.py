@@ -195,10 +195,12 @@ class _Reader:
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:
             path = inside(self.folder, name)
-            if not self.storage.is_file(path):
-                raise LoadError(f"{path}: is missing, but {METADATA} describes it")
-            self.opened[name] = (len(self.files), self.storage.open(path))
-            self.files.append(self.storage.info(path))
+            try:
+                file = self.storage.open(path)
+                self.opened[name] = (len(self.files), file)
+                self.files.append(file.info)
+            except FileNotFoundError as error:
+                raise LoadError(f"{path}: is missing, but {METADATA} describes it") from error
             if sums_name(name) in self.names:
                 self.sums[self.opened[name][0]] = SumsFile(inside(self.folder, sums_name(name)))
         return self.opened[name]

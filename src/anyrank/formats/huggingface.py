@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.formats import safetensors, torch_file
+from anyrank.formats.weight_files import FILES, list_file
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
 MAX_INDEX_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 16 << 20
-
-# Later rules only count when the earlier ones find nothing, so safetensors wins over pickles.
-LISTERS: tuple[tuple[str, Callable[[Storage, str], Listing]], ...] = (
-    (".safetensors", safetensors.list_file),
-    (".bin", torch_file.list_file),
-    (".pth", torch_file.list_file),
-    (".pt", torch_file.list_file),
-)
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
@@ -40,19 +31,19 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
-    for ending, lister in LISTERS:
+    for ending in FILES:
         chosen = _choose(folder, names, ending)
         if chosen is None:
             continue
         others = tuple(
             f"{name}: skipped, {chosen} was chosen"
             for name in names
-            if name.endswith(tuple(e for e, _ in LISTERS)) and name != chosen
+            if name.endswith(tuple(FILES)) and name != chosen
         )
         if chosen.endswith(".json"):
-            return _indexed(storage, folder, chosen, lister, others)
+            return _indexed(storage, folder, chosen, names, others)
         shards = _shards_of(folder, chosen, names)
-        listings = [lister(storage, join_path(folder, name)) for name in shards]
+        listings = [list_file(storage, join_path(folder, name)) for name in shards]
         skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
         return join(_name(listings), listings, skipped)
     shown = ", ".join(names[:20]) or "nothing"
@@ -61,12 +52,13 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
     """How the weights are quantised, as config.json says."""
-    path = join_path(folder, "config.json")
-    if "config.json" not in names or storage.info(path).size > MAX_CONFIG_BYTES:
+    if "config.json" not in names:
         return {}
     try:
-        config: Any = json.loads(read_whole(storage, path))
-    except (ValueError, RecursionError):
+        config: Any = json.loads(
+            read_whole(storage, join_path(folder, "config.json"), MAX_CONFIG_BYTES)
+        )
+    except (LoadError, ValueError, RecursionError):
         return {}  # whoever builds the model from it says so
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
@@ -116,25 +108,20 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
 
 
 def _indexed(
-    storage: Storage,
-    folder: str,
-    index: str,
-    lister: Callable[[Storage, str], Listing],
-    others: tuple[str, ...],
+    storage: Storage, folder: str, index: str, names: list[str], others: tuple[str, ...]
 ) -> Listing:
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if not storage.is_file(inside(folder, shard)):
-            keys = [key for key, name in weight_map.items() if name == shard]
-            raise LoadError(
-                f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
-                f"({keys[0]}, ...): the download is incomplete"
-            )
+    for shard in shards:  # before any is opened, as the first of them may be damaged
+        if "/" not in shard and shard not in names:
+            raise _missing(path, shard, weight_map)
     listings: list[Listing] = []
     for shard in shards:
-        listing = lister(storage, inside(folder, shard))
+        try:
+            listing = list_file(storage, inside(folder, shard))
+        except FileNotFoundError as error:
+            raise _missing(path, shard, weight_map) from error
         mine = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
         lost = [k for k, name in weight_map.items() if name == shard and k not in mine]
         if lost:
@@ -142,6 +129,14 @@ def _indexed(
         listings.append(listing.with_tensors(mine))
     skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
     return join(_name(listings), listings, skipped)
+
+
+def _missing(path: str, shard: str, weight_map: dict[str, str]) -> LoadError:
+    keys = [key for key, name in weight_map.items() if name == shard]
+    return LoadError(
+        f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
+        f"({keys[0]}, ...): the download is incomplete"
+    )
 
 
 def _weight_map(storage: Storage, path: str) -> dict[str, str]:

@@ -109,11 +109,6 @@ def steps_in(folder: str) -> list[SavedStep]:
     return found
 
 
-def recognises(names: list[str]) -> bool:
-    """Whether a folder with these entries is a run, or one step of a run."""
-    return MANIFEST in names or any(STEP.match(name) for name in names)
-
-
 class Step(NamedTuple):
     """A step's folder in a run's.
 
@@ -246,9 +241,9 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, 
 def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
     if name not in manifest.files:
         raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
-    if not storage.is_file(path):
+    info = storage.find(path)
+    if info is None:
         raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
-    info = storage.info(path)
     if info.size != manifest.files[name].size:
         raise CorruptCheckpoint(
             f"{path}: has {info.size} bytes, {MANIFEST} says {manifest.files[name].size}: "

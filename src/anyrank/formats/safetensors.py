@@ -48,8 +48,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         UnsafeFile: the header is not what the format allows: too long, not JSON, an unknown dtype,
             or offsets that overlap, leave holes, run backwards or pass the end of the file.
     """
-    info = storage.info(path)
     with closing(storage.open(path)) as file:
+        info = file.info
         if info.size < 8:
             raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
         length = int.from_bytes(read_range(file, path, 0, 8), "little")

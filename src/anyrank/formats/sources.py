@@ -1,11 +1,11 @@
-"""Which format a source is in. A new format is a new file here and a line in a table below."""
+"""Which format a source is in. A new format of folders is a new file, and a line in FOLDERS."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from anyrank.files.listing import (
     join,
     versions_of,
 )
-from anyrank.files.storage import Storage, digest_of_ends, read_range, storage_for
-from anyrank.formats import dcp, huggingface, run_folder, safetensors, torch_file
-from anyrank.formats.tools import accelerate, deepspeed, megatron, per_rank, tables, trainer
-from anyrank.formats.tools.foreign import ForeignCheckpoint
+from anyrank.files.manifest import MANIFEST, STEP
+from anyrank.files.storage import Storage, fingerprint, storage_for
+from anyrank.formats import dcp, huggingface, run_folder, weight_files
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -30,53 +29,57 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True)
-class FolderFormat:
-    """What writes folders.
-
-    Attributes:
-        sign: whether a folder with these entries is one.
-        weights: what lists its weights.
-        run: what reads a whole run of another tool, to go on from; None where there is none.
-    """
-
-    sign: Callable[[list[str]], bool]
-    weights: Callable[[Storage, str], Listing]
-    run: Callable[[Storage, str], ForeignCheckpoint] | None = None
-
-
-# In order of their signs; the last one takes what is left.
-FOLDERS = (
-    FolderFormat(run_folder.recognises, run_folder.list_folder),
-    FolderFormat(trainer.recognises, accelerate.list_folder, trainer.read),
-    FolderFormat(accelerate.recognises, accelerate.list_folder, accelerate.read),
-    FolderFormat(deepspeed.recognises, accelerate.list_folder, deepspeed.read),
-    FolderFormat(per_rank.is_verl, per_rank.list_folder, per_rank.read_verl),
-    FolderFormat(
-        per_rank.is_torch_checkpointing, per_rank.list_folder, per_rank.read_torch_checkpointing
+# What writes folders -> the rows of which one is there whole: each pattern is an entry's name. In
+# the order in which they are looked for. The core lists the weights of those in LISTERS; for the
+# others, and for runs of all but the first and the last, see `foreign.read`.
+RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
+FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,)),
+    "trainer": ((r"trainer_state\.json",),),
+    "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
+    "deepspeed": (
+        (r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",),
+        (r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",),
+        ("latest", "global_step.*"),
     ),
-    FolderFormat(megatron.recognises, megatron.list_folder, megatron.read),
-    FolderFormat(lambda names: dcp.METADATA in names, dcp.list_folder, tables.read_dcp),
-    FolderFormat(lambda names: True, huggingface.list_folder),
-)
-
-# File formats by ending; files with another ending are recognised by their first bytes.
-FILES: dict[str, Callable[[Storage, str], Listing]] = {
-    ".safetensors": safetensors.list_file,
-    ".pt": torch_file.list_file,
-    ".pth": torch_file.list_file,
-    ".bin": torch_file.list_file,
-    ".ckpt": torch_file.list_file,
+    "verl": ((r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",),),
+    "torch_checkpointing": ((r"model_0\.pt",), (r"metadata\.pkl", r"\w+?_\d+\.pt")),
+    "megatron": ((re.escape(dcp.METADATA), r"common\.pt"),),
+    DCP: ((re.escape(dcp.METADATA),),),
+    WEIGHTS: ((),),
+}
+LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
+    RUN: run_folder.list_folder,
+    DCP: dcp.list_folder,
+    WEIGHTS: huggingface.list_folder,
 }
 
-ENDINGS = (*FILES, ".safetensors.index.json", ".bin.index.json")
+
+def looks_like(name: str, names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is of the format of this name in FOLDERS."""
+    return any(
+        all(any(re.fullmatch(pattern, entry) for entry in names) for pattern in row)
+        for row in FOLDERS[name]
+    )
+
+
+def format_of_folder(names: Sequence[str]) -> str:
+    """The name in FOLDERS of what wrote a folder with these entries."""
+    return next(name for name in FOLDERS if looks_like(name, names))
+
+
+def is_of_tool(names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint of another tool, to go on from."""
+    return format_of_folder(names) not in (RUN, WEIGHTS)
 
 
 def checkpoint_among(names: Sequence[str]) -> str | None:
     """What checkpoint a folder with these entries holds, by their names alone; None for none."""
     if dcp.METADATA in names or any(name.endswith(".distcp") for name in names):
         return "a torch.distributed.checkpoint folder"
-    return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)
+    return next(
+        (name for name in sorted(names) if name.lower().endswith(weight_files.ENDINGS)), None
+    )
 
 
 def check_source(source: object) -> None:
@@ -123,32 +126,22 @@ def list_source(source: Source) -> Listing:
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 
-def with_ends(listing: Listing) -> Listing:
-    """The listing, by which other ranks know their own copies of its local files.
+def with_fingerprints(listing: Listing) -> Listing:
+    """The listing, by which other machines know their own copies of its local files.
 
-    It takes two reads a file, so what one process reads goes without.
+    It takes two reads a file, so it is for ranks on several machines alone.
     """
-    return replace(listing, files=tuple(map(_file_with_ends, listing.files)))
-
-
-def _file_with_ends(info: FileInfo) -> FileInfo:
-    if not info.place:
-        return info
-    try:
-        with closing(storage_for(info.path).open(info.path)) as file:
-            return replace(info, ends=digest_of_ends(file, info))
-    except OSError as error:
-        raise LoadError(f"{info.path}: cannot be read: {error}") from error
+    made = (replace(i, fingerprint=fingerprint(i)) if i.place else i for i in listing.files)
+    return replace(listing, files=tuple(made))
 
 
 def _list_path(path: str) -> Listing:
     storage = storage_for(path)
     try:
         if storage.is_dir(path):
-            names = storage.names(path)
-            return next(each for each in FOLDERS if each.sign(names)).weights(storage, path)
+            return _list_folder(storage, path)
         if storage.is_file(path):
-            return _file_lister(storage, path)(storage, path)
+            return weight_files.list_file(storage, path)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error}") from error
     if os.path.exists(path):
@@ -156,17 +149,13 @@ def _list_path(path: str) -> Listing:
     raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
 
 
-def _file_lister(storage: Storage, path: str) -> Callable[[Storage, str], Listing]:
-    lister = FILES.get(os.path.splitext(path)[1].lower())
-    if lister is not None:
-        return lister
-    with closing(storage.open(path)) as file:
-        head = read_range(file, path, 0, min(9, storage.info(path).size))
-    if head[:4] == torch_file.ZIP_MAGIC or head[:1] == b"\x80":
-        return torch_file.list_file
-    if head[8:9] == b"{":
-        return safetensors.list_file
-    raise LoadError(f"{path}: unknown format; anyrank reads {', '.join(FILES)} and folders of them")
+def _list_folder(storage: Storage, path: str) -> Listing:
+    name = format_of_folder(storage.names(path))
+    if name in LISTERS:
+        return LISTERS[name](storage, path)
+    from anyrank.foreign.read import list_weights  # around the core: a door in test_house
+
+    return list_weights(name, storage, path)
 
 
 def _tensors_in(value: Any) -> int:

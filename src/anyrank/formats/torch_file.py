@@ -102,8 +102,8 @@ def read_file(storage: Storage, path: str) -> TorchFile:
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
     """
-    info = storage.info(path)
     with closing(storage.open(path)) as file, parsing(path):
+        info = file.info
         magic = read_range(file, path, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
             return TorchFile("torch zip", info, *read_zip(file, path, 0, info.size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def cpu_only() -> Generator[None]:
     """
     _register_restorer()
     backend, current = _current_device()
-    THREAD.depth = _depth() + 1
+    THREAD.depth += 1
     try:
         with torch.device(CPU), _Redirect():
             yield
@@ -120,21 +121,22 @@ def _is_home(text: str) -> bool:
 
 # -- torch.load -----------------------------------------------------------------------------------
 
-THREAD = threading.local()  # `depth`: how many blocks the thread is in
-_registered: list[bool] = []  # once a process: torch has no way to take a restorer out again
+
+class _Thread(threading.local):
+    """How many blocks the thread is in."""
+
+    depth = 0
 
 
-def _depth() -> int:
-    return getattr(THREAD, "depth", 0)
+THREAD = _Thread()
 
 
+@functools.cache
 def _register_restorer() -> None:
-    """Add our restorer to torch's."""
-    if not _registered:
-        _registered.append(True)
-        register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
+    """Add our restorer to torch's, once a process: torch has no way to take it out again."""
+    register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
 
 
 def _restore_on_cpu(storage: Any, location: str) -> Any:
     """The storage as read, on the CPU, for a location that is an accelerator; outside, nothing."""
-    return storage if _depth() and location.split(":")[0] not in HOME else None
+    return storage if THREAD.depth and location.split(":")[0] not in HOME else None

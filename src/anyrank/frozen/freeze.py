@@ -108,8 +108,6 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     kept = known.source if source is None else _paths(source)
     if FROZEN not in own:
         own.update({name: _Method(answer, module) for name, answer in METHODS.items()})
-        if hasattr(type(module), "__deepcopy__"):  # which may leave attributes behind
-            own["__deepcopy__"] = _Method(_copy_and_freeze, module)
         _stay_whole(module)
         module.register_load_state_dict_pre_hook(_keep_own)
         module.register_load_state_dict_post_hook(_remember_loaded)
@@ -124,13 +122,18 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
 def frozen_sources(model: nn.Module) -> list[FrozenSource]:
     """The sources of the frozen parts of a model, each once."""
-    infos = (part.__dict__[FROZEN] for _, part in frozen_parts(model))
+    infos: list[FrozenInfo] = [part.__dict__[FROZEN] for _, part in frozen_parts(model)]
     return list(dict.fromkeys(info.source for info in infos if info.source is not None))
 
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every frozen part, also those within others, and the model itself."""
-    return [(name, part) for name, part in walk(model) if FROZEN in part.__dict__]
+    return [(name, part) for name, part in walk(model) if frozen_info(part)]
+
+
+def frozen_info(module: nn.Module) -> FrozenInfo | None:
+    """What is known of a part; None unless `freeze` was called on this very module."""
+    return module.__dict__.get(FROZEN)
 
 
 def _paths(source: Any) -> FrozenSource:
@@ -226,12 +229,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 def without_answers(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """A module's attributes, for a copy that is not frozen."""
     return {name: value for name, value in attributes.items() if not isinstance(value, _Method)}
-
-
-def _copy_and_freeze(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep copy of a module whose class makes its own copies."""
-    kind: Any = type(module)
-    return freeze(kind.__deepcopy__(module, memo), source=module.__dict__[FROZEN].source)
 
 
 def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:

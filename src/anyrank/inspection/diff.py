@@ -18,8 +18,8 @@ from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import list_step, recognises, whole_steps
-from anyrank.formats.sources import Source, check_source, list_source
+from anyrank.formats.run_folder import list_step, whole_steps
+from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
@@ -235,7 +235,7 @@ def _committed_steps(source: Source) -> dict[int, str] | None:
         return None
     path = os.fspath(source)
     storage = storage_for(path)
-    if not storage.is_dir(path) or not recognises(names := storage.names(path)):
+    if not storage.is_dir(path) or not looks_like(RUN, names := storage.names(path)):
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from anyrank.wording import printable, short_dtype
@@ -63,23 +63,19 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Tens
     return [group for _, group in sorted(made, key=lambda item: (item[0], item[1].shape))]
 
 
-def as_products(indices: Iterable[Indices]) -> list[tuple[Indices, ...]]:
-    """Tuples of equal length as disjoint products of sets, few of them: [(0, 1), (2,)] for 0.2 and
-    1.2.
+def as_products(indices: Collection[Indices]) -> list[tuple[Indices, ...]]:
+    """Tuples of equal length as disjoint products of sets: [(0, 1), (2,)] for 0.2 and 1.2.
+
+    One product where every combination is there, as of layers and their experts; else one for each
+    of the further numbers.
     """
-    rests: dict[int, set[Indices]] = {}
-    for index in indices:
-        if not index:
-            return [()]
-        rests.setdefault(index[0], set()).add(index[1:])
-    firsts: dict[frozenset[Indices], list[int]] = {}
-    for first, rest in rests.items():
-        firsts.setdefault(frozenset(rest), []).append(first)
-    return [
-        (tuple(sorted(numbers)), *product)
-        for rest, numbers in firsts.items()
-        for product in as_products(sorted(rest))
-    ]
+    columns = [tuple(sorted(set(column))) for column in zip(*indices, strict=True)]
+    if math.prod(map(len, columns)) == len(indices):
+        return [tuple(columns)]
+    by_rest: dict[Indices, list[int]] = {}
+    for first, *rest in sorted(indices):
+        by_rest.setdefault(tuple(rest), []).append(first)
+    return [(tuple(numbers), *((number,) for number in rest)) for rest, numbers in by_rest.items()]
 
 
 def _blank(name: str) -> tuple[Blanked, Indices]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
@@ -19,15 +19,23 @@ from anyrank.files.receipt import (
     tensor_differences,
 )
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, recognises
-from anyrank.formats.sources import Source, check_source, list_source
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps
+from anyrank.formats.sources import (
+    DCP,
+    RUN,
+    Source,
+    check_source,
+    is_of_tool,
+    list_source,
+    looks_like,
+)
+from anyrank.formats.weight_files import format_of
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, in_units, printable, rows
 
 SHOWN = 20
-FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     Structure, sizes, offsets, and the index against the files; then every checksum that came with
     them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
     manifest, the xxh3-64 of each block and, with exact=True, the receipt, of every committed step.
-    Memory: a few MiB.
+    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, Megatron's, each rank's)
+    the optimizers and the other ranks' files are looked at too. Memory: a few MiB.
 
     Called by one process.
 
@@ -119,10 +128,11 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     check_bool(finite=finite)
     found = _Found([], set())
     path = name_of(source)
+    names: list[str] | None = None
     if isinstance(source, (str, os.PathLike)):
         storage = storage_for(path)
         names = _names(storage, path)
-        if names is not None and recognises(names):
+        if names is not None and looks_like(RUN, names):
             return _verify_run(storage, path, names, finite, found)
     try:
         listing = list_source(source)
@@ -130,10 +140,30 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         found.findings.append(_finding(error, path))
         _verify_each(source, found)
         return VerifyReport(path, "", found.findings, 0, 0, ["structure"], [])
+    if names is not None and listing.format != DCP and is_of_tool(names):
+        listing = _with_state(path, listing, found)
     _verify_listing(listing, finite, found)
     for name, what in listing.unreadable.items():
         found.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
     return _report(path, listing.format, found, [listing], [])
+
+
+def _with_state(path: str, weights: Listing, found: _Found) -> Listing:
+    """The weights in another tool's folder, with its optimizers and what else a run is made of."""
+    from anyrank.foreign.read import read_foreign  # around the core: a door in test_house
+
+    try:
+        run = read_foreign(path)
+    except AnyrankError as error:
+        found.findings.append(_finding(error, path))
+        return weights
+    tensors = {name: stored for each in run.weights.values() for name, stored in each.items()}
+    for part, optimizer in run.optimizers.items():
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, StoredTensor):
+                    tensors[f"{part}.{parameter}.{key}"] = value
+    return replace(run.listing.with_tensors(tensors), format=weights.format)
 
 
 @dataclass
@@ -174,7 +204,7 @@ def _verify_each(source: Source, found: _Found) -> None:
         path = os.fspath(source)
         storage = storage_for(path)
         if storage.is_dir(path):
-            names = [name for name in storage.names(path) if name.endswith(FILE_ENDINGS)]
+            names = [name for name in storage.names(path) if format_of(name) is not None]
             paths = [join_path(path, name) for name in names]
     elif not isinstance(source, Mapping):
         paths = [os.fspath(path) for path in source]

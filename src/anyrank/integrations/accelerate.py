@@ -7,33 +7,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import anyrank
 from anyrank.integrations.accelerate_batches import ElasticBatches
-from anyrank.integrations.accelerate_run import (
-    AccelerateRun,
-    add_modules,
-    check_unsharded,
-    make_state,
-    problems_of,
-    step_as_trained,
-    warn_of_other_schedule,
-)
-from anyrank.versions import warn_if_untested
+from anyrank.integrations.framework_names import check_names
+from anyrank.integrations.run import FrameworkRun, RunOptions, numbered
 
 log = logging.getLogger("anyrank.integrations")
-warn_if_untested("accelerate", "1.15", "1.15")
 
 _Accelerator: Any = accelerate.Accelerator  # its own annotations are too loose for a checker
+check_names("accelerate", _Accelerator)
+
+OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class Accelerator(_Accelerator):
@@ -51,15 +49,12 @@ class Accelerator(_Accelerator):
     nothing. Other DataLoaders are prepared as usual. For one process, DDP and FSDP2.
 
     Args:
-        args: of accelerate's Accelerator, as are `kwargs`.
+        args: of accelerate's Accelerator.
         folder: path or URL of the run.
         global_batch: samples of an optimizer step, on all ranks together, in place of
             gradient_accumulation_steps.
-        microbatch: samples of one forward pass; default: the DataLoader's batch_size.
-        seed: of the order of the data and of all random numbers.
-        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
-        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
-            are its arguments, too.
+        kwargs: options of the run, as `every="10min"`, which `anyrank.integrations.run.RunOptions`
+            lists; all others are of accelerate's Accelerator.
 
     Raises:
         ValueError: gradient_accumulation_steps, split_batches, a limit of checkpoints, DeepSpeed,
@@ -87,78 +82,85 @@ class Accelerator(_Accelerator):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        folder: str | os.PathLike[str],
-        global_batch: int,
-        microbatch: int | None = None,
-        seed: int = 0,
-        exact: bool = False,
-        every: int | str | None = None,
-        keep: int = 3,
-        keep_every: int | None = None,
-        background: bool = False,
-        verify: bool = True,
-        **kwargs: Any,
+        self, *args: Any, folder: str | os.PathLike[str], global_batch: int, **kwargs: Any
     ) -> None:
+        names = RunOptions.__annotations__.keys() & kwargs.keys()
+        options = {name: kwargs.pop(name) for name in names}
         if kwargs.get("gradient_accumulation_steps", 1) == 1:
             # adjust_scheduler would count microbatches, whose number depends on the ranks.
             plugin = GradientAccumulationPlugin(num_steps=1, adjust_scheduler=False)
             kwargs.setdefault("gradient_accumulation_plugin", plugin)
         super().__init__(*args, **kwargs)
-        for problem in problems_of(self):
+        for problem in _problems_of(self):
             raise ValueError(f"anyrank's Accelerator: {problem}")
-        self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
-        self._data |= {"seed": seed, "exact": exact}
-        options = {"every": every, "keep": keep, "keep_every": keep_every}
-        options |= {"background": background, "verify": verify}
-        self._elastic = AccelerateRun(os.fspath(folder), self._make_state, options)
+        self._run = FrameworkRun(folder, self._make_state, global_batch=global_batch, **options)
         self._batches: ElasticBatches | None = None
         self._wrapped: list[nn.Module] = []  # accelerate's own list has them without DDP
 
     @property
     def run(self) -> anyrank.TrainState | None:
         """The state of the run, with step, samples and epoch; None before it is needed first."""
-        return self._elastic.state
+        return self._run.state
 
     @property
     def report(self) -> anyrank.ResumeReport | None:
         """What `load_state` resumed; None if there was nothing."""
-        return self._elastic.report
+        return self._run.report
 
     # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As usual."""
         prepared = super().prepare(*args, **kwargs)
-        add_modules(self._wrapped, prepared if isinstance(prepared, tuple) else [prepared])
+        self._add_modules(prepared if isinstance(prepared, tuple) else [prepared])
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """The first one is trained on, and becomes elastic; others are prepared as usual."""
         if self._batches is not None or not isinstance(data_loader, DataLoader):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        self._batches = ElasticBatches(self, self._elastic, data_loader, **self._data)
+        self._batches = ElasticBatches(self, self._run, data_loader)
         return self._batches
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As usual; a model that is sharded already is refused with a ValueError."""
-        if not self.is_fsdp2:
-            check_unsharded(model)
+        if not self.is_fsdp2 and isinstance(model, FSDPModule):
+            raise ValueError(
+                "prepare() got a model that fully_shard has sharded, and would wrap it again: "
+                "leave the sharding to FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+                "anyrank.Checkpoints in a loop of your own"
+            )
         prepared = super().prepare_model(model, *args, **kwargs)
-        add_modules(self._wrapped, [prepared])
+        self._add_modules([prepared])
         return prepared
+
+    def _add_modules(self, things: Iterable[Any]) -> None:
+        """Remember the modules among things, each once."""
+        for thing in things:
+            if isinstance(thing, nn.Module) and all(thing is not part for part in self._wrapped):
+                self._wrapped.append(thing)
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As usual; its step completes the gradients, and counts."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
+        if not isinstance(optimizer, AcceleratedOptimizer):  # which was prepared already
             optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._elastic.note_step)
+            optimizer.register_step_post_hook(self._run.note_step)
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As usual; it steps once in each optimizer step, not once for each process."""
-        return step_as_trained(super().prepare_scheduler(scheduler), self._elastic)
+        """As usual; it steps once in each optimizer step, not once for each process, and not at
+        the ends of epochs that were finished before.
+        """
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        step = prepared.step
+
+        def unless_finished(*args: Any, **kwargs: Any) -> None:
+            if self._batches is None or not self._batches.is_in_finished_epoch:
+                step(*args, **kwargs)
+
+        prepared.step = unless_finished
+        return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As usual; for the training DataLoader it is refused with a ValueError."""
@@ -174,14 +176,36 @@ class Accelerator(_Accelerator):
         return nn.ModuleList(self._wrapped)
 
     def _make_state(self) -> anyrank.TrainState:
-        return make_state(
-            self._wrapped,
-            self._optimizers,
-            self._schedulers,
-            self._custom_objects,
+        """What was prepared and registered, as the state of a run.
+
+        Raises:
+            ValueError: no model was prepared, or a scheduler was registered.
+        """
+        if not self._wrapped:
+            raise ValueError(
+                "prepare() the model, the optimizer and the training DataLoader before"
+            )
+        registered = self._custom_objects
+        for thing in registered:
+            # It would step in each microbatch, whose number depends on the ranks, and once more at
+            # the end of each epoch that was finished before.
+            if isinstance(thing, LRScheduler):
+                raise ValueError(
+                    f"register_for_checkpointing({type(thing).__name__}): give the scheduler to "
+                    "prepare(), which saves it as well and lets it step once in each optimizer "
+                    "step: scheduler = accelerator.prepare(scheduler)"
+                )
+        custom = numbered("registered", registered)
+        whole = (nn.Module, Optimizer)
+        return anyrank.TrainState(
             scaler=self.scaler,
             data=self._training().loader,
-            seed=self._data["seed"],
+            seed=self._run.seed,
+            first_rank=[name for name, thing in custom.items() if not isinstance(thing, whole)],
+            **numbered("model", self._wrapped),
+            **numbered("optimizer", self._optimizers),
+            **numbered("scheduler", self._schedulers),
+            **custom,
         )
 
     # -- the loop's body --------------------------------------------------------------------------
@@ -255,7 +279,7 @@ class Accelerator(_Accelerator):
             args: not used, as are `kwargs`.
 
         Returns:
-            The path of the step.
+            The path of the step; with background=True of the newest that is committed.
 
         Raises:
             ValueError: within a step.
@@ -266,7 +290,7 @@ class Accelerator(_Accelerator):
                 "save_state() within a step: call it after optimizer.step(), where "
                 "accelerator.sync_gradients is true"
             )
-        path = self._elastic.save()
+        path = self._run.save()
         if output_dir is not None:
             log.warning("save_state(%r): the run is saved in %s", str(output_dir), path)
         return path
@@ -283,18 +307,41 @@ class Accelerator(_Accelerator):
         Raises:
             CheckpointError: as `Checkpoints.resume`.
         """
-        self._elastic.load(input_dir)
-        for scheduler in self._schedulers:
-            warn_of_other_schedule(scheduler.scheduler)
+        self._run.resume("auto" if input_dir is None else input_dir)
 
     def end_training(self) -> None:
         """As usual, after the last step is saved. All ranks."""
-        self._elastic.close()
+        self._run.close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
         """As usual, after the last step is saved: what is prepared next is another run's."""
-        self._elastic.close()
-        self._elastic.state = self._batches = None  # which hold the model
+        self._run.close()
+        self._run.state = self._run.checkpoints = self._run.loader = None  # which hold the model
+        self._batches = None
         self._wrapped = []
         return super().free_memory(*objects)
+
+
+def _problems_of(accelerator: Any) -> Iterator[str]:
+    """What divides the data or the model in a second way."""
+    kind, project = accelerator.distributed_type.name, accelerator.project_configuration
+    if accelerator.gradient_accumulation_steps != 1:
+        yield "global_batch decides how much is accumulated: leave gradient_accumulation_steps out"
+    if accelerator.split_batches:
+        yield "split_batches divides a batch among the ranks a second time: leave it out"
+    if project.total_limit is not None or project.automatic_checkpoint_naming:
+        yield (
+            "total_limit and automatic_checkpoint_naming are for folders of Accelerate's own: "
+            "leave them out, and give keep="
+        )
+    if kind in OTHER_SHARDINGS or (kind == "FSDP" and not accelerator.is_fsdp2):
+        yield (
+            f"{kind} shards the model in a way that is not resumed: use DDP, or FSDP2 with "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if accelerator.parallelism_config is not None:
+        yield (
+            "parallelism_config gives several ranks the same data: use anyrank.Checkpoints in a "
+            "loop of your own"
+        )

@@ -10,8 +10,7 @@ from typing import Any
 from accelerate.utils import send_to_device
 from torch import nn
 
-from anyrank.integrations.accelerate_run import AccelerateRun
-from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.run import FrameworkRun
 
 log = logging.getLogger("anyrank.integrations")
 
@@ -25,9 +24,8 @@ class ElasticBatches:
 
     Args:
         accelerator: whose models are trained.
-        run: counts the steps.
+        run: makes the loader, and counts the steps.
         dataloader: the user's.
-        options: of `elastic_loader`.
 
     Attributes:
         loader: the `anyrank.ElasticLoader`.
@@ -35,25 +33,22 @@ class ElasticBatches:
         batch_size: samples of a microbatch.
         step: whose microbatch is run, or was last.
         is_running: whether the loop is in the body of a microbatch.
+        is_in_finished_epoch: whether the loop over epochs is in one that was finished before.
     """
 
-    def __init__(
-        self, accelerator: Any, run: AccelerateRun, dataloader: Any, **options: Any
-    ) -> None:
-        self.loader = elastic_loader(dataloader, **options)
+    def __init__(self, accelerator: Any, run: FrameworkRun, dataloader: Any) -> None:
+        self.loader = run.make_loader(dataloader)
         self.dataset = dataloader.dataset
-        self.batch_size: int = options["microbatch"] or dataloader.batch_size
+        self.batch_size: int = run.microbatch or dataloader.batch_size
         self.step: Any = None
-        self._is_exact: bool = options["exact"]
-        self.is_running = False
+        self.is_running = self.is_in_finished_epoch = False
         self._accelerator = accelerator
         self._run = run
         self._models: nn.ModuleList | None = None
         self._microbatches: Iterator[Any] | None = None  # of the step, until it is complete
-        self._losses = 0  # backward passes in the step
-        self._passes = 0
-        self._is_told = False
-        self._left: int | None = None  # epoch that a pass was broken off in
+        self._num_backwards = 0  # in the step
+        self._num_iterations = 0
+        self._interrupted_epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -67,18 +62,21 @@ class ElasticBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is, for a loop that does not begin at 0."""
-        self._passes = epoch
+        self._num_iterations = epoch
 
     def __iter__(self) -> Generator[Any, None, None]:
-        self._run.begin_pass()
-        epoch, self._passes = self._passes, self._passes + 1
-        if self.loader.epoch > epoch:
+        self._run.begin(
+            "call accelerator.load_state() before the loop, which also begins a run where there is "
+            "none"
+        )
+        self._run.count()  # the last step of the epoch before
+        epoch, self._num_iterations = self._num_iterations, self._num_iterations + 1
+        self.is_in_finished_epoch = self.loader.epoch > epoch
+        if self.is_in_finished_epoch:
             log.info("epoch %d was finished before: it yields nothing", epoch)
-            self._run.is_in_finished_epoch = True
             return
-        self._run.is_in_finished_epoch = False
         begun = self.loader.epoch
-        if self._left == begun:
+        if self._interrupted_epoch == begun:
             log.warning(
                 "the pass before was left within epoch %d: this one has the rest of it, so that "
                 "every sample is seen once",
@@ -91,18 +89,17 @@ class ElasticBatches:
                 yield from self._bodies(step, models)
                 self.complete()
                 if self.loader.step == step.number:  # not counted yet, as by a save in the body
-                    self._look_at_optimizer(step.number)
-                    self._run.has_stepped = True  # also where a GradScaler has left a step out
-                    self._run.count_step()
+                    self._run.note_step()  # also where a GradScaler has left it out
+                    self._run.count()
         finally:
-            self._left = begun if self.loader.epoch == begun else None
+            self._interrupted_epoch = begun if self.loader.epoch == begun else None
             self._leave()
 
     def _bodies(self, step: Any, models: nn.ModuleList) -> Generator[Any, None, None]:
         """The microbatches of a step on this rank."""
         # Every rank runs equally many: where there are too few, one of them again, with weight 0.
         turns = ceil(ceil(step.samples / self.batch_size) / self._accelerator.num_processes)
-        self.step, self._losses = step, 0
+        self.step, self._num_backwards = step, 0
         self._microbatches = microbatches = step.microbatches(models)
         for turn in range(turns):
             batch = next(microbatches)
@@ -110,18 +107,6 @@ class ElasticBatches:
             self.is_running = True
             yield self._to_device(batch)
             self.is_running = False
-
-    def _look_at_optimizer(self, number: int) -> None:
-        """Say once that a step had no optimizer's, unless a GradScaler may have left it out."""
-        if self._run.has_stepped or self._is_told or self._accelerator.scaler is not None:
-            return
-        self._is_told = True
-        log.warning(
-            "step %d: no optimizer has stepped in it: call optimizer.step() and zero_grad() for "
-            "each batch, or where accelerator.sync_gradients is true, and not by a count of your "
-            "own; the step counts all the same",
-            number,
-        )
 
     @property
     def is_within_step(self) -> bool:
@@ -153,7 +138,7 @@ class ElasticBatches:
                 "of a step: run all backward passes before. For optimizers that alternate (a GAN), "
                 "use anyrank.Checkpoints in a loop of your own"
             )
-        self._losses += 1
+        self._num_backwards += 1
         return self.step.scale(loss, weight)
 
     def complete(self) -> bool:
@@ -166,7 +151,7 @@ class ElasticBatches:
             return False
         if self._microbatches is not None:
             microbatches, self._microbatches = self._microbatches, None
-            if not self._losses:
+            if not self._num_backwards:
                 raise ValueError(
                     "a step without accelerator.backward(loss): call it in place of "
                     "loss.backward(), in the loop over the DataLoader that is prepared first, "
@@ -179,7 +164,7 @@ class ElasticBatches:
 
     def clips_exactly(self, parameters: list[Any]) -> bool:
         """Whether a step is to clip these: the gradients of all models, with exact=True."""
-        if not self._is_exact or self._models is None:
+        if not self._run.is_exact or self._models is None:
             return False
         trained = {id(p) for p in self._models.parameters() if p.grad is not None}
         return trained == {id(p) for p in parameters if p.grad is not None}

@@ -14,17 +14,17 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Unpack
 
 import anyrank
-from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.framework_names import check_names
 from anyrank.integrations.lightning_loops import (
     LoopState,
     Replaced,
     Steps,
     problems_of,
 )
-from anyrank.versions import warn_if_untested
+from anyrank.integrations.run import FrameworkRun, RunOptions, numbered
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -35,9 +35,16 @@ def _callback_class() -> Any:
     names = names or [name for name in PACKAGES if find_spec(name)][:1]
     if not names:
         raise ImportError("anyrank.integrations.lightning needs lightning: pip install lightning")
+    bases: list[type] = []
     for name in names:
-        warn_if_untested(name, "2.6", "2.6")
-    bases = [importlib.import_module(PACKAGES[name]).Callback for name in names]
+        package = importlib.import_module(PACKAGES[name])
+        loops: Any = importlib.import_module(f"{PACKAGES[name]}.loops")
+        automatic: Any = importlib.import_module(f"{PACKAGES[name]}.loops.optimization.automatic")
+        strategy: Any = importlib.import_module(f"{PACKAGES[name]}.strategies").Strategy
+        check_names(name, package.Callback, package.LightningModule, package.Trainer, strategy)
+        check_names(name, loops._FitLoop, loops._Loop, loops._TrainingEpochLoop)
+        check_names(name, automatic._AutomaticOptimization)
+        bases.append(package.Callback)
     return type("Callback", tuple(bases), {})
 
 
@@ -58,20 +65,11 @@ class Elastic(_Callback):
     and the schedulers; modules that a callback holds (an EMA copy) too. For SingleDeviceStrategy,
     DDPStrategy and ModelParallelStrategy (FSDP2), and automatic optimization with one optimizer.
 
-    Attributes:
-        report: what the last `fit` resumed; None if it began anew.
-        state: the `anyrank.TrainState` of the last `fit`.
-        loader: its `anyrank.ElasticLoader`, with the receipts of finished epochs.
-
     Args:
         path: folder or URL of the run.
         global_batch: samples of an optimizer step, on all ranks together.
-        microbatch: samples of a call of `training_step`; default: the DataLoader's batch_size.
-        seed: of the order of the data and of all random numbers.
-        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
-        every: when to save, as for `anyrank.Checkpoints`; keep, keep_every, background and verify
-            are its arguments, too.
         resume: "auto", "must", a step or a path, as `Checkpoints.resume` takes it.
+        options: of the run, as `every="10min"`: `anyrank.integrations.run.RunOptions` lists them.
 
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
@@ -108,33 +106,31 @@ class Elastic(_Callback):
         path: str | os.PathLike[str],
         *,
         global_batch: int,
-        microbatch: int | None = None,
-        seed: int = 0,
-        exact: bool = False,
-        every: int | str | None = None,
-        keep: int = 3,
-        keep_every: int | None = None,
-        background: bool = False,
-        verify: bool = True,
         resume: str | int | os.PathLike[str] = "auto",
+        **options: Unpack[RunOptions],
     ) -> None:
         super().__init__()
-        self.report: anyrank.ResumeReport | None = None
-        self.state: anyrank.TrainState | None = None
-        self.loader: Any = None
-        self._path = os.fspath(path)
-        self._seed = seed
-        self._data: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch}
-        self._data["exact"] = exact
-        self._options: dict[str, Any] = {"every": every, "keep": keep, "keep_every": keep_every}
-        self._options |= {"background": background, "verify": verify}
+        self._run = FrameworkRun(path, self._make_state, global_batch=global_batch, **options)
         self._which = resume
         self._trainer: Any = None
-        self._checkpoints: Any = None
         self._loops: LoopState | None = None
         self._steps: Iterator[Any] = iter(())
-        self._is_trained = False  # a step was trained that is not counted yet
         self._replaced = Replaced()
+
+    @property
+    def report(self) -> anyrank.ResumeReport | None:
+        """What the last `fit` resumed; None if it began anew."""
+        return self._run.report
+
+    @property
+    def state(self) -> anyrank.TrainState | None:
+        """The state of the last `fit`; None before."""
+        return self._run.state
+
+    @property
+    def loader(self) -> anyrank.ElasticLoader | None:
+        """Its steps, with the receipts of finished epochs; None before."""
+        return self._run.loader
 
     # -- Lightning's hooks ------------------------------------------------------------------------
 
@@ -163,27 +159,29 @@ class Elastic(_Callback):
                 "of your own"
             )
         trainer.fit_loop.setup_data()
+        self._run.resume(self._which)
+        if self.report and self.report.components.get("lightning") != "exact":
+            assert self._loops is not None
+            self._loops.begin_at(self.report.step)
+        # Until the first step is done, so that Lightning does not take over the signals' handlers.
+        self._run.open().close()
+        self._replaced.take_over(trainer, self._train, self._run.is_exact)
+
+    def _make_state(self) -> anyrank.TrainState:
+        """What the Trainer has set up, as the state of a run."""
+        trainer = self._trainer
         self._loops = LoopState(trainer, self.loader)
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.state = anyrank.TrainState(
+        return anyrank.TrainState(
             trainer.strategy.model,
             trainer.optimizers[0],
-            scheduler=next(iter(schedulers), None),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             data=self.loader,
-            seed=self._seed,
+            seed=self._run.seed,
             first_rank=["lightning"],
             lightning=self._loops,
-            **{f"scheduler_{n}": scheduler for n, scheduler in enumerate(schedulers) if n},
+            **numbered("scheduler", [one.scheduler for one in trainer.lr_scheduler_configs]),
             **self._loops.held,
         )
-        self._checkpoints = anyrank.Checkpoints(self._path, self.state, **self._options)
-        self.report = self._checkpoints.resume(self._which)
-        if self.report and self.report.components.get("lightning") != "exact":
-            self._loops.begin_at(self.loader.epoch, self.state.step)
-        # Until the first step is done, so that Lightning does not take over the signals' handlers.
-        self._checkpoints.close()
-        self._replaced.take_over(trainer, self._train, self._data["exact"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let Lightning go on in mid epoch as if it had not been interrupted."""
@@ -202,18 +200,16 @@ class Elastic(_Callback):
             )
         if progress.ready < trainer.num_training_batches:
             self._complete()
-            self._checkpoints.save(unless_saved=True)
+            self._run.save()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""
         self._complete()
-        self._checkpoints.save(unless_saved=True)
-        self._checkpoints.close()
+        self._run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Release everything; the newest checkpoint stays the last one. Waits for no rank."""
-        if self._checkpoints is not None:
-            self._checkpoints.__exit__(type(exception), exception, exception.__traceback__)
+        self._run.abandon(exception)
         self._replaced.restore()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -227,20 +223,20 @@ class Elastic(_Callback):
         group, strategy = None, self._trainer.strategy
         if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group have the same data
             group = strategy.device_mesh["data_parallel"].get_group()
-        self.loader = elastic_loader(dataloader, process_group=group, seed=self._seed, **self._data)
-        return Steps(self.loader, self._iterate)
+        return Steps(self._run.make_loader(dataloader, group), self._iterate)
 
     def _iterate(self) -> Generator[Any, None, None]:
         """The steps of the rest of an epoch. The code here runs between two of Lightning's batches,
         when all that it counts is complete.
         """
         self._complete()
+        assert self._loops is not None
+        assert self.loader is not None
         if self.loader.epoch != self._trainer.current_epoch:
             raise ValueError(
                 f"Lightning is in epoch {self._trainer.current_epoch}, and the data in epoch "
                 f"{self.loader.epoch}: the folder has to be that of a run of this callback"
             )
-        assert self._loops is not None
         self._loops.restore_within_epoch()
         self._steps = iter(self.loader)
         for step in self._steps:
@@ -249,11 +245,9 @@ class Elastic(_Callback):
 
     def _complete(self) -> None:
         """Count the step that was trained, and save when due. All ranks."""
-        if not self._is_trained:
-            return
-        self._is_trained = False
+        assert self.loader is not None
         epoch = self.loader.epoch
-        self._checkpoints.step_done()
+        self._run.count()
         if self.loader.epoch != epoch:
             next(self._steps, None)  # verifies the epoch's receipt
 
@@ -282,7 +276,7 @@ class Elastic(_Callback):
                     "every microbatch: to leave one out, return its loss times 0"
                 )
             strategy.backward(step.scale(loss), optimizer)
-        self._is_trained = True
+        self._run.note_step()
         mean = loss.detach().new_tensor(step.loss())
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
 
@@ -290,7 +284,8 @@ class Elastic(_Callback):
         path = self._trainer.ckpt_path
         if path:
             raise ValueError(
-                f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from {self._path}: "
-                "leave it out. A run begins with what Lightning saved by Elastic(resume=path), or "
-                "with its weights alone by anyrank.load(module, path) before fit"
+                f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from "
+                f"{self._run.folder}: leave it out. A run begins with what Lightning saved by "
+                "Elastic(resume=path), or with its weights alone by anyrank.load(module, path) "
+                "before fit"
             )

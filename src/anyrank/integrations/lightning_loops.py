@@ -113,12 +113,12 @@ class LoopState:
         module = trainer.lightning_module
         module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
 
-    def begin_at(self, epoch: int, step: int) -> None:
+    def begin_at(self, step: int) -> None:
         """Count from here on: for a run that begins with what another tool saved."""
         loop = self._fit_trainer.fit_loop
         epoch_loop = loop.epoch_loop
         optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
-        loop.epoch_progress.increment_by(epoch)
+        loop.epoch_progress.increment_by(self._loader.epoch)
         for progress in (epoch_loop.batch_progress.total, optimizer.step.total):
             progress.increment_by(step)
         epoch_loop._batches_that_stepped = step

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 import anyrank
+from anyrank.integrations.run import numbered
 from anyrank.versions import warn_if_untested
 
 warn_if_untested("torchtitan", "0.3", "0.3")
@@ -101,8 +102,8 @@ class CheckpointManager:
                 )
         self._config = config
         self._model = model_parts[0]
-        steppers = _numbered("optimizer", optimizers.optimizers)
-        schedulers = _numbered("scheduler", lr_schedulers.schedulers)
+        steppers = numbered("optimizer", optimizers.optimizers)
+        schedulers = numbered("scheduler", lr_schedulers.schedulers)
         self._names = {  # of torchtitan's parts in the run
             "dataloader": ["data"],
             "optimizer": list(steppers),
@@ -175,8 +176,3 @@ class CheckpointManager:
         """Finish what is in flight, and release the folder."""
         if self.enable:
             self._checkpoints.close()
-
-
-def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
-    """The members of a container as parts: `optimizer`, `optimizer_1` and so on."""
-    return {f"{name}_{n}" if n else name: part for n, part in enumerate(several)}

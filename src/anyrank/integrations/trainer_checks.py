@@ -12,11 +12,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import anyrank
 
-PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "seed", "trainer", "generators")
+PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "trainer", "generators")
+OF_ARGUMENTS = {"microbatch": "per_device_train_batch_size", "seed": "data_seed or seed"}
 
 
 def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
     """Refuse what would go wrong silently.
+
+    Args:
+        trainer: whatever was given.
+        keep: how many saved steps stay.
+        parts: the user's own, of the run.
 
     Raises:
         TypeError: no Trainer; training data without a length.
@@ -34,6 +40,8 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
             "loop of your own"
         )
     taken = sorted(set(parts) & set(PART_NAMES))
+    for name in OF_ARGUMENTS.keys() & parts.keys():
+        raise ValueError(f"{name}= is that of TrainingArguments: give {OF_ARGUMENTS[name]} there")
     if taken:
         raise ValueError(f"{taken[0]!r} is a part that the run has already: choose another name")
     for problem in (*_of_arguments(trainer.args, keep), *_of_parallelism(trainer)):
@@ -137,9 +145,8 @@ def check_other_checkpoints(output_dir: str, folder: str) -> None:
     found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if found is not None:
         raise ValueError(
-            f"{found}: is the Trainer's own checkpoint, and {folder} is empty: it does not know "
-            "the position in the data. Take its weights with anyrank.load(model, path) and start "
-            "with train(), or remove it"
+            f"{found}: is the Trainer's own checkpoint, and {folder} is empty: begin the run with "
+            f"it by resume_from_checkpoint={found!r}, or anew by train()"
         )
 
 
@@ -166,28 +173,4 @@ def without_sharding(loader: Any) -> Any:
         pin_memory=loader.pin_memory,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
-    )
-
-
-def step_to_resume(folder: str, asked: str | bool | None) -> str | int | None:
-    """What `Checkpoints.resume` is to resume; None to start anew.
-
-    Raises:
-        ValueError: a path that is not a step of the run.
-    """
-    if asked is None or asked is False:
-        return None
-    if asked is True:
-        return "auto"
-    path = os.path.abspath(os.fspath(asked))
-    if path == os.path.abspath(folder):
-        return "must"
-    saved = anyrank.Checkpoints(folder, anyrank.TrainState()).saved()
-    for checkpoint in saved:
-        if os.path.abspath(checkpoint.path) == path:
-            return checkpoint.step
-    raise ValueError(
-        f"resume_from_checkpoint={asked!r}: is not a saved step of the run {folder}: give True for "
-        f"the newest, or one of {[step.path for step in saved]}; the weights of another checkpoint "
-        "come in with anyrank.load(model, path), the run then starts with train()"
     )

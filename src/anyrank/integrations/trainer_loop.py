@@ -2,31 +2,123 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import json
+import logging
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 import anyrank
-from anyrank.integrations.dataloaders import elastic_loader
-from anyrank.integrations.trainer_best import BestStep
+from anyrank.integrations.run import FrameworkRun
 from anyrank.integrations.trainer_checks import (
     check_other_checkpoints,
     check_recompute,
-    step_to_resume,
     without_sharding,
 )
-from anyrank.integrations.trainer_run import Microbatch, TrainerCounts, Training
+
+log = logging.getLogger("anyrank.integrations")
+
+# Of the Trainer's state, what it counts and logs; the rest follows from its arguments.
+COUNTS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+)
 
 
-class ElasticTrainer(BestStep):
+class ElasticRun(FrameworkRun):
+    """The run of an elastic trainer, as its attribute `elastic`.
+
+    Attributes:
+        folder: of the run.
+        loader: the `ElasticLoader` of the last `train()`; None before.
+        checkpoints: its `Checkpoints`; None before.
+        report: the `ResumeReport` of the last `train()`; None if it started anew.
+    """
+
+
+class Microbatch(NamedTuple):
+    """A microbatch that runs: its step, and its tokens where losses are weighted by tokens."""
+
+    step: Any
+    tokens: int | None
+
+
+@dataclass
+class Training:
+    """What an elastic trainer was asked for, and what it is in the middle of.
+
+    Attributes:
+        global_batch: samples of a step.
+        parts: the user's own, of the run.
+        best: the steps that retention has to leave, as one of them is the best so far.
+        numbers: what the Trainer counts steps with, once it has asked for its data.
+        which: what `train` is to resume; None or False starts anew.
+        prepared: what the Trainer's own preparation returned.
+        steps: of the loader, in the current epoch.
+        step: that runs, or was last.
+        microbatch: the one that runs.
+    """
+
+    global_batch: int
+    parts: Mapping[str, Any]
+    best: set[int] = field(default_factory=set[int])
+    numbers: DataLoader[int] | None = None
+    which: str | bool | None = None
+    prepared: Any = None
+    steps: Generator[Any, None, None] | None = None
+    step: Any = None
+    microbatch: Microbatch | None = None
+
+
+class TrainerCounts:
+    """The Trainer's counts, logs and callbacks' states as a part of the run.
+
+    As in the Trainer's own checkpoints they are the first rank's: times in the logs differ.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, str]:
+        state = {name: getattr(self._trainer.state, name) for name in COUNTS}
+        callbacks = {name: [one.state() for one in some] for name, some in self._named().items()}
+        return {"json": json.dumps({"state": state, "callbacks": callbacks}, default=float)}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Set them in place, as others may hold the callbacks."""
+        loaded = json.loads(state_dict["json"])
+        vars(self._trainer.state).update({name: loaded["state"][name] for name in COUNTS})
+        for name, some in self._named().items():
+            for callback, saved in zip(some, loaded["callbacks"].get(name, []), strict=False):
+                vars(callback).update(saved.get("attributes", {}))
+
+    def _named(self) -> dict[str, list[Any]]:
+        """The callbacks that have a state, by the names of their classes."""
+        named = dict[str, list[Any]]()
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                named.setdefault(type(callback).__name__, []).append(callback)
+        return named
+
+
+class ElasticTrainer(Trainer):
     """What `elastic` puts in front of a trainer's own class."""
+
+    elastic: ElasticRun
+    _elastic: Training
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -36,24 +128,19 @@ class ElasticTrainer(BestStep):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train to the end, from the newest step, a step's path, or anew. All ranks.
+        """Train to the end, from the newest step, from a path, or anew. All ranks.
 
         Raises:
-            ValueError: `trial`; a path outside of the run; a new run where there is one;
-                gradient_checkpointing besides enable_recompute().
+            ValueError: `trial`; a new run where there is one; gradient_checkpointing besides
+                enable_recompute().
             CheckpointError: the run does not fit; as `Checkpoints.resume` and `save`.
         """
         if trial is not None:
             raise ValueError("hyperparameter search makes many runs of one trainer: make one each")
         check_recompute(self.model, self.args)
-        which = step_to_resume(self.elastic.folder, resume_from_checkpoint)
-        self._elastic_training = Training(which)
-        # At its end the last step is saved, and the folder is released.
-        with ExitStack() as self._elastic_stack:
-            try:
-                return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
-            finally:
-                self._elastic_training = Training(None)
+        self._elastic.numbers, self._elastic.which = None, resume_from_checkpoint
+        with self.elastic:  # at its end the last step is saved, and the folder is released
+            return super().train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def _init_training_state(
         self,
@@ -62,23 +149,30 @@ class ElasticTrainer(BestStep):
         num_train_epochs: int,
         resume_from_checkpoint: str | None,
         trial: Any,
-    ) -> Any:
+    ) -> tuple[int, int]:
         # The state is known once the run is resumed, which needs what the Trainer prepares next.
-        training = self._elastic_training
-        training.prepared = self._elastic_prepare(max_steps)
-        training.counts = counts = TrainerCounts(self)
-        self._elastic_open(training, counts)
-        with tempfile.TemporaryDirectory() as folder:
-            path = None
-            if self.elastic.report is not None:
-                path = folder
-                counts.write(os.path.join(folder, "trainer_state.json"))
-            found = super()._init_training_state(
-                max_steps, num_update_steps_per_epoch, num_train_epochs, path, trial
-            )
-        counts.restore_callbacks()
+        self._elastic.prepared = self._elastic_prepare(max_steps)
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial
+        )
+        self._elastic_resume()
+        loader, state = self.elastic.loader, self.elastic.state
+        assert loader is not None
+        assert state is not None
+        self.state.global_step = state.step  # also of a run that another tool began
         self._elastic_find_best()
-        return found
+        return loader.epoch, loader.consumed // self._elastic.global_batch
+
+    def _elastic_resume(self) -> None:
+        """Resume the run, or begin it. All ranks."""
+        run, which = self.elastic, self._elastic.which
+        run.report = None
+        if which is None or which is False:
+            run.begin("give resume_from_checkpoint=True, as train() alone starts a new one")
+            return
+        run.resume("auto" if which is True else which)
+        if run.report is None:
+            check_other_checkpoints(str(self.args.output_dir), run.folder)
 
     def _elastic_prepare(self, max_steps: int) -> Any:
         """The Trainer's own preparation; a model that is sharded already stays as it is."""
@@ -87,104 +181,127 @@ class ElasticTrainer(BestStep):
         is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
         self.is_distributed_loading_by_transformers = loaded or is_sharded
         try:
-            return super()._prepare_for_training(max_steps, self._elastic_training.numbers, None)
+            return super()._prepare_for_training(max_steps, self._elastic.numbers, None)
         finally:
             self.is_distributed_loading_by_transformers = loaded
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
-        return self._elastic_training.prepared
+        return self._elastic.prepared
 
-    def _elastic_open(self, training: Training, counts: TrainerCounts) -> None:
-        """Bind the parts of the run, and resume it. All ranks."""
-        run, asked = self.elastic, self._elastic_asked
-        training.state = anyrank.TrainState(
+    def _elastic_state(self) -> anyrank.TrainState:
+        """What the Trainer has prepared, as the state of a run."""
+        return anyrank.TrainState(
             self.model_wrapped,
             self.optimizer,  # pyright: ignore[reportArgumentType]
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
-            data=run.loader,
+            data=self.elastic.loader,
             seed=self.args.seed,
-            trainer=counts,
+            trainer=TrainerCounts(self),
             first_rank=["trainer"],
-            **asked.parts,
+            **self._elastic.parts,
         )
-        run.report = None
-        run.checkpoints = ckpts = anyrank.Checkpoints(run.folder, training.state, **asked.options)
-        self._elastic_stack.enter_context(ckpts)
-        if training.which is not None:
-            run.report = ckpts.resume(training.which)
-            if run.report is None:
-                check_other_checkpoints(str(self.args.output_dir), run.folder)
-        elif ckpts.saved():
-            raise ValueError(
-                f"{run.folder}: holds a run, and train() without resume_from_checkpoint starts a "
-                "new one: give resume_from_checkpoint=True, or another folder"
-            )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the run, where the Trainer would write checkpoint-N. All ranks."""
         self.store_flos()
-        self._elastic_count()
-        assert self.elastic.checkpoints is not None
-        self.elastic.checkpoints.save(unless_saved=True)
-        self._elastic_note_saved()
+        self.elastic.save()
+        self._elastic_keep_best()
 
-    def _elastic_count(self) -> None:
-        """Count the step that the optimizer has made, unless it is counted. All ranks."""
-        if self._elastic_training.state.step < self.state.global_step:
-            assert self.elastic.checkpoints is not None
-            self.elastic.checkpoints.step_done()
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.elastic.count()  # after the log, so that a save has it
+
+    # -- the best step stays, and is loaded at the end --------------------------------------------
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        is_best = super()._determine_best_metric(*args, **kwargs)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True  # also where evaluation alone is due
+        return is_best
+
+    def _elastic_keep_best(self) -> None:
+        """After a save: if its step is the best so far, it stays, in place of the one before."""
+        ckpts, state = self.elastic.checkpoints, self.state
+        assert ckpts is not None
+        if self.args.load_best_model_at_end and state.best_global_step == state.global_step:
+            ckpts.wait()
+            self._elastic_set_best(ckpts.stats()[-1].path)
+
+    def _elastic_find_best(self) -> None:
+        """After a resume: the best step so far stays, if it is there."""
+        ckpts, best = self.elastic.checkpoints, self.state.best_global_step
+        assert ckpts is not None
+        if not self.args.load_best_model_at_end or best is None:
+            return
+        path = next((saved.path for saved in ckpts.saved() if saved.step == best), None)
+        self._elastic_set_best(path)
+        if path is None:
+            log.warning(
+                "%s: step %d, the best so far, is not there any more: load_best_model_at_end "
+                "loads a later one if that is better, else none",
+                self.elastic.folder,
+                best,
+            )
+
+    def _elastic_set_best(self, path: str | None) -> None:
+        best, kept = self.state.best_global_step, self._elastic.best
+        self.state.best_model_checkpoint = path
+        kept.clear()
+        kept.update([] if best is None else [best])
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best step, after the last one is saved. All ranks."""
+        ckpts, path = self.elastic.checkpoints, self.state.best_model_checkpoint
+        assert ckpts is not None
+        assert path is not None  # else the Trainer does not call
+        self.elastic.save()
+        ckpts.wait()
+        model: Any = self.model_wrapped
+        has_base = self._elastic.parts.get("base") is not None  # it was not written
+        anyrank.load(model, path, missing="keep" if has_base else "error")
 
     # -- the data ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """The numbers of an epoch's steps, while the trainer trains; else the Trainer's own."""
-        run, training = self.elastic, self._elastic_training
         plain = super().get_train_dataloader()
         if not self.is_in_train:
             return plain
-        if training.numbers is None:
-            run.loader = elastic_loader(
-                without_sharding(plain),
-                global_batch=self._elastic_asked.global_batch,
-                microbatch=self.args.per_device_train_batch_size,
-                seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-                exact=self._elastic_asked.exact,
-            )
-            numbers: Any = range(len(run.loader))
+        if self._elastic.numbers is None:
+            loader = self.elastic.make_loader(without_sharding(plain))
+            numbers: Any = range(len(loader))
             # With a generator of its own it draws nothing from the ambient stream.
-            training.numbers = DataLoader(numbers, generator=torch.Generator())
-        return training.numbers
+            self._elastic.numbers = DataLoader(numbers, generator=torch.Generator())
+        return self._elastic.numbers
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples of an epoch."""
-        if dataloader is self._elastic_training.numbers:
+        if dataloader is self._elastic.numbers:
             return len(self.train_dataset)  # pyright: ignore[reportArgumentType]
         return super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step."""
-        return self._elastic_asked.global_batch
+        return self._elastic.global_batch
 
     def _run_epoch(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        run, training = self.elastic, self._elastic_training
+        run, epoch = self.elastic, kwargs["epoch"]
         assert run.loader is not None
         if self.state.global_step >= self.state.max_steps:  # resumed at its end
             self.control.should_training_stop = True
             return
-        if kwargs["epoch"] == kwargs["epochs_trained"] and run.report is not None:
+        if epoch == kwargs["epochs_trained"] and run.report is not None:
             kwargs["resume_from_checkpoint"] = run.report.path  # so that the numbers are skipped
-            if training.counts is not None:
-                training.counts.restore_loss()
-        training.steps = steps = iter(run.loader)
+        self._elastic.steps = steps = iter(run.loader)
         try:
             super()._run_epoch(**kwargs)
-            if run.loader.epoch > kwargs["epoch"]:
+            if run.loader.epoch > epoch:
                 next(steps, None)  # compares what was read with what was to be read
             elif not self.control.should_training_stop:
                 raise ValueError(
-                    f"epoch {kwargs['epoch']} was left before its end (should_epoch_stop), and the "
-                    "rest of its samples would be lost: stop the training instead"
+                    f"epoch {epoch} was left before its end (should_epoch_stop), and the rest of "
+                    "its samples would be lost: stop the training instead"
                 )
         finally:
             steps.close()
@@ -193,17 +310,15 @@ class ElasticTrainer(BestStep):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
         """The next step, as the only batch."""
-        steps = self._elastic_training.steps
-        assert steps is not None  # _run_epoch has begun them
-        next(epoch_iterator)
-        return [next(steps)], None
+        assert self._elastic.steps is not None  # _run_epoch has begun them
+        return [next(self._elastic.steps)], None
 
     # -- a step -----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
-        training, step = self._elastic_training, inputs
-        training.step, training.flos = step, 0.0
+        training, step = self._elastic, inputs
+        training.step = step
         for batch in step.microbatches(model):
             # Counted on the host: a count on the device would make the host wait for it.
             with self._elastic_rank_alone():
@@ -211,26 +326,28 @@ class ElasticTrainer(BestStep):
             training.microbatch = Microbatch(step, None if tokens is None else int(tokens))
             if tokens is not None:  # without any token its loss is 0, not 0 / 0
                 tokens = tokens.clamp(min=1).to(self.args.device)
-            self._elastic_look(batch, step.is_copy)
+            self.current_flos += float(super().floating_point_ops(batch))
+            super()._track_num_input_tokens(batch)
             try:
                 # A step weights over all ranks: compute_loss must not do so by itself.
                 with self._elastic_rank_alone():
                     super().training_step(model, batch, tokens)
             finally:
                 training.microbatch = None
+        self.elastic.note_step()
         return torch.tensor(step.loss(), device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """With exact=True the step's own, as accelerate adds up by shard."""
-        if not self._elastic_asked.exact:
+        if not self.elastic.is_exact:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
-        return self._elastic_training.step.clip_grad_norm_(self.args.max_grad_norm)
+        return self._elastic.step.clip_grad_norm_(self.args.max_grad_norm)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As without elastic; while a step runs, weighted for its global mean."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        running = self._elastic_training.microbatch
+        running = self._elastic.microbatch
         if running is None:
             return result
         if isinstance(result, tuple):
@@ -247,23 +364,10 @@ class ElasticTrainer(BestStep):
         finally:
             self.args.average_tokens_across_devices = across
 
-    def _elastic_look(self, batch: Any, is_copy: bool) -> None:
-        """Count a microbatch's operations and tokens, as the Trainer does for a batch."""
-        if not is_copy:
-            self._elastic_training.flos += float(super().floating_point_ops(batch))
-        elif isinstance(batch, Mapping):  # all ranks gather, and a copy counts nothing
-            batch = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        super()._track_num_input_tokens(batch)
-
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Of a step, this rank's; of a batch, as the Trainer's."""
-        is_step = hasattr(inputs, "microbatches")
-        return self._elastic_training.flos if is_step else super().floating_point_ops(inputs)
+        """Of a batch, as the Trainer's; those of a step are counted by its microbatches."""
+        return 0 if hasattr(inputs, "microbatches") else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not hasattr(inputs, "microbatches"):
             super()._track_num_input_tokens(inputs)
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._elastic_count()  # after the log, so that a save has it

@@ -6,25 +6,25 @@ Tested with transformers 5.23.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 import anyrank
+from anyrank.integrations.framework_names import check_names
+from anyrank.integrations.run import RunOptions
 from anyrank.integrations.trainer_checks import check_trainer
-from anyrank.integrations.trainer_loop import ElasticTrainer
-from anyrank.integrations.trainer_run import Asked, ElasticRun, Training
+from anyrank.integrations.trainer_loop import ElasticRun, ElasticTrainer, Training
 from anyrank.integrations.transformers_loss import tiled_loss
 from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps
-from anyrank.versions import warn_if_untested
 
 __all__ = ["ElasticRun", "elastic", "enable_recompute", "tile_mlps", "tiled_loss"]
 
 T = TypeVar("T", bound=Trainer)
 
-warn_if_untested("transformers", "5.23", "5.23")
+check_names("transformers", Trainer, PreTrainedModel)
 
 
 def elastic(
@@ -32,46 +32,38 @@ def elastic(
     folder: str | os.PathLike[str],
     *,
     global_batch: int,
-    exact: bool = False,
-    every: int | str | None = None,
-    keep: int = 3,
-    keep_every: int | None = None,
-    background: bool = False,
-    verify: bool = True,
-    on_commit: Callable[[Any], object] | None = None,
     base: str | os.PathLike[str] | Sequence[str] | None = None,
-    **parts: Any,
+    **options: Any,
 ) -> T:
     """Make a Trainer's run independent of the number of ranks, and saved in a folder of its own.
 
-    Call it on every rank, before `train()`. The trainer's class becomes a subclass of the same
-    name, so that any subclass of Trainer keeps its own methods. One step is `global_batch` samples
-    on any number of ranks, in microbatches of `per_device_train_batch_size`; losses are weighted by
-    their tokens where the Trainer counts tokens, else by samples. Where the Trainer would write
-    `checkpoint-N` the run is saved in `folder`, with model, optimizer, scheduler, scaler, position
-    in the data, random streams, and the Trainer's own counts, logs and callbacks' states.
+    Call it on every rank, before `train()`. The trainer that it returns is of a subclass with the
+    same name, so that any subclass of Trainer keeps its own methods. It takes over the one that was
+    given: their attributes are one and the same, and `train()` of either is that of the run.
+
+    One step is `global_batch` samples on any number of ranks, in microbatches of
+    `per_device_train_batch_size`; losses are weighted by their tokens where the Trainer counts
+    tokens, else by samples. Where the Trainer would write `checkpoint-N` the run is saved in
+    `folder`, with model, optimizer, scheduler, scaler, position in the data, random streams, and
+    the Trainer's own counts, logs and callbacks' states.
 
     `train(resume_from_checkpoint=True)` continues the newest step, and starts anew in an empty
-    folder; the path of a saved step continues that one. `train()` only starts new runs.
+    folder; the path of a saved step continues that one, and the path of what the Trainer or another
+    tool saved begins the run with it. `train()` only starts new runs.
 
     Args:
         trainer: made as usual, with gradient_accumulation_steps=1.
         folder: of the run, as in `Checkpoints`; also a URL.
         global_batch: samples of an optimizer step, a multiple of per_device_train_batch_size.
-        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
-        every: also save every so many steps (500) or after a time ("10min"); besides what
-            save_strategy and save_steps ask for.
-        keep: how many of the newest steps stay, at least 2. No more than save_total_limit.
-        keep_every: steps that are multiples of it stay for good.
-        background: hold the training only for a copy.
-        verify: what a resume compares, as in `Checkpoints`.
-        on_commit: called on the first rank with each `SaveRecord`.
         base: where the frozen weights under adapters come from; the run is saved without them, see
             `TrainState`.
-        parts: further parts of the run, as in `TrainState`: `ema=averaged_model`.
+        options: of the run, as `every="10min"`, which `anyrank.integrations.run.RunOptions` lists
+            (microbatch and seed are those of TrainingArguments); all others are further parts of
+            it, as in `TrainState`: `ema=averaged_model`. `every` saves besides what save_strategy
+            and save_steps ask for; `keep` is no more than save_total_limit.
 
     Returns:
-        The same trainer. Its attribute `elastic`, an `ElasticRun`, has the run's loader,
+        The elastic trainer. Its attribute `elastic`, an `ElasticRun`, has the run's loader,
         checkpoints and resume report.
 
     Raises:
@@ -92,30 +84,37 @@ def elastic(
         trainer.train(resume_from_checkpoint=True)
         assert trainer.elastic.loader.samples == 8
     """
-    options: dict[str, Any] = {
-        "every": every,
-        "keep": keep,
-        "keep_every": keep_every,
-        "background": background,
-        "verify": verify,
-        "on_commit": on_commit,
-    }
-    check_trainer(trainer, keep, parts)
-    microbatch = trainer.args.per_device_train_batch_size
-    # Both raise what is wrong with the sizes, the ranks and the options.
-    anyrank.ElasticSampler(1, global_batch=global_batch, microbatch=microbatch)
-    anyrank.Checkpoints(folder, anyrank.TrainState(), **options)
-    asked = Asked(global_batch, exact, options, {"base": base, **parts})
+    names = RunOptions.__annotations__.keys() - {"microbatch", "seed"}
+    parts = {name: value for name, value in options.items() if name not in names}
+    options = {name: value for name, value in options.items() if name in names}
+    check_trainer(trainer, options.get("keep", 3), parts)
+    args, keep_every = trainer.args, options.get("keep_every")
+    # It raises what is wrong with the sizes and the ranks.
+    anyrank.ElasticSampler(
+        1, global_batch=global_batch, microbatch=args.per_device_train_batch_size
+    )
+    training = Training(global_batch, {"base": base, **parts})
 
     def stays(step: int) -> bool:
-        return step in asked.best or (keep_every is not None and step % keep_every == 0)
+        if callable(keep_every):
+            return step in training.best or keep_every(step)
+        return step in training.best or (keep_every is not None and step % keep_every == 0)
 
-    if trainer.args.load_best_model_at_end:
+    if args.load_best_model_at_end:
         options["keep_every"] = stays
-    trainer.__class__ = _elastic_class(type(trainer))  # pyright: ignore[reportAttributeAccessIssue]
-    run = ElasticRun(os.fspath(folder))
-    vars(trainer).update(elastic=run, _elastic_asked=asked, _elastic_training=Training(None))
-    return trainer
+    made: Any = object.__new__(_elastic_class(type(trainer)))
+    made.__dict__ = vars(trainer)  # one and the same, for what holds the trainer that was given
+    made.elastic = ElasticRun(
+        folder,
+        made._elastic_state,
+        global_batch=global_batch,
+        microbatch=args.per_device_train_batch_size,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        **options,
+    )
+    made._elastic = training
+    made.train = made.train  # bound to the elastic one, for the trainer that was given as well
+    return made
 
 
 @cache

@@ -14,6 +14,8 @@ from torch import nn
 import anyrank
 from anyrank.integrations.transformers_memory import MemoryHandle, inner_model
 
+BY_HAND = "call anyrank.tiled_loss(head, hidden, labels) in a forward of your own"
+
 
 def tiled_loss(
     model: nn.Module, chunk_size: int = 1024, *, grad_dtype: torch.dtype | None = None
@@ -24,8 +26,7 @@ def tiled_loss(
     applies the head a tile of tokens at a time; the `logits` of the model's result are hidden
     states then. Without gradients (evaluation, generation) or without labels (a loss of one's own,
     as the Trainer's label_smoothing_factor) everything is as before. Names of parameters, ties and
-    checkpoints stay. Each rank by itself, before or after wrapping, and after PEFT has wrapped the
-    head.
+    checkpoints stay. Each rank by itself, before or after wrapping.
 
     Args:
         model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
@@ -36,8 +37,9 @@ def tiled_loss(
         A handle whose `remove()` restores the model, and whose `names` has the head.
 
     Raises:
-        ValueError: no head, another loss; when it runs: a model that scales or caps its logits, or
-            whose head was replaced since.
+        ValueError: a head that is no nn.Linear with a forward of its own (with adapters, or a unit
+            of FSDP2), another loss; when it runs: a model that scales or caps its logits, or whose
+            head was replaced or wrapped since.
 
     Example::
 
@@ -50,21 +52,15 @@ def tiled_loss(
         model(input_ids=tokens, labels=tokens).loss.backward()
     """
     inner: Any = inner_model(model)
-    head = inner.get_output_embeddings()
-    if head is not None and "forward" in vars(head):
-        patch = getattr(vars(head)["forward"], "__self__", None)
-        if not isinstance(patch, _HeadAndLoss) or patch.switch.is_on:
-            raise ValueError("the head has a forward of its own already: call tiled_loss() once")
-        del head.forward  # of a copy, whose original was restored
-        inner.loss_function = patch.plain
+    head: Any = inner.get_output_embeddings()
     plain = inner.loss_function
-    if head is None or getattr(plain, "__name__", "") != "ForCausalLMLoss":
-        raise ValueError(
-            f"{type(inner).__name__} has no head, or its loss is not ForCausalLMLoss: call "
-            "anyrank.tiled_loss(head, hidden, labels) in a forward of your own"
-        )
-    patch = _HeadAndLoss(head, plain, chunk_size, grad_dtype)
+    if getattr(head, "__dict__", {}).get("forward") is not None:
+        raise ValueError("the head has a forward of its own already: call tiled_loss() once")
+    if getattr(plain, "__name__", "") != "ForCausalLMLoss":
+        raise ValueError(f"the loss of {type(inner).__name__} is not ForCausalLMLoss: {BY_HAND}")
+    _check_head(head)
     own = vars(inner).get("_loss_function")
+    patch = _HeadAndLoss(head, plain, {"chunk_size": chunk_size, "grad_dtype": grad_dtype})
     head.forward, inner.loss_function = patch.forward, patch.loss
     hooks = [
         inner.register_forward_pre_hook(patch.begin, with_kwargs=True),
@@ -72,7 +68,6 @@ def tiled_loss(
     ]
 
     def undo() -> None:
-        patch.switch.is_on = False  # for copies of the model
         for hook in hooks:
             hook.remove()
         vars(head).pop("forward", None)
@@ -83,36 +78,34 @@ def tiled_loss(
     return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
 
 
-class _Switch:
-    """Whether the patch of a model, and of its copies, is in force."""
+def _check_head(head: Any) -> None:
+    """Refuse a head that is more than its product, as it is computed in one pass with the loss.
 
-    is_on = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Switch:
-        return self
+    Raises:
+        ValueError: it is no nn.Linear, or has hooks.
+    """
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if type(head) is not nn.Linear or any(vars(head)[name] for name in names):
+        raise ValueError(
+            f"the head is a {type(head).__name__}, and not a plain nn.Linear without hooks: leave "
+            f"it out of adapters and of FSDP2's units of their own, or {BY_HAND}"
+        )
 
 
 class _HeadAndLoss:
     """A head that hands its input on, and the loss that applies it."""
 
-    def __init__(
-        self, head: Any, plain: Callable[..., Any], chunk_size: int, grad_dtype: torch.dtype | None
-    ) -> None:
-        self.head, self.plain = head, plain
-        self.chunk_size, self.grad_dtype = chunk_size, grad_dtype
+    def __init__(self, head: Any, plain: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.head, self.plain, self.options = head, plain, options
         self.handed: torch.Tensor | None = None
-        self.is_real = False  # whether the head computes logits
         self.has_labels = False  # whether the model runs, and will ask for its loss
-        self.switch = _Switch()
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's forward."""
-        if not self.switch.is_on:
-            return
         if model.get_output_embeddings() is not self.head:
             raise ValueError(
                 "the model's head was replaced after tiled_loss(), as by get_peft_model() with it "
-                "among the targets: call tiled_loss() after that"
+                "among the targets: leave it out of them"
             )
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self.has_labels = {**given, **given.get("kwargs", {})}.get("labels") is not None
@@ -122,8 +115,9 @@ class _HeadAndLoss:
         self.has_labels = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.is_real or not self.has_labels or not torch.is_grad_enabled():
+        if not self.has_labels or not torch.is_grad_enabled():
             return type(self.head).forward(self.head, hidden)
+        _check_head(self.head)  # it may have been wrapped since
         self.handed = hidden
         return hidden
 
@@ -150,27 +144,14 @@ class _HeadAndLoss:
             )
         if shift_labels is None:  # the label of a token is the next one
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        shift_labels = shift_labels.to(handed.device)
-        options: dict[str, Any] = {"chunk_size": self.chunk_size, "grad_dtype": self.grad_dtype}
-        options |= {"count": num_items_in_batch, "ignore_index": ignore_index}
-        if type(self.head) is nn.Linear and not _is_hooked(self.head):
-            # The same parameters in a module whose forward is its own: computed in one pass.
-            twin = copy.copy(self.head)
-            del twin.__dict__["forward"]
-            return anyrank.tiled_loss(twin, handed, shift_labels, **options)
-
-        def token_losses(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            self.is_real = True
-            try:
-                scores = self.head(hidden).float()
-            finally:
-                self.is_real = False
-            return F.cross_entropy(scores, targets, reduction="none", ignore_index=ignore_index)
-
-        return anyrank.tiled_loss(token_losses, handed, shift_labels, **options)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether a module's call does more than its forward, as a unit of FSDP2's."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module)[name] for name in names)
+        # The same parameters in a module whose forward is its own: computed in one pass.
+        twin = copy.copy(self.head)
+        del twin.__dict__["forward"]
+        return anyrank.tiled_loss(
+            twin,
+            handed,
+            shift_labels.to(handed.device),
+            count=num_items_in_batch,
+            ignore_index=ignore_index,
+            **self.options,
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -44,16 +45,20 @@ def rebuilt_values(
     Args:
         givers: tensors of another model, whose buffers of the same names count as well.
     """
-    derived = {target.name: target for target in targets if target.kind == "derived"}
-    wanted = {name: target for name, target in derived.items() if target.is_meta}
-    asked = sorted(set().union(*ranks.gather(sorted(wanted), "looking for buffers")))
+    wanted = {t.name: t for t in targets if t.kind == "derived" and t.is_meta}
+    real = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
+    known = {name: t.shape for name, t in real.items() if t.layout is None}
+    every = ranks.gather((sorted(wanted), known), "looking for buffers")
+    asked = sorted({name for names, _ in every for name in names})
     if not asked:
         return {}, []
-    known = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
-    real = [name for name in asked if name in known]
-    offered = ranks.together(
-        "offering buffers", lambda: {name: known[name].local().cpu() for name in real}
-    )
+    first: dict[str, int] = {}  # buffer -> the first rank that has it
+    for rank, (_, shapes) in zip(ranks.ranks, every, strict=True):
+        first |= {name: rank for name in asked if name in shapes and name not in first}
+    given: dict[str, torch.Tensor] = {}
+    for giver in sorted(set(first.values())):
+        names = [name for name in asked if first.get(name) == giver]
+        given |= ranks.from_one("sending buffers", partial(_copy_to_cpu, real, names), giver)
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
         """The buffers of this rank; where each came from, and those that nothing gives."""
@@ -61,19 +66,12 @@ def rebuilt_values(
         sources: dict[str, str] = {}
         for name, target in wanted.items():
             local = allocate(target, device)
-            giver = next(
-                (
-                    rank
-                    for rank, given in zip(ranks.ranks, offered, strict=True)
-                    if name in given and given[name].shape == local.shape
-                ),
-                None,
-            )
-            if giver is None:
-                source = initialiser.fill(target, local)
+            value = given.get(name) if target.layout is None else None
+            if value is not None and value.shape == local.shape:
+                local.copy_(value)
+                source = f"rank {first[name]}"
             else:
-                local.copy_(offered[ranks.ranks.index(giver)][name])
-                source = f"rank {giver}"
+                source = initialiser.fill(target, local)
             if source is not None:
                 made.append(Replacement(target, local))
                 sources[name] = source
@@ -89,3 +87,9 @@ def rebuilt_values(
             "the module a reset_parameters() that fills them"
         )
     return {name: source for sources, _ in every for name, source in sources.items()}, made
+
+
+def _copy_to_cpu(
+    tensors: Mapping[str, ModelTensor], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    return {name: tensors[name].local().cpu() for name in names}

@@ -26,17 +26,23 @@ from anyrank.versions import warn_if_untested
 
 # Formats that transformers writes, always in its file naming. Others may hold live names as well.
 FILE_NAMED = ("safetensors",)
+TESTED = "5.23"  # transformers: what is used of its loader is not public
 
 
 def converted(
-    model: nn.Module, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+    inner: Any, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> tuple[Listing, Callable[[str], str]]:
     """The listing under the model's names, and the renaming that is left to do.
+
+    Args:
+        inner: the transformers model that is filled, of `pretrained`; None: nothing is converted.
+        targets: tensors of the whole model.
+        listing: the source.
+        rename: of the caller.
 
     Raises:
         LoadError: a conversion that computes values, or whose parts are not all in the source.
     """
-    inner = pretrained(model)
     if inner is None:
         return listing, rename
     live = {name for target in in_state_dict(targets) for name in target.flat_names()}
@@ -75,9 +81,8 @@ def _fits_as_it_is(
     return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
 
 
-def declared_ignorable(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the model declares that a key of its checkpoints can be ignored."""
-    inner = pretrained(model)
+def declared_ignorable(inner: Any) -> Callable[[str], bool]:
+    """Whether a transformers model declares that a key of its checkpoints can be ignored."""
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)
 
@@ -100,26 +105,41 @@ def pretrained(model: nn.Module) -> Any:
 
 
 class _Converter:
-    """transformers' renamings and converters for one model, on symbolic tensors."""
+    """transformers' renamings and converters for one model, on symbolic tensors.
+
+    Raises:
+        LoadError: a version of transformers that has them elsewhere.
+    """
 
     def __init__(self, model: Any, live: set[str]) -> None:
-        warn_if_untested("transformers", "5.23", "5.23")
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
+        warn_if_untested("transformers", TESTED, TESTED)
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import (
+                WeightConverter,
+                WeightRenaming,
+                dot_natural_key,
+                rename_source_key,
+            )
+        except ImportError as error:
+            raise LoadError(
+                "the keys of the source are not the model's, and transformers' own conversion is "
+                f"not where anyrank looks for it ({error}): anyrank was tested with transformers "
+                f"{TESTED}; install that, or give rename="
+            ) from error
         self.model = model
         self.live = dict.fromkeys(live, True)
+        self.order, self.rename = dot_natural_key, rename_source_key
         # It looks the classes of the modules up by their names.
         mapping: list[Any] = get_model_conversion_mapping(plain_copy(model))
         self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
     def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        from transformers.core_model_loading import dot_natural_key
-
+        """The tensors of a source under the names that the model has."""
         result: dict[str, StoredTensor] = {}
         groups: dict[str, tuple[Any, dict[str, list[Any]]]] = {}
-        for key in sorted(tensors, key=dot_natural_key):
+        for key in sorted(tensors, key=self.order):
             name, pattern = self._renamed(key)
             if pattern is None or name not in self.live:
                 if name in result:
@@ -134,12 +154,10 @@ class _Converter:
         return result
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
-        from transformers.core_model_loading import rename_source_key
-
         prefix = self.model.base_model_prefix
-        name, pattern = rename_source_key(key, self.renamings, self.converters, prefix, self.live)
+        name, pattern = self.rename(key, self.renamings, self.converters, prefix, self.live)
         if name not in self.live:
-            plain, _ = rename_source_key(key, [], [], prefix, self.live)
+            plain, _ = self.rename(key, [], [], prefix, self.live)
             if plain in self.live:
                 return plain, None
         return name, pattern

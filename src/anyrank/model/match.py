@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,20 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
-from anyrank.frozen.freeze import FrozenSource, frozen_parts
-from anyrank.model.conversions import converted, declared_ignorable
+from anyrank.frozen.freeze import FrozenSource, frozen_info
+from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.tensors import (
+    ModelTensor,
+    Place,
+    find_places,
+    find_tensors,
+    in_state_dict,
+    tensors_of,
+)
 from anyrank.tensors.names import (
     Near,
     inner_prefix,
@@ -116,34 +123,36 @@ def match_model(
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    tensors = find_tensors(model) if tensors is None else tensors
+    places = find_places(model)
+    tensors = tensors_of(places) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
     is_raw = is_live or listing.format == FORMAT
     if not is_live:
-        held = _held(tensors)
-        listing = _without_other_parts(held, listing)
-        listing = dequantised(listing, held, renamer(options.rename))
-    listing, rename = converted(model, tensors, listing, renamer(options.rename))
-    found = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
-    stored = {loadable[i]: listing.tensors[key] for i, key in found.keys.items()}
-    listing, frozen, compared = _fill_frozen(model, tensors, stored, listing, parts or {})
+        dtypes = _dtypes_by_name(tensors)
+        listing = _without_other_parts(dtypes, listing)
+        listing = dequantised(listing, dtypes, renamer(options.rename))
+    inner = pretrained(model)
+    listing, rename = converted(inner, tensors, listing, renamer(options.rename))
+    matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
+    stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
+    listing, frozen, compared = _fill_frozen(places, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
-    empty = {loadable[n] for n in found.missing}.difference(stored, compared)
+    empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
-    ignored = _ignorable(found.unexpected, tensors, model, rename)
-    own_code = OwnCode(nn.Module() if is_raw else model, listing, renamer(options.rename))
+    ignored = _ignorable(matched.unexpected, tensors, inner, rename)
+    own_code = OwnCode([] if is_raw else places, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
         of_no_use |= _tied_to(filled, listing)
-    unexpected = [key for key in found.unexpected if key not in of_no_use]
+    unexpected = [key for key in matched.unexpected if key not in of_no_use]
     absent = [i for i in missing if not tensors[i].adapter]
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
     problems = _problems(tensors, filled, absent, unexpected, options)
-    problems += _untied(model, tensors, missing)
+    problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
     problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
@@ -159,7 +168,7 @@ def match_model(
         keep=keep,
         missing=[tensors[i].name for i in absent],
         unexpected=unexpected,
-        duplicates=found.duplicates,
+        duplicates=matched.duplicates,
         ignored=ignored,
         frozen=frozen,
         own_code=own_code,
@@ -181,7 +190,7 @@ def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMa
         duplicates={},
         ignored=[],
         frozen={},
-        own_code=OwnCode(nn.Module(), nothing, renamer(None)),
+        own_code=OwnCode([], nothing, renamer(None)),
     )
 
 
@@ -208,27 +217,27 @@ def _skipped(listing: Listing) -> list[str]:
     return [listed("not looked at in the source", skipped)] if skipped else []
 
 
-def _without_other_parts(held: Mapping[str, torch.dtype], listing: Listing) -> Listing:
+def _without_other_parts(known: Collection[str], listing: Listing) -> Listing:
     """The weights of a checkpoint that also holds an optimizer or other parts."""
-    prefix = inner_prefix(listing.tensors, held) or ""
+    prefix = inner_prefix(listing.tensors, known) or ""
     others = {
         key: None
         for key in listing.tensors
-        if not key.startswith(prefix) or (not prefix and _is_beside(key, held, listing))
+        if not key.startswith(prefix) or (not prefix and _is_beside(key, known, listing))
     }
     inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k not in others}
     skipped = (*listing.skipped, *(f"{key}: not weights" for key in others))
     return replace(listing.with_tensors(inner), skipped=skipped)
 
 
-def _is_beside(key: str, held: Mapping[str, torch.dtype], listing: Listing) -> bool:
+def _is_beside(key: str, known: Collection[str], listing: Listing) -> bool:
     """Whether a key is of a table beside weights that are at the root, as torchtitan saves them."""
     is_table = key.partition(".")[0] in listing.tables
-    return is_table and is_other_part(key) and key not in held
+    return is_table and is_other_part(key) and key not in known
 
 
 def _fill_frozen(
-    model: nn.Module,
+    places: Sequence[Place],
     targets: list[ModelTensor],
     stored: dict[int, StoredTensor],
     listing: Listing,
@@ -240,14 +249,18 @@ def _fill_frozen(
     """
     frozen: dict[str, str] = {}
     compared: dict[int, StoredTensor] = {}
-    for name, part in frozen_parts(model) if listing.format != LIVE else ():
-        source: Any = part.anyrank_frozen.source  # type: ignore[union-attr]
+    by_part = {place.module: place.raw for place in reversed(places)}
+    for part, name in by_part.items() if listing.format != LIVE else ():
+        info = frozen_info(part)
+        source = info.source if info else None
+        if source is None:
+            continue
         mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
         indices = [i for i in mine if i not in stored or targets[i].is_meta]
-        if source is None or not indices:
+        if not indices:
             continue
         inner = in_state_dict(find_tensors(part))
-        own = dequantised(parts[source], _held(inner))
+        own = dequantised(parts[source], _dtypes_by_name(inner))
         found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
         keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
         lacking = [targets[i].name for i in indices if id(targets[i].tensor) not in keys]
@@ -269,15 +282,17 @@ def _fill_frozen(
 
 def is_pinned(target: ModelTensor) -> bool:
     """Whether a tensor belongs to a frozen part with a source, whole and real: never written to."""
-    info: Any = getattr(target.frozen, "anyrank_frozen", None)
+    info = None if target.frozen is None else frozen_info(target.frozen)
     if info is None or info.source is None:
         return False
     return info.tensors is not None and not target.is_meta
 
 
-def _untied(model: nn.Module, targets: list[ModelTensor], missing: list[int]) -> list[str]:
-    """Missing tensors that the model declares tied, and that are not: `to_empty` breaks ties."""
-    declared: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+def _untied(inner: Any, targets: list[ModelTensor], missing: list[int]) -> list[str]:
+    """Missing tensors that a transformers model declares tied, and that are not: `to_empty` breaks
+    ties.
+    """
+    declared: dict[str, str] = getattr(inner, "all_tied_weights_keys", None) or {}
     found = [
         f"{name} = {declared[name]}"
         for index in missing
@@ -291,14 +306,14 @@ def _untied(model: nn.Module, targets: list[ModelTensor], missing: list[int]) ->
 
 
 def _ignorable(
-    keys: Sequence[str], targets: list[ModelTensor], model: nn.Module, rename: Any
+    keys: Sequence[str], targets: list[ModelTensor], inner: Any, rename: Any
 ) -> list[str]:
     """Keys of non-persistent buffers and of a count of averaged steps, keys that the model declares
     ignorable, and those that `rename=` gives no name.
     """
     derived = {n for target in targets if target.kind == "derived" for n in target.flat_names()}
-    prefix = getattr(model, "base_model_prefix", "")
-    declared = declared_ignorable(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    declared = declared_ignorable(inner)
     return [
         key
         for key in keys
@@ -346,11 +361,11 @@ def _problems(
 
 
 def _names(targets: list[ModelTensor]) -> list[str]:
-    return [place.names[-1] for target in targets for place in target.registrations]
+    return [place.name for target in targets for place in target.registrations]
 
 
-def _held(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
-    """What the model holds, under all of its names."""
+def _dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
+    """The dtypes of what a checkpoint holds of the model, by all of its names."""
     return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,16 +19,14 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor, Place, find_places, tensors_of
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.names import candidates
-from anyrank.tensors.walk import places
 
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-SAVES = ("state_dict", "_save_to_state_dict")
+SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
-WHOLE = "the model"
 NOT_RUN = "has load_state_dict code of its own, which was not run"
 
 
@@ -51,29 +48,35 @@ class OwnCode:
     """The modules of a model that have such code, and what a source holds for them.
 
     Attributes:
-        modules: those with code for `load_state_dict`, by name without wrappers.
-        tensor_keys: keys of the source that are the extra state of a module, and tensors.
+        modules: those with code for `load_state_dict`, by name.
+        takers: name of extra state -> the module that it is handed to.
         extras: extra state by name, as `Listing.extras` has it.
+        tensors: extra state that is a tensor, by name.
+        tensor_keys: keys of these in the source.
     """
 
-    def __init__(self, model: nn.Module, listing: Listing, rename: Callable[[str], str]) -> None:
-        self.modules = [
-            (_title(path), module)
-            for path, module in places(model)
-            if _loads_by_own_code(path, module)
-        ]
-        self.takers = [(n, m) for n, m in places(model) if _takes_extra(type(m))]
-        self.extras = {
-            name: value for key, value in listing.extras.items() for name in candidates(rename(key))
+    def __init__(
+        self, places: Sequence[Place], listing: Listing, rename: Callable[[str], str]
+    ) -> None:
+        self.modules = {p.name or "the model": p.module for p in places if _loads_by_own_code(p)}
+        self.takers = {
+            _extra_name(place): place.module
+            for place in places
+            if type(place.module).set_extra_state is not nn.Module.set_extra_state
         }
-        known = {name for path, _ in self.takers for name in candidates(_extra_key(path))}
-        found = [(key, t) for key, t in listing.tensors.items() if _is_extra(key)]
-        named = [(key, name, t) for key, t in found for name in candidates(rename(key))]
-        self.tensor_keys = {key for key, name, _ in named if name in known}
-        self.tensors = {name: stored for _, name, stored in named if name in known}
+
+        def named(keys: Iterable[str]) -> dict[str, str]:
+            """Name -> key, of those that are handed to a module."""
+            names = {name: key for key in keys for name in candidates(rename(key))}
+            return {name: names[name] for name in self.takers if name in names}
+
+        self.extras = {name: listing.extras[key] for name, key in named(listing.extras).items()}
+        tensors = named(key for key in listing.tensors if _is_extra(key))
+        self.tensors = {name: listing.tensors[key] for name, key in tensors.items()}
+        self.tensor_keys = set(tensors.values())
 
     def read_extras(self, listing: Listing) -> dict[str, tuple[Any]]:
-        """The extra state that is a tensor, by the names that a module may have for it."""
+        """The extra state that is a tensor, by name."""
         with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
             return {name: (reader.read(stored),) for name, stored in self.tensors.items()}
 
@@ -83,29 +86,25 @@ class OwnCode:
         Raises:
             LoadError: `set_extra_state` of a module fails.
         """
-        places_filled = [place for target in filled for place in target.registrations]
-        above = {id(module) for place in places_filled for module in place.path}
-        not_run = {name: NOT_RUN for name, module in self.modules if id(module) in above}
-        done = OwnCodeRun(not_run=not_run)
-        for path, module in self.takers:
-            self._give_extra(path, module, done)
+        above = {id(m) for target in filled for place in target.registrations for m in place.path}
+        done = OwnCodeRun()
+        done.not_run.update(
+            {name: NOT_RUN for name, module in self.modules.items() if id(module) in above}
+        )
+        for name, module in self.takers.items():
+            if name not in self.extras:
+                done.not_run[name] = "is not in the source, and the module keeps its own"
+                continue
+            extra = self.extras[name]
+            if extra is None:
+                done.not_run[name] = "is not plain data, and was not restored"
+                continue
+            try:
+                module.set_extra_state(extra[0])
+            except Exception as error:
+                raise LoadError(f"{name}: set_extra_state fails: {error}") from error
+            done.ran.append(name)
         return done
-
-    def _give_extra(self, path: str, module: nn.Module, done: OwnCodeRun) -> None:
-        key = _extra_key(path)
-        name = next((name for name in candidates(key) if name in self.extras), None)
-        if name is None:
-            done.not_run[_title(key)] = "is not in the source, and the module keeps its own"
-            return
-        extra = self.extras[name]
-        if extra is None:
-            done.not_run[_title(key)] = "is not plain data, and was not restored"
-            return
-        try:
-            module.set_extra_state(extra[0])
-        except Exception as error:
-            raise LoadError(f"{_title(path)}: set_extra_state fails: {error}") from error
-        done.ran.append(_title(key))
 
 
 def added_to_state_dict(module: nn.Module) -> list[str]:
@@ -114,9 +113,10 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
     of a quantised weight.
     """
-    if not _saves_by_own_code(module):
+    places = find_places(module)
+    if not _save_by_own_code(places):
         return []
-    known = {name for target in find_tensors(module) for name in target.flat_names()}
+    known = {name for target in tensors_of(places) for name in target.flat_names()}
     return [
         key
         for key in module.state_dict()
@@ -128,79 +128,54 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
 
 def changed_in_state_dict(module: nn.Module) -> list[str]:
     """Names of tensors that its modules' own code replaces in `state_dict()`."""
-    if not _saves_by_own_code(module):
+    places = find_places(module)
+    if not _save_by_own_code(places):
         return []
-    own = {t.flat_names()[0]: t for t in find_tensors(module)}
     given: dict[str, Any] = module.state_dict()
+    own = {target.registrations[0].raw: target for target in tensors_of(places)}
     return [
         name
-        for name, held in own.items()
-        if isinstance(value := given.get(name), torch.Tensor) and not _is_same(held, value)
+        for name, target in own.items()
+        if isinstance(value := given.get(name), torch.Tensor) and not _is_same(target, value)
     ]
 
 
-def _is_same(held: ModelTensor, value: Any) -> bool:
-    local = value.to_local() if hasattr(value, "to_local") else value
-    mine = held.local()
-    return (local.data_ptr(), local.shape, local.stride()) == (
-        mine.data_ptr(),
-        mine.shape,
-        mine.stride(),
-    )
+def _is_same(target: ModelTensor, value: Any) -> bool:
+    theirs = value.to_local() if hasattr(value, "to_local") else value
+    return theirs.is_set_to(target.local())
 
 
 def extra_states(model: nn.Module) -> list[str]:
-    """The keys of extra state that modules of a model have."""
-    return [_title(_extra_key(path)) for path, m in places(model) if _gives_extra(type(m))]
+    """The names of extra state that modules of a model have."""
+    return [
+        _extra_name(place)
+        for place in find_places(model)
+        if type(place.module).get_extra_state is not nn.Module.get_extra_state
+    ]
 
 
-def _loads_by_own_code(path: str, module: nn.Module) -> bool:
+def _loads_by_own_code(place: Place) -> bool:
     methods = ["_load_from_state_dict"]
-    if _title(path) == WHOLE:  # of modules inside, torch does not call it
+    if not place.name:  # of modules inside, torch does not call it
         methods.append("load_state_dict")
-    return _has_own_code(module, methods, LOAD_HOOKS)
+    return _has_own_code(place.module, methods, LOAD_HOOKS)
 
 
-def _saves_by_own_code(module: nn.Module) -> bool:
-    return any(_has_own_code(inner, SAVES, SAVE_HOOKS) for inner in module.modules())
+def _save_by_own_code(places: Sequence[Place]) -> bool:
+    return any(_has_own_code(place.module, SAVE_METHODS, SAVE_HOOKS) for place in places)
 
 
 def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
     """Whether one of these methods, or a hook in one of these tables, is of the user's."""
-    entries = [_definer(plain_class(module), method) for method in methods]
-    return any(
-        map(_is_own, (*entries, *(h for name in hooks for h in vars(module)[name].values())))
-    )
+    classes = plain_class(module).__mro__
+    entries = [next(kind for kind in classes if name in vars(kind)) for name in methods]
+    entries += [hook for name in hooks for hook in vars(module)[name].values()]
+    return any(not str(getattr(e, "__module__", "")).startswith(OF_LIBRARIES) for e in entries)
 
 
-def _is_own(entry: Any) -> bool:
-    return not str(getattr(entry, "__module__", "")).startswith(OF_LIBRARIES)
-
-
-@cache
-def _definer(kind: type[nn.Module], method: str) -> type:
-    """The class that a method of a module is from."""
-    return next(c for c in kind.__mro__ if method in vars(c))
-
-
-def _extra_key(path: str) -> str:
-    return f"{path}.{EXTRA_STATE}".lstrip(".")
+def _extra_name(place: Place) -> str:
+    return f"{place.name}.{EXTRA_STATE}" if place.name else EXTRA_STATE
 
 
 def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
-
-
-@cache
-def _gives_extra(kind: type[nn.Module]) -> bool:
-    return kind.get_extra_state is not nn.Module.get_extra_state
-
-
-@cache
-def _takes_extra(kind: type[nn.Module]) -> bool:
-    return kind.set_extra_state is not nn.Module.set_extra_state
-
-
-def _title(path: str) -> str:
-    """A module's or a key's name without what wrappers add."""
-    return list(candidates(path))[-1] or WHOLE

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.wrappers import Path, Registration, below_wrappers, plain_class, plain_of
+from anyrank.model.wrappers import Path, Registration, plain_class, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import warn_if_untested
@@ -52,12 +52,11 @@ class Placed(Protocol):
 
 def is_peft(module: nn.Module) -> bool:
     """Whether a module's class is of PEFT."""
-    return is_peft_class(type(module))
+    return _is_peft_class(type(module))
 
 
 @cache
-def is_peft_class(kind: type[nn.Module]) -> bool:
-    """The same of a class, below those that FSDP2 puts in front of it."""
+def _is_peft_class(kind: type[nn.Module]) -> bool:
     return plain_of(kind).__module__.startswith("peft.")
 
 
@@ -67,30 +66,31 @@ def is_peft_wrapping(module: nn.Module, child: str) -> bool:
         return False
     if child == "base_model":
         return hasattr(module, "peft_config")
-    return child in PEFT_SEGMENTS or child == "token_adapter" or _is_tuner_model(module, child)
+    if child == "model":  # in PEFT's middle layer, between PeftModel and the user's model
+        return hasattr(module, "targeted_module_names")
+    return child in PEFT_SEGMENTS or child == "token_adapter"
 
 
-def _is_tuner_model(module: nn.Module, child: str) -> bool:
-    """Whether a child is the user's model in PEFT's middle layer, between PeftModel and it."""
-    return child == "model" and hasattr(module, "targeted_module_names")
+def saved_names(name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
+    """The names, without the adapter's, under which PEFT saves a tensor.
 
-
-def names_in_peft(plain: tuple[str, ...], path: Path) -> tuple[str, ...]:
-    """The names, and those without the adapter's, under which PEFT saves a tensor."""
+    Args:
+        name, unwrapped, path: see `Registration`.
+    """
     warn_if_untested("peft", "0.21", "0.21")
-    adapter = next((m for m in path if is_peft(m) and hasattr(m, "active_adapters")), None)
-    known: set[str] = set(getattr(adapter, "active_adapters", ()))
-    own = below_wrappers(plain[0], path)
-    names = [*plain, own]
-    if len(known) == 1 and known.intersection(plain[-1].split(".")):
-        names.append(".".join(p for p in own.split(".") if p not in known))
-        short = [p for p in plain[-1].split(".") if p not in known]
-        names += [".".join(short), ".".join(p for p in short if p != "modules_to_save")]
-        if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
-            names.append(".".join(short[:-1]))
-        if short == PROMPTS and _is_saved_whole(path[-2]):
-            names.append("prompt_embeddings")
-    return tuple(dict.fromkeys(names))
+    layer = next((m for m in path if is_adapter_layer(m)), None)
+    active: set[str] = set(getattr(layer, "active_adapters", ()))
+    if len(active) != 1 or active.isdisjoint(name.split(".")):
+        return ()
+    long, short = (
+        [part for part in each.split(".") if part not in active] for each in (unwrapped, name)
+    )
+    names = [long, short, [part for part in short if part != "modules_to_save"]]
+    if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+        names.append(short[:-1])
+    if short == PROMPTS and _is_saved_whole(path[-2]):
+        names.append(["prompt_embeddings"])
+    return tuple(".".join(parts) for parts in names)
 
 
 def _is_saved_whole(encoder: nn.Module) -> bool:
@@ -100,12 +100,12 @@ def _is_saved_whole(encoder: nn.Module) -> bool:
     )
 
 
-def is_adapter(name: str, path: Path) -> bool:
-    """Whether the tensor belongs to an adapter: below a PEFT layer, and not in what that wraps, or
+def is_adapter(place: Registration) -> bool:
+    """Whether a tensor belongs to an adapter: below a PEFT layer, and not in what that wraps, or
     beside the model in what holds all of it (prompts, tables that layers share).
     """
-    parts = name.split(".")
-    for depth, module in enumerate(path):
+    parts = place.raw.split(".")
+    for depth, module in enumerate(place.path):
         below = parts[depth:]
         if not is_peft(module):
             continue
@@ -129,9 +129,30 @@ def merged_layers(targets: Iterable[Placed]) -> list[str]:
             place.name.rpartition(".")[0]
             for target in (targets if "peft" in sys.modules else ())
             for place in target.registrations
-            if any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
+            if _is_below_merged(place)
         }
     )
+
+
+def is_merged(tensor: Placed) -> bool:
+    """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
+    return any(
+        "base_layer" in place.raw and _is_below_merged(place) for place in tensor.registrations
+    )
+
+
+def _is_below_merged(place: Registration) -> bool:
+    return any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
+
+
+def scaling_of(tensor: Placed) -> float | None:
+    """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
+    if not tensor.adapter:
+        return None
+    path, parts = tensor.registrations[0].path, tensor.name.split(".")
+    layer: Any = next((m for m in path if is_peft(m) and hasattr(m, "scaling")), None)
+    scalings: Mapping[str, Any] = {} if layer is None else layer.scaling
+    return next((float(by) for name, by in scalings.items() if name in parts), None)
 
 
 def unknown_adapters(
@@ -165,7 +186,7 @@ def unknown_adapters(
         # Or is a buffer that no file holds, and that PEFT may have computed.
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
         # PiSSA and others have taken the adapter out of the base weights.
-        of_rest = _choice(place) not in KNOWN_CHOICES and based.get(id(layer), False)
+        of_rest = _adapter_of(place)[1] not in KNOWN_CHOICES and based.get(id(layer), False)
         if index in initialise or (id(layer) in based and stays) or of_rest:
             found.append(tensor.name)
     return found
@@ -196,39 +217,34 @@ def lora_rule(
     """
     if not _is_plain_lora(place):
         raise LoadError(f"{place.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
-    choice = _choice(place)
+    adapter, choice = _adapter_of(place)
     if choice is False:
         return None
     name = f"{plain_class(layer).__name__}.reset_lora_parameters"
-    return name, lambda: stand_in.reset_lora_parameters(_adapter_of(place), choice)
+    return name, lambda: stand_in.reset_lora_parameters(adapter, choice)
 
 
 def _is_plain_lora(place: Registration) -> bool:
     """Whether a tensor is a factor of LoRA whose first value is known."""
-    parts = place.names[0].split(".")
+    parts = place.raw.split(".")
     layer = _adapter_layer(place)
     is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
-    if not is_lora or _choice(place) not in KNOWN_CHOICES:
+    adapter, choice = _adapter_of(place)
+    if not is_lora or choice not in KNOWN_CHOICES:
         return False
     if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
-        return _choice(place) is not False  # which leaves them as torch.randn made them
-    variant = getattr(layer, "lora_variant", {}).get(_adapter_of(place))  # DoRA and others
+        return choice is not False  # which leaves them as torch.randn made them
+    variant = getattr(layer, "lora_variant", {}).get(adapter)  # DoRA and others
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
-def _choice(place: Registration) -> Any:
-    """What the adapter's config has as `init_lora_weights`."""
-    owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]
-    config = owners[0].peft_config.get(_adapter_of(place)) if owners else None
-    return getattr(config, "init_lora_weights", True)
-
-
-def _adapter_of(place: Registration) -> str:
-    """The name of the adapter that a tensor belongs to."""
-    below = place.names[0].split(".")
-    owners: list[Any] = [module for module in place.path if hasattr(module, "peft_config")]
-    table: Mapping[str, Any] = owners[0].peft_config if owners else {}
-    return next((name for name in table if name in below), next(iter(table), "default"))
+def _adapter_of(place: Registration) -> tuple[str, Any]:
+    """The name of the adapter that a tensor belongs to, and its `init_lora_weights`."""
+    owner: Any = next((module for module in place.path if hasattr(module, "peft_config")), None)
+    configs: Mapping[str, Any] = {} if owner is None else owner.peft_config
+    parts = place.raw.split(".")
+    name = next((name for name in configs if name in parts), next(iter(configs), "default"))
+    return name, getattr(configs.get(name), "init_lora_weights", True)
 
 
 # -- what merging adds ----------------------------------------------------------------------------
@@ -362,7 +378,7 @@ def _check_weight(weight: Placed) -> None:
 
 def _is_saved_copy(place: Registration) -> bool:
     """Whether the merged model has a tensor: not the original of a copy that was trained."""
-    parts = place.names[0].split(".")
+    parts = place.raw.split(".")
     for depth, module in enumerate(place.path):
         copies = module.__dict__["_modules"].get("modules_to_save")
         if copies is not None:

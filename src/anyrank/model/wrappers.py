@@ -18,40 +18,29 @@ class Registration(NamedTuple):
     """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
-        names: the names that mean this entry, `named_parameters()`'s first.
-        path: the modules from the root to `module`, both included.
+        raw: its name with all that wrappers add, as `named_parameters()` gives it.
+        unwrapped: without what torch's wrappers add.
+        name: without what PEFT adds as well: the one that the model's author knows.
+        aliases: further names, under which PEFT saves it.
+        module: the owner.
+        attribute: of the owner.
+        path: the modules from the root to the owner, both included.
     """
 
-    names: tuple[str, ...]
+    raw: str
+    unwrapped: str
+    name: str
+    aliases: tuple[str, ...]
     module: nn.Module
     attribute: str
     path: Path
 
     @property
-    def name(self) -> str:
-        """The name below the wrappers: the one that the model's author knows."""
-        return self.names[1 if len(self.names) > 1 else 0]
-
-
-def below_wrappers(name: str, path: Path) -> str:
-    """A tensor's name without what torch's wrappers add; what PEFT adds is kept, or a dict's key.
-
-    Args:
-        name: of the tensor below the root, with the wrappers.
-        path: the modules from the root to its owner.
-    """
-    parts = name.split(".")
-    owners = (*path, *[None] * len(parts))
-    return ".".join(
-        part for part, owner in zip(parts, owners, strict=False) if not _is_torchs(owner, part)
-    )
-
-
-def _is_torchs(module: nn.Module | None, child: str) -> bool:
-    """Whether a child's name is the doing of a wrapper of torch's."""
-    if child in WRAPPERS:
-        return module is not None and child in module.__dict__["_modules"]
-    return child == "module" and isinstance(module, DistributedDataParallel)
+    def names(self) -> tuple[str, ...]:
+        """All names that a source may have for it, each once, the best first."""
+        if self.raw == self.name and not self.aliases:
+            return (self.raw,)
+        return tuple(dict.fromkeys((self.raw, self.name, self.unwrapped, *self.aliases)))
 
 
 def is_wrapping(module: nn.Module, child: str) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CorruptCheckpoint
 from anyrank.random_state.streams import Stream, TorchStream, ambient, own_accelerator
 from anyrank.tensors.hashing import derive
 
@@ -49,9 +49,12 @@ class RankCoords:
 
 
 class StreamOutcome(NamedTuple):
-    """What happened to a stream at a resume, and why."""
+    """What happened to a stream at a resume, and why.
 
-    how: Literal["exact", "derived", "skipped"]
+    "unused" is a stream that is derived, and that nobody had drawn from or seeded: no news.
+    """
+
+    how: Literal["exact", "derived", "unused", "skipped"]
     reason: str
 
 
@@ -89,11 +92,13 @@ class SavedStreams:
         coords: of every rank that saved, in the order of ranks.
         digests: for each of these ranks, stream -> digest of its state.
         states: digest -> state.
+        unused: streams that no rank had drawn from or seeded since its state was made.
     """
 
     coords: list[RankCoords]
     digests: list[dict[str, str]]
     states: dict[str, StreamState]
+    unused: list[str] = field(default_factory=list[str])
 
     def scopes(self) -> dict[str, Scope]:
         """Stream -> the scope that the ranks' states show."""
@@ -110,7 +115,7 @@ class SavedStreams:
             for coords, digests in zip(self.coords, self.digests, strict=True)
         ]
         states = {digest: state.to_json() for digest, state in self.states.items()}
-        return {"ranks": rows, "states": states}
+        return {"ranks": rows, "states": states, "unused": self.unused}
 
 
 def from_json(table: Mapping[str, Any]) -> SavedStreams:
@@ -134,7 +139,7 @@ def from_json(table: Mapping[str, Any]) -> SavedStreams:
     for digest in {digest for row in digests for digest in row.values()}:
         if digest not in states:
             raise ValueError(f"streams: no state {digest[:40]}")
-    return SavedStreams(coords, digests, states)
+    return SavedStreams(coords, digests, states, list(table["unused"]))
 
 
 def check_saved(saved: SavedStreams) -> None:
@@ -172,6 +177,13 @@ def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]
         stream.name: StreamState(stream.algorithm, *stream.encode(stream.get()))
         for stream in streams_here(generators)
     }
+
+
+def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Streams of Python and numpy with the digests from before: every process has these, used or
+    not.
+    """
+    return [name for name in ("python", "numpy") if name in now and before.get(name) == now[name]]
 
 
 def digests_of(states: Mapping[str, StreamState]) -> dict[str, str]:
@@ -252,13 +264,15 @@ def restore(
         state, outcome = choose(stream, scope, saved, coords, torch_version)
         if outcome.how == "derived":
             state = derive(seed, stream.name, *coordinate(scope, coords), samples)
+            if stream.name in saved.unused:
+                outcome = outcome._replace(how="unused")
         states.append((stream, state))
         outcomes[stream.name] = outcome
     for stream, state in states:
-        if outcomes[stream.name].how == "derived":
-            stream.seed(state)
-        else:
+        if outcomes[stream.name].how == "exact":
             stream.put(state)
+        else:
+            stream.seed(state)
     for name in saved.digests[0].keys() - outcomes.keys():
         outcomes[name] = StreamOutcome("skipped", "it was saved and is not in use here")
     return outcomes
@@ -325,38 +339,3 @@ def _decoded(
             f"the saved random streams are damaged: {stream.name} holds no state ({error}): resume "
             "from another checkpoint"
         ) from error
-
-
-def check_scopes(
-    gathered: Sequence[tuple[RankCoords, Mapping[str, str], Mapping[str, StreamOutcome]]],
-    scopes: Mapping[str, Scope],
-) -> None:
-    """Compare what all ranks have after a restore with the scopes.
-
-    Args:
-        gathered: coordinates, digests and outcomes of all ranks.
-        scopes: as saved.
-
-    Raises:
-        CheckpointError: a stream differs where its scope says equal, or is shared by ranks whose
-            streams were derived to differ. Streams that were saved equal and are restored exactly
-            may be equal.
-    """
-    digests_by_rank = [(coords, digests) for coords, digests, _ in gathered]
-    for name in sorted({name for _, digests, _ in gathered for name in digests}):
-        scope = scopes.get(name, "rank")
-        if pair := differing(name, scope, digests_by_rank):
-            raise CheckpointError(
-                f"random stream {name} is {scope} and differs between ranks {pair[0]} and "
-                f"{pair[1]} after resume"
-            )
-        owners: dict[str, RankCoords] = {}
-        for coords, digests, outcomes in gathered:
-            if name not in digests or outcomes[name].how != "derived":
-                continue
-            owner = owners.setdefault(digests[name], coords)
-            if coordinate(scope, owner) != coordinate(scope, coords):
-                raise CheckpointError(
-                    f"random stream {name} is {scope} and the same on ranks {owner.rank} and "
-                    f"{coords.rank} after resume"
-                )

@@ -1,4 +1,7 @@
-"""`anyrank.Checkpoints`: the loop of a run, its saves, and its resume on any number of ranks."""
+"""`anyrank.Checkpoints`: the loop of a run, its saves, and its resume on any number of ranks.
+
+It holds what a run is between two steps; `saving` does the work of a save, `restore` of a resume.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,33 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.data.position import check_same_on_ranks
-from anyrank.errors import AnyrankError, CheckpointError
-from anyrank.files.store import store_for
+from anyrank.data.position import ElasticData
+from anyrank.errors import CheckpointError
+from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.loop import (
     BoundaryReport,
     Loop,
     StepCounter,
-    StepHooks,
     loader_of,
     stop_condition,
 )
 from anyrank.resume.options import ResumeArguments, RunOptions
-from anyrank.resume.run_writer import RunWriter
+from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
+from anyrank.saving.background import Background
+from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
+from anyrank.saving.lock import RunLock
 from anyrank.saving.run_store import RunFolder
-from anyrank.saving.save import SaveRecord
+from anyrank.saving.write import SaveRecord, write
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
-from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, announce_left_step
+from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
@@ -38,7 +45,13 @@ from anyrank.world.connections import declining
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
+if TYPE_CHECKING:
+    from anyrank.peers.memory import PeerMemory
+
 log = logging.getLogger("anyrank.resume")
+saving_log = logging.getLogger("anyrank.saving")
+
+FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
 
 
 class Checkpoints:
@@ -109,17 +122,25 @@ class Checkpoints:
             self._options = RunOptions(
                 self.path, keep, every, background, verify, keep_every, peers, replicas_every
             )
-            self._folder = RunFolder(store_for(self.path), self.path)
-            self._writer = RunWriter(self._folder, state, self._options, on_commit)
+            self._folder = RunFolder(storage_for(self.path), self.path)
         self._state = state
+        self._on_commit = on_commit
         self._process_group = process_group
-        self._signals = PendingSignals()
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
-        self._writers: Ranks | None = None
+        self._writers: Ranks | None = None  # the same, for the thread of background=True
+        self._has_callback = False  # whether any rank has on_commit; the first rank's is called
+        self._signals = PendingSignals()
+        self._lock = RunLock(self._folder.store, self._folder.place)
+        self._background = Background(self._write) if background else None
+        self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
         self._has_stepped = False
         self._is_training = False  # on all ranks alike: whether a loop was begun
+        self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
+        self._branch: int | None = None  # that was resumed although newer ones are there
+        self._last_save = time.monotonic()
+        self._records: list[SaveRecord] = []
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -179,7 +200,13 @@ class Checkpoints:
         arguments = ResumeArguments(which, skip, fresh, rename)
         arguments.agree(ranks)
         self.wait()
-        return self._writer.resume(arguments, ranks)
+        state, verify, memory = self._state, self._options.verify, self._memory
+        resumed = resume_run(state, self._folder, arguments, verify, ranks, memory)
+        if resumed is None:
+            return None
+        self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
+        self._branch = state.step if resumed.is_branch else None
+        return resumed.report
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -214,30 +241,17 @@ class Checkpoints:
             assert ckpts.saved()[0].samples == 8
         """
         loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
-        limits = {"until": until, "epochs": epochs}
-        return Loop(lambda: self._loop(loader, is_finished, limits))
+        return Loop(lambda: self._loop(loader, is_finished, {"until": until, "epochs": epochs}))
 
     def _loop(
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
         self._counter.leave_body()  # of a loop whose iterator is still held
-        ranks, state = self._open("steps"), self._state
-        same_arguments(ranks, "steps", limits, CheckpointError, run_parts(state).check_usable)
+        ranks, check = self._open("steps"), self._state.parts.check_usable
+        same_arguments(ranks, "steps", limits, CheckpointError, check)
         self._is_training = True
-        with StepHooks(self._state) as hooks:
-            while not is_finished():
-                for step in loader:
-                    self._counter.enter_body(step, hooks)
-                    try:
-                        yield step
-                    except GeneratorExit:
-                        self._counter.leave_body()
-                        raise
-                    self._counter.end_body(step)
-                    self.step_done()
-                    if is_finished():
-                        break
+        yield from self._counter.go_over(loader, is_finished, self.step_done)
         if self._counter.completed:
             self.save(unless_saved=True)
 
@@ -262,34 +276,38 @@ class Checkpoints:
         self._signals.watch()
         ranks = self._open("step_done")
         self._is_training = True
+        options, number = self._options, self._state.step + 1
 
         def here() -> BoundaryReport:
             self._counter.check_countable()
-            return BoundaryReport(self._writer.failed, self._signals.take(), self._writer.due())
+            return BoundaryReport(
+                save_failed=self._background is not None and self._background.failed,
+                signal=self._signals.pending(),
+                saves=options.cadence.is_due(number, self._last_save),
+                keeps=self._memory is not None and self._memory.is_due(number),
+            )
 
         with self._counter.at_boundary():
             reports = ranks.together("completing the step", here)
             self._counter.count()
         if not self._has_stepped:
             self._has_stepped = True
-            self._writer.warn_of_refusal(ranks)
-        mine, due = reports[ranks.index], reports[0].due  # the first rank's clock decides
-        signals = {report.signal for report in reports} - {None}
-        try:
-            if any(report.save_failed for report in reports):
-                self.wait()
-            if ranks.size > 1 and self._options.compares(self._state.step):
-                check_replicas(self._state, ranks)
-            if due.snapshot:
-                self._writer.remember(ranks)
-            if due.save or signals:
-                self.save(unless_saved=True)
-            else:
-                self._writer.renew_lock()
-        except AnyrankError:
-            if mine.signal is not None:
-                self._signals.give_back(mine.signal)  # still to be done, at the next boundary
-            raise
+            warn_of_refusal(self._state, ranks)
+        first, signals = reports[0], {report.signal for report in reports} - {None}
+        if any(report.save_failed for report in reports):
+            self.wait()
+        if ranks.size > 1 and options.compares(number):
+            check_replicas(self._state, ranks)
+        if first.keeps and self._memory is not None:
+            snapshot = collect(self._state, ranks)
+            self._state.run = snapshot.manifest.run
+            if not self._memory.keep(snapshot):
+                self._memory = None
+        if first.saves or signals:
+            self.save(unless_saved=True)
+            self._signals.done(signals)
+        else:
+            self._lock.renew()
         if signal.SIGTERM in signals:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
@@ -317,9 +335,63 @@ class Checkpoints:
             assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
             ckpts.close()
         """
-        ranks = self._open("save")
-        self._writer.save(ranks, self._writers, unless_saved)
-        self._writer.last_save = time.monotonic()
+        ranks, state = self._open("save"), self._state
+        start = time.perf_counter()
+        self.wait()
+        if (state.step, state.run) == self._on_disk:
+            ranks.together("preparing a save", lambda: check_boundary(state))
+            if not unless_saved and ranks.index == 0:
+                log.warning(
+                    "%s: step %d is saved already, and a step is saved once: what was changed "
+                    "since is not saved; it comes with the next step",
+                    self.path,
+                    state.step,
+                )
+        else:
+            snapshot = collect(state, ranks, lambda: self._become_writer(ranks))
+            state.run = snapshot.manifest.run
+            if self._background is None:
+                record = self._write(snapshot, ranks)
+                self._note(replace(record, stall_seconds=time.perf_counter() - start), ranks)
+            else:
+                assert self._writers is not None
+                self._background.start(snapshot, ranks, self._writers, start)
+        self._last_save = time.monotonic()
+
+    def _become_writer(self, ranks: Ranks) -> None:
+        """Refuse to save within a step, and beside another writer of the folder. Any rank."""
+        check_boundary(self._state)
+        if ranks.index == 0:
+            self._lock.take(lambda: self._folder.check_run(self._state.run))
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
+        """Write a snapshot in files, in whichever thread. All ranks."""
+        record = write(
+            snapshot,
+            self._folder,
+            ranks,
+            keep_newest=self._options.keep,
+            keeps_forever=self._options.keeps,
+            branch=self._branch,
+        )
+        self._branch = None
+        return record
+
+    def _note(self, record: SaveRecord, ranks: Ranks) -> None:
+        """A save is on disk. All ranks."""
+        self._note_alone(record, ranks)
+        if self._has_callback:
+            ranks.together("calling on_commit", lambda: self._call_back(record, ranks))
+
+    def _note_alone(self, record: SaveRecord, ranks: Ranks) -> None:
+        self._on_disk = (record.step, self._state.run)
+        self._records.append(record)
+        if ranks.index == 0:
+            saving_log.info("saved step %d: %s", record.step, record.path)
+
+    def _call_back(self, record: SaveRecord, ranks: Ranks) -> None:
+        if self._on_commit is not None and ranks.index == 0:
+            self._on_commit(record)
 
     def wait(self) -> None:
         """Return when no save is in flight. All ranks.
@@ -327,8 +399,8 @@ class Checkpoints:
         Raises:
             CheckpointError: the save that was in flight failed.
         """
-        if self._ranks is not None:
-            self._writer.wait(self._ranks)
+        if self._background and self._ranks and self._background.is_in_flight:
+            self._note(self._background.wait(), self._ranks)
 
     def latest(self) -> str | None:
         """Path of the newest committed step, or None. Any rank."""
@@ -341,21 +413,37 @@ class Checkpoints:
 
     def stats(self) -> list[SaveRecord]:
         """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
-        return [*self._writer.records]
+        return [*self._records]
+
+    # -- open and close ---------------------------------------------------------------------------
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
-        announce_left_step(self._state.data)
+        data = self._state.data
+        if isinstance(data, ElasticLoader):
+            data.position.announce_left_step()
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
-            ranks = self._groups.enter_context(opened)
+            ranks, parts = self._groups.enter_context(opened), self._state.parts
             same_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
-            check_same_on_ranks(self._state.data, ranks)
-            run_parts(self._state).agree(ranks)
+            if isinstance(data, ElasticData):
+                data.position.check_same(ranks)
+            parts.agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
                 self._writers = self._groups.enter_context(open_ranks(self._process_group))
-            self._writer.open(ranks)
+
+            def look() -> bool:
+                if ranks.index == 0:
+                    self._folder.check_no_other()
+                parts.check_optimizers(ranks.index)  # before hours of training
+                return self._on_commit is not None
+
+            self._has_callback = any(ranks.together("opening the run", look))
+            if self._options.peers:
+                from anyrank.peers.memory import open_memory
+
+                self._memory = open_memory(self.path, ranks, self._options.peers_cadence.is_due)
             self._ranks = ranks
         return self._ranks
 
@@ -375,7 +463,7 @@ class Checkpoints:
 
     def _release(self) -> None:
         self._signals.restore()
-        self._writer.release()
+        self._lock.release()
         self._ranks = self._writers = None
         self._groups.close()
 
@@ -387,32 +475,26 @@ class Checkpoints:
         try:
             self._counter.leave_body()  # of a loop whose iterator is still held
             if error is not None:
-                self._writer.leave(self._ranks is not None and self._ranks.index == 0)
+                self._leave_save()
                 return
-            if self._is_training and self._ranks is not None and self._has_whole_steps(self._ranks):
+            if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):
                 self.save(unless_saved=True)
             self.wait()
         finally:
             self._release()
         self._signals.pass_on()
 
-    def _has_whole_steps(self, ranks: Ranks) -> bool:
-        """Whether there is a step to save on leaving. All ranks.
+    def _leave_save(self) -> None:
+        """Finish while an exception passes: without a wait for ranks that may never come.
 
-        Raises:
-            CheckpointError: a step moved the state of some rank, and does not count.
+        A save in flight goes on where all ranks are at it. Raises nothing: the first exception is
+        the one to see.
         """
-
-        def here() -> tuple[bool, bool]:
-            run_parts(self._state).check_usable()
-            return self._counter.completed > 0, self._writer.is_within_step
-
-        flags = ranks.together("leaving the loop", here)
-        if any(is_within for _, is_within in flags):
-            log.warning(
-                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
-                "checkpoint stays the one before",
-                self._state.step,
-            )
-            return False
-        return any(has_counted for has_counted, _ in flags)
+        if self._background is None or self._ranks is None or not self._background.is_in_flight:
+            return
+        try:
+            record = self._background.wait(FAILED_EXIT_SEC)
+            self._note_alone(record, self._ranks)
+            self._call_back(record, self._ranks)
+        except Exception as error:  # whatever on_commit raises
+            log.error("while an exception ends the run: %s", error)

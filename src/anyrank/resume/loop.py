@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.checks import check_int
-from anyrank.data.position import Position, check_complete
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
-from anyrank.resume.run_writer import Due
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.saving.collect import is_within_step
+from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
-from anyrank.steps.loader import ElasticLoader, abandon_step
-from anyrank.steps.step import Step, is_complete
+from anyrank.steps.counted import tell_of_step
+from anyrank.steps.loader import ElasticLoader
+from anyrank.steps.step import Step
+from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
@@ -34,12 +36,14 @@ class BoundaryReport(NamedTuple):
     Attributes:
         save_failed: whether a background save has ended without a checkpoint.
         signal: SIGTERM or SIGUSR1, if it got one.
-        due: what it would save now; the first rank's counts.
+        saves: whether a save in files is due; the first rank's clock decides.
+        keeps: as `saves`, a snapshot in the machines' memory.
     """
 
     save_failed: bool
     signal: int | None
-    due: Due
+    saves: bool
+    keeps: bool
 
 
 class Loop(Iterator[Step]):
@@ -71,9 +75,9 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
-        parts = run_parts(state).parts.values()
+        parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
-        self.optimizers = [innermost(one) for one in run_parts(state).optimizers()]
+        self.optimizers = [innermost(one) for one in state.parts.optimizers()]
         self._handles = [one.register_step_post_hook(self._note) for one in self.optimizers]
 
     def missed_gradients(self) -> bool:
@@ -100,7 +104,7 @@ class StepHooks:
 
 
 class StepCounter:
-    """Counts the steps that a process completes. Each rank counts by itself.
+    """Counts the steps that a process completes, within a loop over them and by itself.
 
     Attributes:
         completed: steps that were counted.
@@ -124,16 +128,30 @@ class StepCounter:
                 "step_done() in the body of steps(), which counts the step itself at the body's "
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
-        run_parts(self._state).check_usable()
-        if isinstance(self._state.data, Position):
-            check_complete(self._state.data)
+        self._state.parts.check_usable()
+        if isinstance(self._state.data, ElasticData):
+            self._state.data.position.check_complete()
 
-    def enter_body(self, step: Step, hooks: StepHooks) -> None:
-        """The loop's body begins."""
-        hooks.stepped = False
-        self._body = step, hooks
+    def go_over(
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
+    ) -> Generator[Step]:
+        """The steps of the loader, from epoch to epoch, each done when the body has ended."""
+        with StepHooks(self._state) as hooks:
+            while not is_finished():
+                for step in loader:
+                    hooks.stepped = False
+                    self._body = step, hooks
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self.leave_body()
+                        raise
+                    self._end_body(step)
+                    step_done()
+                    if is_finished():
+                        break
 
-    def end_body(self, step: Step) -> None:
+    def _end_body(self, step: Step) -> None:
         """The body ran to its end.
 
         Raises:
@@ -159,12 +177,13 @@ class StepCounter:
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
-        if is_complete(step) and (hooks.stepped or not hooks.optimizers):
+        position = loader_of(self._state).position
+        if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            run_parts(self._state).unusable = _lost_step(step.number, EARLY_STEP)
+            self._state.parts.unusable = _lost_step(step.number, EARLY_STEP)
         else:
-            abandon_step(loader_of(self._state))  # the weights are those of the step before
+            position.abandon_step()  # the weights are those of the step before
 
     @contextlib.contextmanager
     def at_boundary(self) -> Generator[None]:
@@ -175,17 +194,39 @@ class StepCounter:
             raise
         except BaseException:
             why = "it was interrupted while it was counted"
-            run_parts(self._state).unusable = _lost_step(self._state.step, why)
+            self._state.parts.unusable = _lost_step(self._state.step, why)
             raise
+
+    def has_whole_steps(self, ranks: Ranks) -> bool:
+        """Whether there is a step to save on leaving. All ranks.
+
+        Raises:
+            CheckpointError: a step moved the state of some rank, and does not count.
+        """
+
+        def here() -> tuple[bool, bool]:
+            self._state.parts.check_usable()
+            return self.completed > 0, is_within_step(self._state)
+
+        flags = ranks.together("leaving the loop", here)
+        if any(is_within for _, is_within in flags):
+            log.warning(
+                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
+                "checkpoint stays the one before",
+                self._state.step,
+            )
+            return False
+        return any(has_counted for has_counted, _ in flags)
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
         state = self._state
-        if isinstance(state.data, Position):
+        if isinstance(state.data, ElasticData):
             state.data.commit()
             state.samples = state.data.samples
         state.step += 1
         self.completed += 1
+        tell_of_step()
 
 
 def loader_of(state: TrainState) -> ElasticLoader:

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from anyrank.errors import CheckpointError
-from anyrank.files.store import reading, store_for
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
-from anyrank.resume.adopt import adopt
 from anyrank.resume.options import RENAMED, ResumeArguments
-from anyrank.resume.restore import Resuming, log_report, resume_newest
-from anyrank.resume.select_step import StepSearch
-from anyrank.saving.peers import PeerMemory
+from anyrank.resume.restore import restore_state
+from anyrank.resume.search import StepSearch
 from anyrank.saving.run_store import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
+if TYPE_CHECKING:
+    from anyrank.resume.search import PeerMemory
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a resume left.
+
+class Resumed(NamedTuple):
+    """What a resume did.
 
     Attributes:
         report: for the caller.
-        is_own: whether the state is a step of this run, and on disk.
-        snapshot: name of the snapshot in memory that the state came from, or None.
-        branch: the step that newer ones of the run are set aside for at the next save, or None.
+        is_on_disk: whether it was a step of this run, in files.
+        is_branch: whether it was asked for, so that newer ones are left.
+        snapshot: name of the snapshot in memory that it was, or None.
     """
 
     report: ResumeReport
-    is_own: bool
-    branch: int | None
+    is_on_disk: bool = False
+    is_branch: bool = False
     snapshot: str | None = None
 
 
@@ -51,26 +51,47 @@ def resume_run(
         ValueError: a path where nothing is, or `rename` with a run's path.
         CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
     """
+    resumed = _resume(state, folder, arguments, verify, ranks, memory)
+    if resumed is not None and memory is not None:
+        memory.remove_but(*filter(None, [resumed.snapshot]))
+    return resumed
+
+
+def _resume(
+    state: TrainState,
+    folder: RunFolder,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+    memory: PeerMemory | None,
+) -> Resumed | None:
     path, which = arguments.path, arguments.which
     meant = None if path is None else _agree_on_path(path, folder, arguments, ranks)
     if meant is not None and meant.own is not None:
         path, which = None, meant.own
     own = "auto" if path is not None or isinstance(which, os.PathLike) else which
-    search = StepSearch(folder, own, verify, ranks, memory)
-    began = path is not None  # this run is past it, and so past its skip= as well
-    resuming = resume_newest(state, search, ranks, arguments, began=began)
-    if resuming is not None:
-        held, there = resuming.found.candidate.held, resuming.found.memory
-        report = resuming.report(folder if there is None else there.folder, verify)
-        if path is not None:
-            note = f"{path} was not read: the run has steps of its own, which go on from it"
-            note += ", with all parts of the state" if arguments.skip else ""
-            report = replace(report, notes=[*report.notes, note])
-        leaves_newer = isinstance(which, int)
-        resumed = _resumed(resuming, report, ranks, held is None, leaves_newer)
-        return replace(resumed, snapshot=None if held is None else held.name)
-    if path is not None and meant is not None:
-        return _from_elsewhere(state, folder, path, meant.step, arguments, verify, ranks)
+    # What skip= leaves out of a beginning, the own steps of the run have.
+    for_own = arguments if path is None else replace(arguments, skip=())
+    resumed = _newest(state, StepSearch(folder, own, verify, ranks, memory), for_own, ranks)
+    if resumed is not None:
+        if path is None:
+            return resumed
+        note = f"{path} was not read: the run has steps of its own, which go on from it"
+        note += ", with all parts of the state" if arguments.skip else ""
+        report = resumed.report
+        return resumed._replace(report=replace(report, notes=[*report.notes, note]))
+    if meant is not None and meant.step is not None:
+        place, number = meant.step
+        other = RunFolder(storage_for(place), place)
+        search = StepSearch(other, number, verify, ranks)  # a given step, so nothing is set aside
+        begun = _newest(state, search, arguments, ranks)
+        assert begun is not None
+        state.run = None  # a run of its own, which begins here
+        return Resumed(begun.report)
+    if path is not None:
+        from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
+
+        return Resumed(restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks))
     if which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume('must') never starts anew: "
@@ -79,25 +100,22 @@ def resume_run(
     return None
 
 
-def _from_elsewhere(
-    state: TrainState,
-    folder: RunFolder,
-    path: str,
-    found: tuple[str, int] | None,
-    arguments: ResumeArguments,
-    verify: bool,
-    ranks: Ranks,
-) -> Resumed:
-    """Begin this run with a step of another one, or with another tool's checkpoint. All ranks."""
-    if found is None:
-        resuming = adopt(state, path, arguments, ranks)
-        return _resumed(resuming, resuming.report(folder, verify), ranks)
-    other = RunFolder(store_for(found[0]), found[0])
-    search = StepSearch(other, found[1], verify, ranks)  # a given step, so nothing is renamed
-    resuming = resume_newest(state, search, ranks, arguments)
-    assert resuming is not None
-    state.run = None  # a run of its own, which begins here
-    return _resumed(resuming, resuming.report(other, verify), ranks)
+def _newest(
+    state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
+) -> Resumed | None:
+    """Restore the newest step that is whole; None where the run has none. All ranks.
+
+    Raises:
+        CheckpointError: the step does not match the state, or reading it failed.
+    """
+    while (step := search.next()) is not None:
+        try:
+            report = restore_state(state, step, arguments, ranks)
+            snapshot = None if step.memory is None else step.candidate.name
+            return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
+        except CorruptCheckpoint as error:
+            search.reject(step, error)
+    return None
 
 
 class _Meant(NamedTuple):
@@ -135,7 +153,7 @@ def _agree_on_path(
 def _meant_by(path: str, folder: RunFolder) -> _Meant:
     """What there is at a path. One rank."""
     path = path.rstrip("/")
-    run = RunFolder(store_for(path), path)
+    run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
             return _Meant(problem=_nothing_there(path, folder))
@@ -167,15 +185,3 @@ def _nothing_there(path: str, folder: RunFolder) -> str:
 def _resolved(path: str) -> str:
     """A path by which one folder is known, however it is written."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)
-
-
-def _resumed(
-    resuming: Resuming,
-    report: ResumeReport,
-    ranks: Ranks,
-    is_own: bool = False,
-    leaves_newer: bool = False,
-) -> Resumed:
-    if ranks.index == 0:
-        log_report(report, resuming.found.manifest.differed)
-    return Resumed(report, is_own, report.step if leaves_newer else None)

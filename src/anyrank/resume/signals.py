@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
-from collections import deque
+from collections.abc import Set
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # the first goes before the second
 GRACE_SEC = 10.0  # launcher and scheduler each send a SIGTERM, moments apart: they mean one end
 
 
 class PendingSignals:
-    """What schedulers ask for by signal. A SIGTERM later than GRACE_SEC after the first ends the
-    process at once: the last save may be what hangs.
+    """What schedulers ask a run for by signal, until it is done. A SIGTERM later than GRACE_SEC
+    after the first ends the process at once: the last save may be what hangs.
 
     Each open run of a process notes them; the first one at a step boundary acts.
     """
@@ -26,9 +25,9 @@ class PendingSignals:
     before: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
-        self.noted = deque[int]()  # one bytecode adds or takes: a signal may come between any two
+        self.noted = set[int]()
         self.first_term: float | None = None  # when, on the monotonic clock
-        self.is_done = False  # whether a SIGTERM was taken
+        self.has_ended = False  # whether the last save has followed on a SIGTERM
 
     def watch(self) -> None:
         """Note the signals from now on, until `restore`. Only the main thread can, and gets them.
@@ -38,7 +37,7 @@ class PendingSignals:
         """
         if self in self.watching or threading.current_thread() is not threading.main_thread():
             return
-        self.first_term, self.is_done = None, False
+        self.first_term, self.has_ended = None, False
         self.watching.add(self)
         for number in WATCHED if not self.before else ():
             if signal.getsignal(number) is not None:
@@ -51,25 +50,20 @@ class PendingSignals:
             if self.first_term is None:
                 self.first_term = now
             elif now - self.first_term > GRACE_SEC:
-                for one in [*self.watching]:
-                    one.restore()
+                for run in [*self.watching]:
+                    run.restore()
                 signal.raise_signal(signal.SIGTERM)
                 return
-        self.noted.append(number)
+        self.noted.add(number)
 
-    def take(self) -> int | None:
-        """What was asked for since the last call, if anything; SIGTERM before SIGUSR1."""
-        came: list[int] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                came.append(self.noted.popleft())
-        self.is_done = self.is_done or signal.SIGTERM in came
-        return signal.SIGTERM if signal.SIGTERM in came else next(iter(came), None)
+    def pending(self) -> int | None:
+        """What was asked for and is not done, if anything; SIGTERM before SIGUSR1."""
+        return next((number for number in WATCHED if number in self.noted), None)
 
-    def give_back(self, number: int) -> None:
-        """Note again what was taken and could not be done; the next `take` has it."""
-        self.noted.append(number)
-        self.is_done = self.is_done and number != signal.SIGTERM
+    def done(self, numbers: Set[int | None]) -> None:
+        """A save has followed on these signals of any rank, and so on every SIGUSR1."""
+        self.noted.difference_update(numbers, {signal.SIGUSR1})
+        self.has_ended = self.has_ended or signal.SIGTERM in numbers
 
     def restore(self) -> None:
         """Give the signals back to whoever had them, once no run of the process notes them."""
@@ -79,14 +73,15 @@ class PendingSignals:
 
     def pass_on(self) -> None:
         """Send the process a SIGTERM again that came after the last step boundary."""
-        if not self.is_done and self.take() == signal.SIGTERM and not self.watching:
+        if signal.SIGTERM in self.noted and not self.has_ended and not self.watching:
+            self.noted.clear()
             signal.raise_signal(signal.SIGTERM)
 
 
 def _note_in_all(number: int, frame: Any) -> None:
     watching = [*PendingSignals.watching]
-    for one in watching:
-        one.note(number)
+    for run in watching:
+        run.note(number)
     if not watching:
         PendingSignals().restore()
         signal.raise_signal(number)

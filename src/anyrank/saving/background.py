@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
+from anyrank.saving.collect import Snapshot
 from anyrank.saving.rank_file import Item, Staging
-from anyrank.saving.save import SaveRecord, Snapshot
+from anyrank.saving.write import SaveRecord
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
 from anyrank.formats.run_folder import INDEX, list_steps
-from anyrank.formats.sources import checkpoint_among
-from anyrank.formats.tools.read import FILES, recognises
+from anyrank.formats.sources import checkpoint_among, is_of_tool
+from anyrank.formats.weight_files import format_of
 
 MAX_FOLDERS = 200  # that are listed, each by one request in an object store
 MEGATRON = "latest_checkpointed_iteration.txt"
@@ -50,9 +50,9 @@ def other_in(storage: Storage, path: str, own: re.Pattern[str]) -> str | None:
     if MANIFEST in names:
         return "is one step of a run: give the run's folder"
     sign = _checkpoint_of_another(names)
-    if sign is not None and not recognises(names) and sign.lower().endswith(FILES):
+    if sign is not None and not is_of_tool(names) and format_of(sign) == "torch":
         return _of_tool(join_path(path, sign), sign)
-    if sign is not None or recognises(names) or MEGATRON in names:
+    if sign is not None or is_of_tool(names) or MEGATRON in names:
         return _of_tool(path, sign or "by the names in it")
     folders = [name for name, is_dir in entries.items() if is_dir and name[0] != "."]
     folders = [name for name in folders if not own.match(name)]
@@ -74,10 +74,10 @@ def _within(storage: Storage, folder: str) -> str | None:
     if _is_of_a_run(names):
         return None  # a step that lost its manifest, or was renamed
     weights = sorted(name for name in names if WEIGHTS.match(name))
-    if weights and checkpoint_among(names) and not recognises(names):
-        is_read = weights[0].lower().endswith(FILES)
+    if weights and checkpoint_among(names) and not is_of_tool(names):
+        is_read = format_of(weights[0]) == "torch"
         return _of_tool(join_path(folder, weights[0]) if is_read else folder, weights[0])
-    return _of_tool(folder, "by the names in it") if recognises(names) else None
+    return _of_tool(folder, "by the names in it") if is_of_tool(names) else None
 
 
 def _of_tool(place: str, sign: str) -> str:

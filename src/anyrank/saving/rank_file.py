@@ -14,8 +14,7 @@ from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.manifest import FileRecord, record
 from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import copy_into, memory_of
-from anyrank.files.storage import join_path, split
-from anyrank.files.store import Sink, WritableStorage, storing, write_file
+from anyrank.files.storage import NewFile, Storage, join_path, split, storing, write_file
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.state.digests import check_memory
@@ -134,7 +133,7 @@ class WrittenShare(NamedTuple):
 
 
 def write_share(
-    store: WritableStorage, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
+    store: Storage, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
 ) -> WrittenShare:
     """Write the items into one data file, durably, and its checksums into another.
 
@@ -167,7 +166,7 @@ def write_share(
 class _Output:
     """A data file that is written in large calls, however small the items are."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: NewFile) -> None:
         self.sink = sink
         self.digester = BlockDigester()
         self.size = 0

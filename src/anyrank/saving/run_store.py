@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
-from anyrank.files.storage import absolute, join_path
-from anyrank.files.store import WritableStorage, reading, storing, write_file
+from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
 from anyrank.formats.run_folder import (
     SavedStep,
     Step,
@@ -35,6 +34,7 @@ TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
 ASIDE = ".aside-"
 DAMAGED = "damaged"
+SUPERSEDED = "superseded"
 MIN_KEPT = 2
 
 
@@ -46,7 +46,7 @@ class RunFolder:
         place: where it is, wherever the process goes.
     """
 
-    def __init__(self, store: WritableStorage, path: str) -> None:
+    def __init__(self, store: Storage, path: str) -> None:
         self.store = store
         self.path = path
         self.place = absolute(path)
@@ -115,8 +115,13 @@ class RunFolder:
             return None
         return f"is a step of the run {parent}: give that, and resume({number}) to go back to it"
 
-    def begin(self, step: int, run: str) -> str:
+    def begin(self, step: int, run: str, branch: int | None = None) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.
+
+        Args:
+            step: to be written.
+            run: its id.
+            branch: the step that the run went back to: newer ones are set aside; or None.
 
         Raises:
             CheckpointError: the step is there already; or the folder cannot be made.
@@ -124,6 +129,8 @@ class RunFolder:
         with storing(self.path):
             self.store.make_folder(self.place)
             self._clean(run)
+            if branch is not None:
+                self._set_newer_aside(branch)
             final = self.join(step_name(step))
             if is_step(self.store, final):
                 raise CheckpointError(
@@ -243,10 +250,10 @@ class RunFolder:
         write_file(self.store, fresh, f"{name}\n".encode())
         self.store.rename(fresh, self.join(LATEST))
 
-    def abandon(self, step: int) -> list[str]:
+    def _set_newer_aside(self, step: int) -> None:
         """Set aside the steps after this one, from which the run now branches off."""
-        newer = [each.name for each in self.steps() if each.number > step]
-        aside = [self.set_aside(name, "superseded") for name in newer]
+        newer = [each for each in self.steps() if each.number > step]
+        aside = [self.set_aside(n.name, SUPERSEDED if n.is_whole else DAMAGED) for n in newer]
         if aside:
             log.warning(
                 "%s: the run goes on from step %d; newer ones are now %s",
@@ -254,7 +261,6 @@ class RunFolder:
                 step,
                 ", ".join(aside),
             )
-        return aside
 
     def set_aside(self, name: str, why: str) -> str:
         """Take a step out of the way without deleting it: `.aside-<why>-<name>`, its new name."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from anyrank.data.position import data_ranks
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.modules import in_part
-from anyrank.steps.loader import ElasticLoader, is_exact
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.layout import local_pieces
 from anyrank.world.ranks import Ranks
 
@@ -91,7 +90,7 @@ def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> 
     """
     if not isinstance(data, ElasticLoader):
         return
-    averaged = data_ranks(data)
+    averaged = data.position.data_ranks()
     for held, mesh in parts:
         if not held.tensor.requires_grad:
             continue
@@ -107,7 +106,7 @@ def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> 
                 "loader would average the gradients of both: give it the data-parallel "
                 "process_group, whose ranks hold the same parts"
             )
-        if others and is_exact(data):
+        if others and data.position.exact:
             raise CheckpointError(
                 f"exact=True: {held.name} is sharded over ranks {list(mesh.ranks)} by layout=: "
                 "tensor parallelism adds up in an order of its own; use FSDP2 or DDP over the "

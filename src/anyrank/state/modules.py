@@ -101,8 +101,7 @@ def save_module(
         raise CheckpointError("\n".join(views))
     saved = Saved(None, [*named])
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
-    saved.steady = {target.name for target in named if id(target.tensor) in stepped}
-    is_trained = part == "model" or bool(saved.steady)
+    is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
     saved.may_differ = {
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
     }

@@ -106,7 +106,6 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         "extra": extra,
         "layout": layout_digest(saved.tensors),
     }
-    saved.steady = {held.name for held in saved.tensors}
     saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.tensors])
     return saved
 

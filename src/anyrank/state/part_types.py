@@ -29,7 +29,6 @@ class Saved:
         tensors: what the ranks hold together; the same list on all of them.
         own: what this rank alone holds; its names end with the rank.
         aliases: other name -> name, of tied tensors.
-        steady: names of tensors that nothing but the optimizer's step changes.
         may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
             one rank keeps); the first rank's are saved.
         agreement: of the record: "equal" on all ranks, the "first" rank's where others may differ,
@@ -41,7 +40,6 @@ class Saved:
     tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     own: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
-    steady: set[str] = field(default_factory=set[str])
     may_differ: set[str] = field(default_factory=set[str])
     agreement: Literal["equal", "first", "per rank"] = "equal"
     unsaved: list[str] = field(default_factory=list[str])
@@ -54,6 +52,7 @@ class Matched:
     Attributes:
         outcome: exact or resharded, or what else, and why.
         fills: memory that is filled, the same list on all ranks.
+        load: fills a module by itself, by all ranks together; the bytes that this rank read.
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
         notes: for the report, in sentences.
@@ -63,6 +62,7 @@ class Matched:
 
     outcome: Outcome
     fills: list[Fill] = field(default_factory=list[Fill])
+    load: Callable[[], int] | None = None
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])

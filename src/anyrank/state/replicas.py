@@ -20,7 +20,7 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.state.digests import start_digests
 from anyrank.state.part_types import SHOWN, Saved
-from anyrank.state.train_state import TrainState, run_parts
+from anyrank.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
@@ -79,7 +79,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     """
 
     def here() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
-        parts = run_parts(state).save_tensors(ranks.index)
+        parts = state.parts.save_tensors(ranks.index)
         tensors = [held for saved in parts.values() for held in saved.tensors]
         names = "\n".join(held.name for held in tensors)
         return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim import Optimizer
 
-from anyrank.data.position import Position, check_state_dict
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
@@ -92,7 +92,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         CorruptCheckpoint: the record is not what a save writes of such an object.
     """
     matched = Matched(Outcome("exact"))
-    name, is_position = type(thing).__name__, isinstance(thing, Position)
+    name, is_position = type(thing).__name__, isinstance(thing, ElasticData)
     if record["class"] != name and not (is_position and record["class"] in POSITIONS):
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
@@ -134,9 +134,9 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     tree: Any = from_json(record["tree"], take)
     if isinstance(current, dict) and not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{part}: {str(tree)[:80]} is not a state_dict(): it is damaged")
-    if isinstance(thing, Position):
+    if isinstance(thing, ElasticData):
         try:
-            check_state_dict(thing, tree)
+            thing.position.check_state_dict(tree)
         except CorruptCheckpoint:
             raise
         except CheckpointError as error:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model, check_names, check_type
-from anyrank.data.position import Position
+from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.model.tensors import ModelTensor, in_state_dict
+from anyrank.random_state.saved_streams import capture, digests_of
 from anyrank.state.base import Base, base_problems
 from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
@@ -58,6 +59,7 @@ class TrainState:
             that need no gradient, and belong to no optimizer and no adapter, are not written then;
             the source is, and a digest of their values, which a resume compares. Load the base
             before the first call of `Checkpoints`, and freeze it before this one.
+        layout: which plain tensors are parts, and of what, as for `anyrank.load`.
         others: further modules, optimizers, or anything with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
 
@@ -67,6 +69,7 @@ class TrainState:
         run: id of the run; None before its first save or resume.
         lineage: one entry for each resume: from which step, on how many ranks, without which parts.
         data: as it was given.
+        parts: what it holds, and what becomes of it. For anyrank's own use: may change.
 
     Raises:
         TypeError: a part that is neither module nor optimizer nor stateful; no layout; an argument
@@ -115,7 +118,7 @@ class TrainState:
         }
         parts = {name: part for name, part in (given | others).items() if part is not None}
         own = {} if generators is None else generators
-        self._parts = RunParts(parts, seed, own, first_rank, base, layout)
+        self.parts = RunParts(parts, seed, own, first_rank, base, layout)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -126,11 +129,6 @@ class TrainState:
     def epoch(self) -> int:
         """The epoch of the data; 0 without a loader that knows."""
         return int(getattr(self.data, "epoch", 0))
-
-
-def run_parts(state: TrainState) -> RunParts:
-    """What a state holds, for the modules that save and resume it."""
-    return state._parts  # pyright: ignore[reportPrivateUsage]
 
 
 class RunParts:
@@ -146,6 +144,7 @@ class RunParts:
         warned: optimizers of which it was said that attributes are not saved.
         unusable: why the values are those of no step, or None.
         saves: of the state in this process, whose replicas were compared.
+        streams_before: random stream -> digest of its state when this was made.
     """
 
     def __init__(
@@ -193,6 +192,7 @@ class RunParts:
         self.warned: set[str] = set()
         self.unusable: str | None = None
         self.saves = 0
+        self.streams_before = digests_of(capture({}))
 
     def optimizers(self) -> list[Optimizer]:
         """The parts that are optimizers."""
@@ -320,7 +320,7 @@ class RunParts:
                 matched[part] = match_stateful(part, cast("Stateful", value), record, stored, rank)
         self._check_schedulers(matched)
         loader, data = matched.get("data"), self.parts.get("data")
-        if loader and not stored.same_ranks and not isinstance(data, Position):
+        if loader and not stored.same_ranks and not isinstance(data, ElasticData):
             loader.outcome = Outcome(
                 "derived",
                 f"a {type(data).__name__} has what it saved on {stored.ranks} ranks: only "

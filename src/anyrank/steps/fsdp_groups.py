@@ -79,22 +79,6 @@ def _unknown_torch(owner: str, name: str) -> RuntimeError:
     )
 
 
-def reduction_dtype(parameter: Any) -> torch.dtype | None:
-    """The dtype to which FSDP2 rounds a gradient before it is reduced.
-
-    Args:
-        parameter: FSDP2's record of a parameter, of a group's `fsdp_params`.
-
-    Returns:
-        None where gradients are reduced as they come: without mixed precision, and since torch
-        2.15 with `MixedPrecisionPolicy(reduce_dtype=None)`, which until then meant `param_dtype`.
-    """
-    policy = parameter.mp_policy
-    if policy.reduce_dtype is None and hasattr(type(parameter), "unsharded_grad_dtype"):
-        return None
-    return policy.reduce_dtype or policy.param_dtype
-
-
 def drop_accumulated(module: Any) -> None:
     """Drop gradients that an FSDP2 module has added up and not exchanged.
 

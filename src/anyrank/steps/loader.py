@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
 
-from anyrank.checks import check_bool, check_function, check_int
+from anyrank.checks import check_bool, check_int
 from anyrank.data.fetch import (
     FetchedBatch,
     MicrobatchDataset,
@@ -23,15 +21,14 @@ from anyrank.data.fetch import (
     request_for,
 )
 from anyrank.data.order import Order
-from anyrank.data.position import OnBatchChange, Position, check_same_on_ranks
-from anyrank.data.receipts import Receipt, receipt_of
+from anyrank.data.position import ElasticData, OnBatchChange
 from anyrank.data.schedule import Schedule, Tail
-from anyrank.data.shards import ShardOrder, Shards, check_lengths, names_digest
+from anyrank.data.shards import Shards
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
+from anyrank.steps.loader_position import LoaderPass, LoaderPosition
 from anyrank.steps.step import Step
-from anyrank.steps.step_state import LoaderPass, StepProgress
 from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from anyrank.exact.run import ExactRun
 
 
-class ElasticLoader(Position):
+class ElasticLoader(ElasticData):
     """A loader of steps whose data does not depend on the number of ranks.
 
     A step is a global batch, divided into K = global_batch / microbatch microbatches. The samples
@@ -52,16 +49,6 @@ class ElasticLoader(Position):
     again: call `commit` before a `break` that follows the optimizer's step.
 
     All data-parallel ranks iterate together.
-
-    Attributes:
-        epoch: the epoch of the next step, from 0.
-        step: completed steps of the run.
-        consumed: samples of completed steps in this epoch.
-        samples: samples of completed steps in the run, without repeats that pad.
-        dropped: samples left out at the ends of epochs by tail="drop".
-        padded: samples repeated at the ends of epochs by tail="pad".
-        notes: differences from the run that was loaded, as sentences.
-        receipts: finished epochs: (epoch, samples, "exactly once").
 
     Args:
         dataset: with a length and `dataset[i]`; its random numbers are seeded for each sample. Its
@@ -127,23 +114,40 @@ class ElasticLoader(Position):
         with declining(process_group, "ElasticLoader()"):
             n = length_of(dataset)
             check_bool(
-                shuffle=shuffle, pin_memory=pin_memory, persistent_workers=persistent_workers
+                shuffle=shuffle,
+                pin_memory=pin_memory,
+                persistent_workers=persistent_workers,
+                exact=exact,
             )
+            check_int("num_workers", num_workers, 0)
             if prefetch_factor is not None:
                 check_int("prefetch_factor", prefetch_factor, 1)
             if weights is not None and not shuffle:
                 raise ValueError("weights draw samples at random: remove shuffle=False")
-            order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
+            may_change: OnBatchChange | None = on_batch_change
+            if isinstance(dataset, Shards):
+                order = dataset.order(seed, shuffle, global_batch, microbatch)
+                may_change = None  # the lanes of an epoch are those of its global batch
+            elif weights is not None:
+                order = weighted_order(n, seed, weights)
+            else:
+                order = Order(n, seed, shuffle)
             schedule = Schedule(order, global_batch, microbatch, tail)
-            super().__init__(schedule, key, process_group, on_batch_change)
-            self._fetch_from(
-                MicrobatchDataset(dataset, seed, collate_fn),
-                exact,
+            if isinstance(dataset, Shards):
+                dataset.max_open = schedule.num_microbatches
+            samples = MicrobatchDataset(dataset, seed, collate_fn)
+            self._position = LoaderPosition(
+                schedule, key, process_group, may_change, samples, _open_exact() if exact else None
+            )
+            self._fetcher = make_fetcher(
+                samples,
+                RequestSampler(self._requests),
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
             )
+            self._workers = WorkerExit()
 
     @classmethod
     def from_shards(
@@ -175,16 +179,9 @@ class ElasticLoader(Position):
             read: shard -> its samples, in the same order each time. Its random numbers are seeded
                 for each sample.
             lengths: number of samples of each shard.
-            global_batch: as in `ElasticLoader`, like all arguments that follow.
-            microbatch: samples of one forward pass.
-            seed: of the order and of all random numbers.
             shuffle: False for the shards' own order.
-            num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
-            collate_fn: list of samples -> batch; default: torch's.
-            tail: "short", "drop" or "pad", for the samples that do not fill an epoch's last step.
-            key: name or version of the data; a resume with a different key is refused.
-            process_group: the data-parallel ranks; default: all, or this process alone.
-            exact: sum gradients in an order that does not depend on the number of ranks.
+            global_batch, microbatch, seed, num_workers, collate_fn, tail, key, process_group,
+                exact: as in `ElasticLoader`.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks.
@@ -201,32 +198,26 @@ class ElasticLoader(Position):
             )
             assert len(loader) == 2
         """
-        loader = cls.__new__(cls)
         with declining(process_group, "ElasticLoader.from_shards()"):
-            sizes = check_lengths(shards, lengths)
-            check_function("read", read)
-            order = ShardOrder(
-                sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
-            )
-            schedule = Schedule(order, global_batch, microbatch, tail)
-            dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
-            Position.__init__(loader, schedule, key, process_group, None)
-            samples = MicrobatchDataset(dataset, seed, collate_fn)
-            loader._fetch_from(samples, exact, num_workers=num_workers)
-        return loader
+            dataset = Shards(shards, read, lengths)
+        return cls(
+            dataset,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            seed=seed,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            tail=tail,
+            key=key,
+            process_group=process_group,
+            exact=exact,
+        )
 
-    def _fetch_from(self, dataset: MicrobatchDataset, exact: bool, **options: Any) -> None:
-        """Set up the fetching of batches; `options` are those of a DataLoader."""
-        check_bool(exact=exact)
-        check_int("num_workers", options["num_workers"], 0)
-        self._exact = _open_exact() if exact else None
-        self._current: StepProgress | None = None
-        self._was_left = False  # whether a step was begun that is not counted
-        self._num_passes = 0
-        self._checked_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-        self._dataset = dataset
-        self._fetcher = make_fetcher(dataset, RequestSampler(self._requests), **options)
-        self._workers = WorkerExit()
+    @property
+    def position(self) -> LoaderPosition:
+        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
+        return self._position
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -236,7 +227,7 @@ class ElasticLoader(Position):
 
     def __len__(self) -> int:
         """Steps of a whole epoch, on any number of ranks, at any position of the run."""
-        return self._schedule.steps_in_epoch
+        return self.position.schedule.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
         """The steps of the rest of this epoch. All data-parallel ranks.
@@ -246,69 +237,39 @@ class ElasticLoader(Position):
                 has got another length, before a batch is fetched; a step was not completed; at the
                 epoch's end, a sample was repeated or lost on some rank.
         """
-        index, size = self._data_rank()
-        epoch = self.epoch
-        self._current = None
-        self._num_passes += 1
-        number = self._num_passes
+        position, exact = self.position, self.position.exact
+        position.data_rank()
+        position.current = None
+        position.num_passes += 1
+        epoch, number = position.epoch, position.num_passes
         with ExitStack() as stack:
-            ranks = stack.enter_context(open_ranks(self._process_group))
-            check_same_on_ranks(self, ranks)
-            check_length(self._dataset.dataset, self._schedule.order.n)
-            if self._exact is not None:
-                stack.enter_context(self._exact.watching(self.notes))
-            this_pass = LoaderPass(
-                ranks=ranks,
-                group=self._process_group,
-                index=index,
-                size=size,
-                batches=chain.from_iterable(self._start_fetching()),
-                dataset=self._dataset,
-                checked=self._checked_models,
-                exact=self._exact,
-                notes=self.notes,
-            )
+            ranks = stack.enter_context(open_ranks(position.group))
+            position.check_same(ranks)
+            check_length(position.dataset.dataset, position.schedule.order.n)
+            if exact is not None:
+                stack.enter_context(exact.watching(self.notes))
+            batches = chain.from_iterable(self._start_fetching())
+            this_pass = LoaderPass(position, ranks, batches)
             try:
-                while self.epoch == epoch:
-                    self._current = StepProgress(self._next_step(), self._was_left)
-                    self._was_left = True
-                    yield Step(self._current, self._schedule, this_pass)
-                    if self._num_passes != number:
+                while position.epoch == epoch:
+                    yield Step(position.begin_step(), this_pass)
+                    if position.num_passes != number:
                         raise CheckpointError(
                             "the loader was iterated again, or loaded a state, within this loop: "
                             "leave the loop, and start a new one"
                         )
-                    self.commit()
-                self._check_receipt(ranks)
+                    position.commit()
+                position.check_receipt(ranks)
             finally:
                 this_pass.close()
                 # A complete step stays current, so that in_step is true until it is committed.
-                if self._num_passes == number and not (self._current and self._current.is_complete):
-                    self._current = None
-
-    def _arguments(self) -> dict[str, object]:
-        return super()._arguments() | {
-            "exact": self._exact is not None,
-            "len(dataset)": len(self._dataset.dataset),
-        }
+                if position.num_passes == number and not position.is_step_complete:
+                    position.abandon_step()
 
     @property
     def in_step(self) -> bool:
         """Whether microbatches were run that are not committed: a save is refused then."""
-        return self._current is not None and self._current.is_started
-
-    def _check_complete(self) -> None:
-        """Check that the current step may be counted.
-
-        Raises:
-            CheckpointError: not all of its microbatches were run.
-        """
-        if self._current is not None and not self._current.is_complete:
-            raise CheckpointError(
-                f"step {self._current.plan.number} is not complete: run `for batch in "
-                "step.microbatches(model)` to its end in each step, or leave the loop over the "
-                "loader: the next iteration returns the same step again"
-            )
+        return self.position.current is not None and self.position.current.num_passes > 0
 
     def commit(self) -> None:
         """Count the current step as completed. Does nothing if it is counted already.
@@ -323,46 +284,7 @@ class ElasticLoader(Position):
                 list(step.microbatches(torch.nn.Linear(4, 1)))
                 loader.commit()  # else the next step does
         """
-        self._check_complete()
-        if self._current is None:
-            return
-        plan, seen = self._current.plan, self._current.seen
-        drawn = torch.tensor(seen, dtype=torch.int64, device="cpu")
-        self._advance(plan, receipt_of(plan.epoch, drawn))
-        self._current, self._was_left = None, False
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved, on any number of ranks. No collectives.
-
-        Raises:
-            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
-                global_batch without on_batch_change="rescale". Nothing has changed then.
-            CorruptCheckpoint: not a state that `state_dict` returns.
-        """
-        super().load_state_dict(state_dict)
-        saved = state_dict.get("exact")
-        if self._exact is not None:
-            self.notes += self._exact.load(saved, self.step)
-            self._checked_models.clear()
-        elif saved is not None:
-            self.notes.append(
-                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
-            )
-        self._current = None
-        self._num_passes += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
-        exact = {} if self._exact is None else {"exact": dict(self._exact.record)}
-        return super().state_dict() | exact
-
-    def _check_state_dict(
-        self, state_dict: Mapping[str, Any]
-    ) -> tuple[dict[str, int], Receipt, str | None]:
-        found = super()._check_state_dict(state_dict)
-        if self._exact is not None:
-            self._exact.check_saved(state_dict.get("exact"))
-        return found
+        super().commit()
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of `_requests`, from the first one asked for: the model decides on those."""
@@ -370,11 +292,10 @@ class ElasticLoader(Position):
 
     def _requests(self) -> Iterator[MicrobatchRequest]:
         """This rank's microbatches for the rest of the epoch."""
-        index, size = self._data_rank()
-        is_interleaved = self._exact is not None and bool(self._exact.is_interleaved)
-        for plan in self._schedule.rest(self._next_step()):
-            for slot in plan.slots(index, size, is_interleaved):
-                yield request_for(self._schedule, plan, slot.k)
+        position = self.position
+        for plan in position.schedule.rest(position.next_step()):
+            for slot in position.slots(plan):
+                yield request_for(position.schedule, plan, slot.k)
 
 
 def _open_exact() -> ExactRun:
@@ -382,21 +303,3 @@ def _open_exact() -> ExactRun:
     from anyrank.exact.run import ExactRun
 
     return ExactRun()
-
-
-def announce_left_step(data: object) -> None:
-    """If this rank left the loop over its microbatches, end the waits of ranks that are in it."""
-    if isinstance(data, ElasticLoader):
-        current = data._current  # pyright: ignore[reportPrivateUsage]
-        if current is not None and current.left is not None:
-            current.left.leave()
-
-
-def abandon_step(loader: ElasticLoader) -> None:
-    """Forget the current step, whose optimizer has not stepped: it will be repeated."""
-    loader._current = None  # pyright: ignore[reportPrivateUsage]
-
-
-def is_exact(loader: ElasticLoader) -> bool:
-    """Whether its gradients are summed in an order that does not depend on the ranks."""
-    return loader._exact is not None  # pyright: ignore[reportPrivateUsage]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,15 +14,13 @@ from torch import nn
 from anyrank.checks import check_int, check_model
 from anyrank.data.fetch import length_of
 from anyrank.data.order import Order
-from anyrank.data.position import Position
-from anyrank.data.receipts import Receipt, receipt_of
-from anyrank.data.schedule import Schedule, StepPlan, Tail
+from anyrank.data.position import ElasticData, Position
+from anyrank.data.receipts import Receipt
+from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
 from anyrank.tensors.hashing import derive
 from anyrank.world.connections import declining
-
-DATALOADER = "torch.utils.data.dataloader"
 
 
 @dataclass(frozen=True)
@@ -77,20 +73,73 @@ class Share:
             yield
 
 
-@dataclass
-class _YieldedBatches:
-    """The batches of one step that an iteration of a sampler has yielded.
+class SamplerPosition(Position):
+    """Where a run is in the data of an `ElasticSampler`, which yields batches ahead of their steps.
 
     Attributes:
-        batches: their number.
-        seen: their samples, without copies and repeats.
+        first: the step that the last iteration began with.
+        yielded: how many batches of each step it has yielded, by the step's number, and the
+            receipt of their samples.
     """
 
-    batches: int = 0
-    seen: Receipt = field(default_factory=Receipt)
+    owner = "ElasticSampler"
+
+    def __init__(self, schedule: Schedule, group: Any) -> None:
+        super().__init__(schedule, None, group, None)
+        self.first: StepPlan | None = None
+        self.yielded: dict[int, tuple[int, Receipt]] = {}
+
+    def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
+        """The microbatches of a step that this rank runs."""
+        return plan.slots(*self.data_rank())
+
+    def batches(self) -> Iterator[list[int]]:
+        """The sample ids of this rank's batches in the rest of the epoch, as it is now."""
+        self.first = self.next_step()
+        self.yielded = {}
+        return self._batches(self.first, self.yielded)
+
+    def _batches(
+        self, first: StepPlan, yielded: dict[int, tuple[int, Receipt]]
+    ) -> Iterator[list[int]]:
+        for plan in self.schedule.rest(first):
+            for slot in self.slots(plan):
+                num_batches, seen = yielded.get(plan.number, (0, Receipt()))
+                ids = self.schedule.ids(plan, slot.k)
+                yielded[plan.number] = num_batches + 1, seen + self.receipt(plan, slot, ids)
+                yield ids
+
+    def num_yielded(self, plan: StepPlan) -> int:
+        """How many batches of a step were yielded."""
+        return self.yielded.get(plan.number, (0, Receipt()))[0]
+
+    def check_complete(self) -> None:
+        if self.first is None or self.epoch != self.first.epoch:
+            raise CheckpointError(
+                f"no batch of epoch {self.epoch} was yielded: iterate the DataLoader before "
+                "commit, on every rank; a DataLoader that reads on one rank for all "
+                "(dispatch_batches=True of Accelerate) is not supported"
+            )
+        plan = self.next_step()
+        taken, needed = self.num_yielded(plan), len(self.slots(plan))
+        if taken < needed:
+            raise CheckpointError(
+                f"step {plan.number} has {needed} batches on this rank, and {taken} were "
+                "yielded by the sampler: call commit once for each optimizer step, and without a "
+                "second sharding (BatchSamplerShard of accelerator.prepare)"
+            )
+
+    def commit(self) -> None:
+        self.check_complete()
+        plan = self.next_step()
+        self.advance(plan, self.yielded.pop(plan.number)[1])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.first = None
 
 
-class ElasticSampler(Position):
+class ElasticSampler(ElasticData):
     """A batch sampler that yields this rank's microbatches of the rest of the epoch.
 
     For `DataLoader(dataset, batch_sampler=sampler)`. Order, steps and counts are those of
@@ -100,9 +149,10 @@ class ElasticSampler(Position):
 
     A step counts when `commit` is called, after the optimizer's step; batches that a DataLoader
     fetches ahead do not count. Iterating again yields the uncommitted steps again. The batches are
-    already those of this rank: a wrapper that divides them among the ranks again (Accelerate's
-    `prepare` of the DataLoader) would lose samples, and is refused. Batches that are dropped after
-    the DataLoader (`itertools.islice`) are not noticed: train each before committing its step.
+    already those of this rank: Accelerate's `prepare` of the DataLoader would divide them among the
+    ranks again, and is refused. Other wrappers that select batches, and batches that are dropped
+    after the DataLoader (`itertools.islice`), are not noticed: train each before committing its
+    step.
 
     Args:
         dataset_or_length: the dataset, or its number of samples.
@@ -149,49 +199,32 @@ class ElasticSampler(Position):
             is_length = type(dataset_or_length) is int
             n = dataset_or_length if is_length else length_of(dataset_or_length)
             schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
-            super().__init__(schedule, None, process_group, None)
-        self._first: StepPlan | None = None
-        self._yielded = defaultdict[int, _YieldedBatches](_YieldedBatches)  # by step number
+            self._position = SamplerPosition(schedule, process_group)
+
+    @property
+    def position(self) -> SamplerPosition:
+        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
+        return self._position
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Lists of sample ids, for the rest of the epoch as it is now.
-
-        Raises:
-            CheckpointError: with the first list, if a wrapper is between the sampler and its
-                DataLoader.
-        """
-        frame = inspect.currentframe()
-        wrapper = _between_dataloader(frame.f_back if frame else None)
-        self._first = self._next_step()
-        self._yielded = defaultdict(_YieldedBatches)
-        return self._batches(self._first, self._yielded, wrapper)
-
-    def _batches(
-        self, first: StepPlan, yielded: defaultdict[int, _YieldedBatches], wrapper: str | None
-    ) -> Iterator[list[int]]:
-        if wrapper is not None:
-            raise CheckpointError(
-                f"{wrapper} is between ElasticSampler and its DataLoader and selects batches, as "
-                "BatchSamplerShard does after accelerator.prepare(DataLoader(...)): the batches "
-                "are already those of this rank, so a second sharding loses samples. Do not pass "
-                "the DataLoader to prepare(), and move the batches to the device yourself"
-            )
-        index, size = self._data_rank()
-        for plan in self._schedule.rest(first):
-            for slot in plan.slots(index, size):
-                ids = self._schedule.ids(plan, slot.k)
-                given = yielded[plan.number]
-                given.batches += 1
-                if not slot.is_copy:
-                    real = ids[: max(0, plan.n - plan.bounds(slot.k)[0])]
-                    given.seen += receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64))
-                yield ids
+        """Lists of sample ids, for the rest of the epoch as it is now."""
+        return self.position.batches()
 
     def __len__(self) -> int:
         """Number of batches in the rest of the epoch, equal on all ranks."""
-        _, size = self._data_rank()
-        steps = self._schedule.rest(self._next_step())
-        return sum(-(-plan.num_microbatches // size) for plan in steps)
+        steps = self.position.schedule.rest(self.position.next_step())
+        return sum(len(self.position.slots(plan)) for plan in steps)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # What Accelerate asks a batch sampler for before it gives each process some of its batches.
+        if name == "batch_size" and "accelerate" in sys.modules:
+            raise CheckpointError(
+                "accelerator.prepare() would share an ElasticSampler's batches out among the "
+                "processes again (BatchSamplerShard), and the batches are already those of this "
+                "rank, so samples would be lost: do not pass the DataLoader to prepare(), and move "
+                "the batches to the device yourself"
+            )
+        raise AttributeError(f"ElasticSampler has no attribute {name!r}", name=name, obj=self)
 
     def share(self, number: int) -> Share:
         """The part of batch `number` (from 0) of the last iteration in its step.
@@ -200,89 +233,25 @@ class ElasticSampler(Position):
             ValueError: the epoch has no such batch, or nothing was iterated.
         """
         check_int("number", number)
-        index, size = self._data_rank()
-        plan = self._first
+        position = self.position
+        schedule, plan = position.schedule, position.first
+        _, size = position.data_rank()
         if plan is not None and number >= 0:
             # Only the last step of an epoch is short.
-            steps, left = divmod(number, -(-self._schedule.num_microbatches // size))
-            start = plan.start + steps * self._schedule.global_batch
-            plan = self._schedule.next_step(plan.epoch, plan.number + steps, start)
-            slots = plan.slots(index, size) if plan else []
+            steps, left = divmod(number, -(-schedule.num_microbatches // size))
+            start = plan.start + steps * schedule.global_batch
+            plan = schedule.next_step(plan.epoch, plan.number + steps, start)
+            slots = position.slots(plan) if plan else []
             if plan and left < len(slots):
                 slot = slots[left]
-                if left >= self._yielded[plan.number].batches:
+                if left >= position.num_yielded(plan):
                     raise ValueError(
                         f"batch {number} was not yielded by the sampler yet: ask for its share "
                         "when the DataLoader has returned it"
                     )
                 weight = 0.0 if slot.is_copy else plan.size(slot.k) * size / plan.samples
                 is_last = left == len(slots) - 1
-                return Share(weight, is_last, plan.number, slot.k, self._schedule.order.seed)
+                return Share(weight, is_last, plan.number, slot.k, schedule.order.seed)
         raise ValueError(
             f"there is no batch {number} in this iteration: count the batches from 0 in each"
         )
-
-    def _check_complete(self) -> None:
-        """Check that the next step may be counted. No collectives.
-
-        Raises:
-            CheckpointError: not all of the step's batches were yielded by the sampler.
-        """
-        if self._first is None or self.epoch != self._first.epoch:
-            raise CheckpointError(
-                f"no batch of epoch {self.epoch} was yielded: iterate the DataLoader before "
-                "commit, on every rank; a DataLoader that reads on one rank for all "
-                "(dispatch_batches=True of Accelerate) is not supported"
-            )
-        plan = self._next_step()
-        taken, needed = self._yielded[plan.number].batches, len(plan.slots(*self._data_rank()))
-        if taken < needed:
-            raise CheckpointError(
-                f"step {plan.number} has {needed} batches on this rank, and {taken} were "
-                "yielded by the sampler: call commit once for each optimizer step, and without a "
-                "second sharding (BatchSamplerShard of accelerator.prepare)"
-            )
-
-    def commit(self) -> None:
-        """Count the next step as completed: call it after each optimizer step. No collectives.
-
-        Raises:
-            CheckpointError: not all of the step's batches were yielded by the sampler.
-        """
-        self._check_complete()
-        plan = self._next_step()
-        self._advance(plan, self._yielded.pop(plan.number).seen)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved, on any number of ranks. No collectives.
-
-        Raises:
-            CheckpointError: a different dataset, seed, order, microbatch, global_batch or tail.
-            CorruptCheckpoint: not a state that `state_dict` returns.
-        """
-        super().load_state_dict(state_dict)
-        self._first = None
-
-
-def _between_dataloader(caller: FrameType | None) -> str | None:
-    """The wrapper between a DataLoader and its sampler; None if there is none.
-
-    Such a wrapper may skip batches, which the sampler could not count. A DataLoader calls the
-    sampler's `__iter__` itself; a loop of the user's own calls it without a DataLoader.
-
-    Args:
-        caller: the frame that called `__iter__` of the sampler.
-    """
-    frame = caller
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module == DATALOADER:
-            break
-        if module.startswith("torch.utils.data."):  # the dataset of that DataLoader calls
-            return None
-        frame = frame.f_back
-    if caller is None or frame is None or frame is caller:
-        return None
-    owner = type(caller.f_locals.get("self"))
-    name = caller.f_code.co_qualname if owner is type(None) else owner.__qualname__
-    return f"{caller.f_globals.get('__name__')}.{name}"

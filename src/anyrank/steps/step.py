@@ -1,12 +1,22 @@
 """One optimizer step: this rank's microbatches, and a backward that weights their losses.
 
-A microbatch's random numbers depend on (seed, step, k) alone, not on the rank that runs it.
+What happens between two steps of the optimizer, in this order:
+
+1. `Step.microbatches` looks at the model's wrappers (`GradientSync`, or `ExactSync`).
+2. For each microbatch of this rank: its batch is fetched, and returned once all ranks have theirs.
+   The random streams are seeded by (seed, step, k). The loop's body runs forward, and
+   `Step.backward` of the mean loss, times its weight.
+3. Within the last backward, wrappers exchange the gradients.
+4. The ranks tell each other what they have seen (`StepRecord`), all at once, and `judge` it.
+5. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so.
+6. The random streams go on as before. The user clips, and steps the optimizer.
+7. The loader counts the step, when the next one is asked for or `commit` is called.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
@@ -15,17 +25,18 @@ from torch import nn
 
 from anyrank.checks import check_model, check_type
 from anyrank.data.fetch import request_for
-from anyrank.data.schedule import MicrobatchSlot, Schedule
+from anyrank.data.schedule import MicrobatchSlot
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
-from anyrank.steps.backwards import Backwards
 from anyrank.steps.collective_result import one_ahead
-from anyrank.steps.gradient_sync import GradientSync, reshard
+from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.loader_position import LoaderPass
 from anyrank.steps.norm import clip_gradients
-from anyrank.steps.step_state import LoaderPass, StepProgress
+from anyrank.steps.step_record import StepRecord, judge
+from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import same_arguments
-from anyrank.world.ranks import Ranks, one_process
+from anyrank.world.ranks import Ranks
 
 
 class Step:
@@ -49,18 +60,10 @@ class Step:
             print(step.number, step.loss())
     """
 
-    def __init__(self, progress: StepProgress, schedule: Schedule, loader_pass: LoaderPass) -> None:
-        plan = progress.plan
-        self.number, self.epoch, self.samples = plan.number, plan.epoch, plan.samples
-        self._plan = plan
-        self._progress = progress
-        self._schedule = schedule
-        self._pass = loader_pass
-        self._slot: MicrobatchSlot | None = None  # the microbatch of the loop's current body
-        self._num_calls = 0  # of `microbatches`
-        self._model: nn.Module | None = None  # of the last call of `microbatches`
-        self._backwards = Backwards(plan.number)  # of the last call of `microbatches`
-        self._exponent: int | None = None  # with exact=True, as that of the pass
+    def __init__(self, run: StepRun, loader_pass: LoaderPass) -> None:
+        self.number, self.epoch, self.samples = run.plan.number, run.plan.epoch, run.plan.samples
+        self._run = run
+        self._pass, self._position = loader_pass, loader_pass.position
 
     @property
     def k(self) -> int:
@@ -111,43 +114,42 @@ class Step:
                 step of a model.
         """
         check_model(model)
-        progress = self._progress
-        if progress.is_started and not progress.is_complete:
+        run = self._run
+        if run.num_passes and not run.is_complete:
             raise ValueError(
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
-        sync = self._sync(model, own_backward)
-        if progress.is_repeated and not self._num_calls:
+        is_new = id(model) not in self._position.checked
+        sync = self._sync(model, own_backward, is_new)
+        if run.is_repeated and not run.num_passes:
             sync.drop_gradients()
         devices = accelerators_of(sync.named.values())
-        slots = self._plan.slots(self._pass.index, self._pass.size, self._pass.is_interleaved)
-        again = (self._num_calls,) if self._num_calls else ()
-        self._num_calls += 1
-        progress.is_started, progress.is_complete = True, False
-        self._backwards = Backwards(self.number)
-        self._exponent, self._model = None, model
-        unknown = not own_backward and id(model) not in self._pass.checked
-        watching = self._backwards.watching(sync.parameters if unknown else ())
+        slots = self._position.slots(run.plan)
+        again = (run.num_passes,) if run.num_passes else ()
+        take = self._take_again if run.num_passes else self._take
+        batches = one_ahead(self._ranks, "fetching a batch", take, slots)
+        run.begin_pass(sync)
+        watching = run.watching(sync.parameters if is_new and not own_backward else ())
+        seed = self._position.schedule.order.seed
         try:
             with kept(devices), sync.active(), watching:
-                for number, (slot, batch) in enumerate(zip(slots, self._fetch(slots), strict=True)):
-                    seed = self._schedule.order.seed
+                for number, (slot, batch) in enumerate(zip(slots, batches, strict=True)):
                     reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
                     # Under an autocast around the loop, the gradient of a cast that was kept would
                     # come after FSDP2's reduction.
                     torch.clear_autocast_cache()
                     with sync.on(slot, number + 1 == len(slots)):
-                        self._slot = slot
+                        run.slot = slot
                         yield batch
-                        self._slot = None
+                        run.slot = None
                     if not own_backward:
-                        self._backwards.end(slot)
-            self._finish(model, sync, own_backward)
-            progress.is_complete = True
+                        run.end_microbatch(slot)
+            self._exchange(model, sync, own_backward, is_new)
+            run.is_complete = True
         finally:
-            self._slot = None
-            if not progress.is_complete:
-                progress.left = self._pass.ranks
+            run.slot = None
+            if not run.is_complete:
+                run.left = self._pass.ranks
                 sync.drop_unfinished()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -175,9 +177,9 @@ class Step:
                     loss = model(batch)[counts].square().mean()
                     step.backward(loss, weight=counts.sum())  # the mean over all tokens
         """
-        before = self._backwards.is_expected  # as of a loss that is scaled, and waits
+        before = self._run.in_own_backward  # as of a loss that is scaled, and waits
         self.scale(loss, weight).backward()
-        self._backwards.is_expected = before
+        self._run.in_own_backward = before
 
     def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """The weighted loss, for frameworks that run backward themselves.
@@ -194,10 +196,10 @@ class Step:
                     print(step.k, "repeated" if step.is_copy else "counts")
         """
         slot = self._current_slot()
-        own = self._backwards.add(slot, loss, weight, self._plan.size(slot.k))
-        whole = self._plan.samples if weight is None else self._provisional_total(own)
+        own = self._run.add_loss(slot, loss, weight)
+        whole = self.samples if weight is None else self._provisional_total(own)
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
-        ranks = 1 if self._is_exact else self._ranks.size
+        ranks = 1 if self._position.exact is not None else self._ranks.size
         return loss * (0.0 if slot.is_copy else own / whole * ranks)
 
     def clip_grad_norm_(
@@ -237,9 +239,10 @@ class Step:
                 optimizer.step()
                 optimizer.zero_grad()
         """
+        run, exact = self._run, self._position.exact
 
         def check() -> None:
-            if self._model is None or not self._progress.is_complete:
+            if not run.is_complete:
                 raise ValueError(
                     f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
                     "which exchanges the gradients at its end"
@@ -248,24 +251,22 @@ class Step:
                 check_type(name, value, (Real, torch.Tensor), "a number")
             if not float(max_norm) >= 0:
                 raise ValueError(f"max_norm is {max_norm}: give at least 0")
-            if not float(norm_type) >= 1 or (self._is_exact and norm_type not in (1, 2, math.inf)):
-                kinds = "1, 2 or inf with exact=True" if self._is_exact else "at least 1, or inf"
+            if not float(norm_type) >= 1 or (exact and norm_type not in (1, 2, math.inf)):
+                kinds = "1, 2 or inf with exact=True" if exact else "at least 1, or inf"
                 raise ValueError(f"norm_type is {norm_type}: give {kinds}")
 
-        arguments = {
-            "max_norm": max_norm,
-            "norm_type": norm_type,
-            "error_if_nonfinite": error_if_nonfinite,
-        }
-        same_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
-        assert self._model is not None
-        reshard(self._model)
-        exact, parameters = self._pass.exact, [*self._model.parameters()]
+        given = {"max_norm": max_norm, "norm_type": norm_type}
+        given |= {"error_if_nonfinite": error_if_nonfinite}
+        same_arguments(self._ranks, "clip_grad_norm_", given, CheckpointError, check)
+        sync = run.sync
+        assert sync is not None
+        sync.reshard()
+        parameters = [*sync.named.values()]
         if exact is not None:  # changes before cannot be seen after the scaling
-            exact.compare(parameters, self._pass.notes)
+            exact.compare(parameters, self._position.notes)
         norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
         if exact is not None:
-            exact.deliver(self._model)
+            exact.deliver(parameters)
         return norm
 
     def loss(self) -> float:
@@ -277,16 +278,12 @@ class Step:
         Raises:
             ValueError: no rank has called `backward` yet.
         """
-        return self._backwards.mean_loss(self._ranks)
-
-    def _fetch(self, slots: Sequence[MicrobatchSlot]) -> Iterator[Any]:
-        """The batches of slots, each once all ranks have theirs. All data-parallel ranks."""
-        take = self._take if self._num_calls == 1 else self._take_again
-        return one_ahead(self._ranks, "fetching a batch", take, slots)
+        return self._run.mean_loss(self._ranks)
 
     def _take(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot, compared with the plan."""
-        ids = self._schedule.ids(self._plan, slot.k)
+        run = self._run
+        ids = self._position.schedule.ids(run.plan, slot.k)
         fetched = next(self._pass.batches, None)
         found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
         if fetched is None or found != (self.epoch, ids):
@@ -295,83 +292,96 @@ class Step:
                 f"step {self.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
                 f"workers returned {got}: start a new iteration of the loader"
             )
-        if not slot.is_copy:
-            # Positions after the order's end pad the step, and are in no receipt.
-            self._progress.seen += ids[: max(0, self._plan.n - self._plan.bounds(slot.k)[0])]
+        run.seen += self._position.receipt(run.plan, slot, ids)
         return fetched.batch
 
     def _take_again(self, slot: MicrobatchSlot) -> Any:
         """The batch of a slot for a further pass: it is in the receipt already."""
-        return self._pass.dataset[request_for(self._schedule, self._plan, slot.k)].batch
+        request = request_for(self._position.schedule, self._run.plan, slot.k)
+        return self._position.dataset[request].batch
 
     def _current_slot(self) -> MicrobatchSlot:
-        if self._slot is None:
+        if self._run.slot is None:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
-        return self._slot
+        return self._run.slot
 
     def _provisional_total(self, own: float) -> float:
         """The divisor of weights until the step's total is known: equal on all ranks.
 
         The number of microbatches times a power of two near an ordinary weight; which power it is
-        does not change a bit of the result, unless gradients underflow. The first call of an
-        iteration gathers; with exact=True the first of a step does, since the power must then be
-        the same on any number of ranks, and after any resume.
+        does not change a bit of the result, unless gradients underflow. The ranks agree on it in
+        the first call of an iteration. With exact=True it is that of the first microbatch of a run,
+        on any number of ranks, and goes on in its state.
         """
-        if self._is_exact:
-            if self._exponent is None:
-                slot = self._current_slot()
-                is_first = slot.k == 0 and not slot.is_copy
-                self._exponent = exponent(max(self._ranks.gather(own if is_first else 0.0)))
-            return math.ldexp(self._plan.num_microbatches, self._exponent)
-        if self._pass.exponent is None:
-            self._pass.exponent = exponent(max(self._ranks.gather(own)))
-        return math.ldexp(self._plan.num_microbatches, self._pass.exponent)
+        run = self._run
+        if run.exponent is None:
+            run.exponent = self._agreed_exponent(own)
+        return math.ldexp(run.plan.num_microbatches, run.exponent)
 
-    def _sync(self, model: nn.Module, own_backward: bool) -> GradientSync:
-        """The exchange of a model's gradients in one pass over the microbatches."""
-        exact = self._pass.exact
+    def _agreed_exponent(self, own: float) -> int:
+        """Of the power of two near an ordinary weight. All data-parallel ranks, where it is new."""
+        exact = self._position.exact
+        known = self._pass.exponent if exact is None else exact.exponent
+        if known is not None:
+            return known
+        slot = self._current_slot()
+        counts = exact is None or (slot.k == 0 and not slot.is_copy)
+        weight = max(self._ranks.gather(own if counts else 0.0, "comparing weights"))
+        found = round(math.log2(weight)) if weight else 0
         if exact is None:
-            return GradientSync(model, self._ranks)
+            self._pass.exponent = found
+        elif weight:
+            exact.exponent = found
+        return found
+
+    def _sync(self, model: nn.Module, own_backward: bool, is_new: bool) -> GradientSync:
+        """The exchange of a model's gradients in one pass over the microbatches."""
+        ranks, position = self._ranks, self._position
+        if position.exact is None:
+            return GradientSync(model, ranks, position.group)
         if own_backward:
             raise ValueError(
                 "exact=True: own_backward=True weights losses by a rank's microbatches, so the sum "
                 "depends on the number of ranks: call step.backward(loss), or run backward of "
                 "step.scale(loss)"
             )
-        return exact.open_sync(
-            model,
-            self._ranks,
-            self._pass.group,
-            self._plan,
-            self._schedule.num_microbatches,
-            id(model) not in self._pass.checked,
-            self._pass.notes,
-        )
+        plan = self._run.plan
+        return position.exact.open_sync(model, ranks, position.group, plan, is_new, position.notes)
 
-    def _finish(self, model: nn.Module, sync: GradientSync, own_backward: bool) -> None:
-        """Scale and exchange the gradients of the step. All data-parallel ranks."""
-        is_weighted = self._backwards.is_weighted
-        if not own_backward:
-            self._backwards.check_given(sync.has_gradients)
-        # Ranks whose wrappers exchange in the backward cannot come here by different ways.
-        meets = is_weighted or self._is_exact or bool(sync.unwrapped)
-        total = self._backwards.total(self._ranks if meets else one_process())
-        if total is None and not own_backward:
+    def _exchange(
+        self, model: nn.Module, sync: GradientSync, own_backward: bool, is_new: bool
+    ) -> None:
+        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks."""
+        run, refusal = self._run, None
+        if not own_backward and (
+            run.saw_other_backward or (run.is_weighted is None and sync.has_gradients())
+        ):
+            refusal = (
+                f"step {self.number}: gradients were computed without step.backward, so they are a "
+                "sum that depends on the number of ranks: call step.backward(loss), or run "
+                "backward of step.scale(loss), as in accelerator.backward(step.scale(loss)); or "
+                "pass microbatches(model, own_backward=True) and weight the losses yourself"
+            )
+        losses = [float(loss) for _, loss in run.losses] if is_new else []
+        mine = StepRecord([*run.weights.values()], run.without, losses, refusal)
+        mine = sync.complete(mine, is_new)
+        # Elsewhere wrappers meet in the last backward, and cannot come here by different ways.
+        meets = sync.meets or bool(run.is_weighted) or is_new
+        records = self._ranks.gather(mine, "comparing the step") if meets else [mine]
+        is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
+        weights = [weight for record in records for weight in record.weights]
+        if not weights and not own_backward:
             sync.drop_unfinished()
             return
+        if is_checked:
+            self._position.checked[id(model)] = model
         factor: float | None = None
-        if is_weighted:
+        if run.is_weighted:
+            total = math.fsum(weights)
             factor = self._provisional_total(0.0) / total if total else 0.0
-        is_new = id(model) not in self._pass.checked
-        losses = [float(loss) for _, loss in self._backwards.losses] if is_new else []
-        if sync.finish(self._ranks, self._pass.group, factor, is_new, losses) and is_new:
-            self._pass.checked[id(model)] = model
-        if self._pass.exact is not None:
-            self._pass.exact.deliver(model)
-
-    @property
-    def _is_exact(self) -> bool:
-        return self._pass.exact is not None
+        sync.finish(records, factor)
+        if self._position.exact is not None:
+            self._position.exact.deliver(sync.named.values())
 
     @property
     def _ranks(self) -> Ranks:
@@ -381,13 +391,3 @@ class Step:
                 f"step {self.number}: the loop over the loader has ended; use the step within it"
             )
         return self._pass.ranks
-
-
-def exponent(weight: float) -> int:
-    """Of the power of two near a weight."""
-    return round(math.log2(weight)) if weight else 0
-
-
-def is_complete(step: Step) -> bool:
-    """Whether all microbatches of a step were run. For `Checkpoints.steps`."""
-    return step._progress.is_complete  # pyright: ignore[reportPrivateUsage]

@@ -142,7 +142,7 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
-    places = places_in_groups(mesh)
+    places = _places_in_groups(mesh)
     for axis, rule in enumerate(rules if places else ()):
         if rule.kind == "shard" and places[axis] != coordinate[axis]:
             raise LoadError(
@@ -201,7 +201,7 @@ def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def places_in_groups(mesh: Any) -> tuple[int, ...]:
+def _places_in_groups(mesh: Any) -> tuple[int, ...]:
     """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
 
     Empty outside of the mesh, and without process groups.

@@ -24,15 +24,3 @@ def walk(
         yield name, module
         for child_name, child in module.named_children():
             yield from walk(child, f"{name}.{child_name}" if name else child_name, seen)
-
-
-def places(
-    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """As `walk`, with a module that is registered under several names once for each."""
-    if not any(module is each for each in above):  # it may refer to a parent
-        yield name, module
-        for child_name, child in module.__dict__["_modules"].items():
-            if child is not None:
-                below = f"{name}.{child_name}" if name else child_name
-                yield from places(child, below, (*above, module))

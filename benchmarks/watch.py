@@ -1,0 +1,272 @@
+"""Twelve hangs on three ranks: does `anyrank.watch` name rank and line, and what does it cost?
+
+    python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
+    python benchmarks/watch.py --parts uneven --minutes 60
+
+Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
+time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
+hand: the rank whose newest record differs from the others' is the one that they name, without a
+line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine, load_average
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from tests.hangs import HANGS, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
+
+RESULTS = Path(__file__).parent / "results" / "watch.json"
+AFTER_SEC = 5
+ALONE_SEC = 20
+RECORD_SEC = 12
+LIMIT_SEC = 150
+RECORDER = f"""
+def write_records():
+    import torch._C._distributed_c10d as c10d
+    time.sleep({RECORD_SEC})
+    pathlib.Path(f"record-{{rank}}").write_bytes(c10d._dump_fr_trace_json(True, False))
+
+threading.Thread(target=write_records, daemon=True).start()
+"""
+UNEVEN = """
+import random
+draw = random.Random(rank)
+big = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+end = time.monotonic() + {seconds}
+go = torch.ones(1)
+number = 0
+while go.item():
+    number += 1
+    time.sleep(draw.random() * {after} * 0.6)
+    step(x)
+    if number % 8 == 3 and rank == 0:
+        stop = time.monotonic() + {after} * 2.5
+        while time.monotonic() < stop:
+            big(torch.ones(512, 256)).sum().item()
+    if number % 8 == 6 and rank == 1:
+        stop = time.monotonic() + {after} * 2
+        while time.monotonic() < stop:
+            torch.save(big.state_dict(), "saved")
+    go.fill_(float(time.monotonic() < end))
+    dist.broadcast(go, 0)
+if rank == 0:
+    pathlib.Path("steps").write_text(str(number))
+dist.destroy_process_group()
+"""
+COST = """
+import json
+import anyrank
+from torch.nn.parallel import DistributedDataParallel
+
+net = DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+batch = torch.ones(64, 256)
+
+def train(steps):
+    times = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - before)
+    return sorted(times)[len(times) // 2]
+
+def seconds_of_threads():
+    threads = [one for one in threading.enumerate() if one.name.startswith("anyrank-")]
+    paths = [f"/proc/self/task/{{one.native_id}}/schedstat" for one in threads]
+    return sum(int(open(path).read().split()[0]) for path in paths) / 1e9
+
+train(50)
+alone, watched, shares = [], [], []
+for _ in range({blocks}):
+    alone.append(train({steps}))
+    start = time.monotonic()
+    watching = anyrank.watch("60s")
+    watched.append(train({steps}))
+    shares.append(seconds_of_threads() / (time.monotonic() - start))
+    watching.close()
+pathlib.Path(f"cost-{{rank}}").write_text(json.dumps([alone, watched, shares]))
+dist.destroy_process_group()
+"""
+
+
+def launch(folder: Path, script: str, *arguments: str, ranks: int = 3, **variables: str) -> Any:
+    """A script under torchrun; its error output, and whether it ended in time."""
+    (folder / "train.py").write_text(script)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    environ["PYTHONPATH"] = str(ROOT / "src")
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += [f"--nproc-per-node={ranks}", *arguments]
+    process = subprocess.Popen(
+        line, cwd=folder, env=environ, text=True, stderr=subprocess.PIPE, errors="replace"
+    )
+    try:
+        _, said = process.communicate(timeout=LIMIT_SEC)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        _, said = process.communicate()
+        return said, False
+    return said, True
+
+
+def program(hang: Hang, *arguments: str) -> list[str]:
+    """The arguments of torchrun; a wrapper hides the end of a rank from it, where that is meant."""
+    if not hang.outlives:
+        return ["train.py", *arguments]
+    text = " ".join([sys.executable, "train.py", *arguments])
+    return ["--no-python", "bash", "-c", f"{text}; sleep 8"]
+
+
+def last_step(folder: Path) -> float:
+    """When any rank stepped last."""
+    return max((path.stat().st_mtime for path in folder.glob("step-*")), default=0.0)
+
+
+def watched(hang: Hang) -> dict[str, Any]:
+    """What the watch says of a hang."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = program(hang, f"{AFTER_SEC}s", "out")
+        said, _ = launch(folder, hang.script, *arguments)
+        screens = [line for line in said.splitlines() if line.startswith("anyrank: ")]
+        if not (folder / "out").exists():
+            return {"is_right": False, "said": said[-500:]}
+        report = json.loads((folder / "out").read_text())
+        late = (folder / "out").stat().st_mtime - last_step(folder) - AFTER_SEC
+    line = report["line"]
+    is_line = line in hang.lines if hang.has_line else line is None
+    return {
+        "is_right": report["culprits"] == [hang.culprit] and is_line,
+        "kind": report["kind"],
+        "is_kind": report["kind"] in hang.kinds,
+        "culprits": report["culprits"],
+        "line": line,
+        "lines": hang.lines,
+        "late_sec": round(late, 1),
+        "screens": len(screens),
+        "said": screens[0] if screens else "",
+    }
+
+
+def alone(hang: Hang) -> dict[str, Any]:
+    """What torchrun says of a hang, and what the flight recorder shows."""
+    script = hang.script.replace(PRELUDE, PRELUDE + RECORDER)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        variables = {"TIMEOUT_SEC": str(ALONE_SEC), "TORCH_FR_BUFFER_SIZE": "2000"}
+        start = time.time()
+        said, has_ended = launch(folder, script, *program(hang), **variables)
+        seconds = time.time() - max(start, last_step(folder))
+        newest: dict[int, Any] = {}
+        for rank in range(3):
+            path = folder / f"record-{rank}"
+            entries = json.loads(path.read_text()).get("entries", []) if path.exists() else []
+            if entries:
+                last = entries[-1]
+                newest[rank] = [last["collective_seq_id"], last["profiling_name"]]
+    errors = re.findall(r"^(?:\[rank\d\]: )?((?:\w+\.)*\w*Error: .*)$", said, re.MULTILINE)
+    ranks = sorted(
+        {int(rank) for rank in re.findall(r"^\[rank(\d)\]: Traceback", said, re.MULTILINE)}
+    )
+    counts = collections.Counter(map(str, newest.values()))
+    odd = [rank for rank, record in newest.items() if counts[str(record)] == 1 and len(newest) == 3]
+    return {
+        "sec": round(seconds, 1),
+        "has_ended": has_ended,
+        "errors_on": ranks,
+        "error": errors[0][:160] if errors else "",
+        "recorder_names": odd,
+        "records": newest,
+    }
+
+
+def uneven(minutes: float) -> dict[str, Any]:
+    """An uneven job: does the watch keep still?"""
+    after = 4
+    body = UNEVEN.format(seconds=minutes * 60, after=after)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        global LIMIT_SEC
+        LIMIT_SEC = minutes * 60 + 300
+        said, has_ended = launch(folder, PRELUDE + body, "train.py", f"{after}s", "out")
+        steps = (folder / "steps").read_text() if (folder / "steps").exists() else "0"
+        alarms = said.count("\nanyrank: ") + (folder / "out").exists()
+    return {
+        "minutes": minutes,
+        "after_sec": after,
+        "steps": int(steps),
+        "alarms": alarms,
+        "has_ended": has_ended,
+    }
+
+
+def cost(blocks: int, steps: int) -> dict[str, Any]:
+    """Step time with and without a watch, in turns in one process; CPU time of its threads.
+
+    The flight recorder keeps collectives in both, if it is not switched off.
+    """
+    script = PRELUDE + COST.format(blocks=blocks, steps=steps)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        launch(folder, script, "train.py", ranks=2, TORCH_FR_BUFFER_SIZE="200")
+        alone, watched, shares = json.loads((folder / "cost-0").read_text())
+    ratios = sorted(one / other for one, other in zip(watched, alone, strict=True))
+    return {
+        "step_ms": {
+            "alone": round(1000 * statistics.median(alone), 3),
+            "watched": round(1000 * statistics.median(watched), 3),
+        },
+        "step_ratio": {"median": round(statistics.median(ratios), 4), "least": round(ratios[0], 4)}
+        | {"most": round(ratios[-1], 4), "n": blocks},
+        "cpu_share": {"median": round(statistics.median(shares), 5), "most": round(max(shares), 5)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default="watched,alone,uneven,cost")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of the uneven job")
+    parser.add_argument("--blocks", type=int, default=12, help="of the costs, each way")
+    parser.add_argument("--steps", type=int, default=200, help="of each of them")
+    given = parser.parse_args()
+    for part in given.parts.split(","):
+        if part in ("watched", "alone"):
+            run = watched if part == "watched" else alone
+            made: Any = {}
+            for name, hang in HANGS.items():
+                made[name] = run(hang)
+                print(f"{name}: {made[name]}", flush=True)
+        elif part == "uneven":
+            made = uneven(given.minutes)
+        else:
+            made = cost(given.blocks, given.steps)
+        found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        found |= {**describe_machine(), "load": load_average(), part: made}
+        found["command"] = "python benchmarks/watch.py"
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(part, made if part in ("uneven", "cost") else "")
+    if "watched" in found:
+        rows = [*found["watched"].values()]
+        late = max(row.get("late_sec", 999) for row in rows)
+        print(f"{sum(row['is_right'] for row in rows)} of {len(rows)} right; at most {late} s late")
+
+
+if __name__ == "__main__":
+    main()

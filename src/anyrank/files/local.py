@@ -1,0 +1,168 @@
+"""Files on a disk: read at offsets, and written from start to end, durable before they count.
+
+Every file event of a save passes a point of `anyrank.faults`, so that a test can stop a process at
+each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import shutil
+import stat
+from collections.abc import Sequence
+from functools import cache
+
+from anyrank import faults
+from anyrank.files.listing import FileInfo
+
+WRITEBACK_BYTES = 32 << 20  # which the kernel is asked to write at a time
+
+
+class NotAFile(OSError):
+    """A pipe, socket or device in a file's place: to read it could block for ever."""
+
+
+class LocalFile:
+    """A file that is read with preadv: no mapping, so nothing ever aliases it."""
+
+    def __init__(self, path: str) -> None:
+        # Not to wait for a pipe's writer; for a regular file the flag means nothing.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self.descriptor)
+            raise NotAFile(errno.EINVAL, "is not a regular file", path)
+        self.info = _info_of(path, status)
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(self.descriptor, buffers, offset)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class NewLocalFile:
+    """A file that is written from its start to its end. Buffers are the caller's own."""
+
+    def __init__(self, path: str) -> None:
+        faults.point("file.open")
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags, 0o666)
+        self.size = 0
+        self.started = 0  # up to here, the kernel has been asked to write
+
+    def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        faults.point("file.write")
+        left = [memoryview(part) for part in parts if len(part)]
+        self.size += sum(map(len, left))
+        while left:
+            done = os.writev(self.descriptor, left)
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if done:
+                left[0] = left[0][done:]
+        if self.size - self.started >= WRITEBACK_BYTES:
+            _start_writeback(self.descriptor, self.started, self.size - self.started)
+            self.started = self.size
+
+    def finish(self) -> None:
+        """Make it durable and close it."""
+        faults.point("file.fsync")
+        os.fsync(self.descriptor)
+        os.close(self.descriptor)
+
+    def abandon(self) -> None:
+        """Close it as it is."""
+        os.close(self.descriptor)
+
+
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Let the kernel write a range from now on, so that fsync finds little left: a save of 256 MiB
+    takes 0.16 s in place of 0.22 s. Linux waits for nothing here, and drops what is written.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+class LocalStorage:
+    """The local file system."""
+
+    renames = True
+
+    def find(self, path: str) -> FileInfo | None:
+        """A regular file, if there is one."""
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _info_of(path, status) if stat.S_ISREG(status.st_mode) else None
+
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
+    def is_dir(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def names(self, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """Each name in a folder, and whether it is a folder."""
+        with os.scandir(path) as found:
+            return {entry.name: entry.is_dir() for entry in found}
+
+    def open(self, path: str) -> LocalFile:
+        return LocalFile(path)
+
+    def make_folder(self, path: str) -> None:
+        """Make it and what is missing above it; each survives a power cut."""
+        faults.point("file.folder")
+        missing = [path.rstrip("/") or "/"]
+        while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):
+            missing.append(above)
+        for folder in reversed(missing):
+            if not os.path.isdir(folder):
+                os.makedirs(folder, exist_ok=True)
+                with contextlib.suppress(PermissionError):  # a parent that may not be listed
+                    self.sync_folder(os.path.dirname(folder) or ".")
+
+    def create(self, path: str) -> NewLocalFile:
+        return NewLocalFile(path)
+
+    def rename(self, old: str, new: str) -> None:
+        faults.point("file.rename")
+        os.rename(old, new)
+
+    def sync_folder(self, path: str) -> None:
+        faults.point("file.fsync")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        faults.point("file.remove")
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        faults.point("file.remove")
+        shutil.rmtree(path)
+
+
+def _info_of(path: str, status: os.stat_result) -> FileInfo:
+    place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
+    return FileInfo(path, status.st_size, str(status.st_mtime_ns), place=place)
+
+
+@cache
+def _machine() -> str:
+    """This machine since it was started."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,171 @@
+"""Objects in any storage that fsspec knows (s3://, gs://, memory://, ...).
+
+Folders are prefixes, nothing is renamed in one step, and an object appears as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Generator, Sequence
+from functools import cached_property
+from typing import Any
+
+from anyrank import faults
+from anyrank.files.listing import FileInfo
+
+PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
+SLICE_BYTES = 1 << 20  # most by which a part is larger
+
+
+@contextlib.contextmanager
+def asking(path: str) -> Generator[None]:
+    """Turn what a remote storage's own library raises into an OSError, as local storage does."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each library has its own exceptions
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error
+
+
+class RemoteFile:
+    """An object that is read by ranges."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self.filesystem = filesystem
+        self.path = path
+
+    @cached_property
+    def info(self) -> FileInfo:
+        with asking(self.path):
+            return _info_of(self.path, self.filesystem.info(self.path))
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        wanted = sum(len(buffer) for buffer in buffers)
+        with asking(self.path):
+            found = self.filesystem.cat_file(self.path, start=offset, end=offset + wanted)
+        data = memoryview(found)
+        position = 0
+        for buffer in buffers:
+            part = data[position : position + len(buffer)]
+            buffer[: len(part)] = part
+            position += len(part)
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class NewRemoteFile:
+    """An object that is written from its start to its end; it appears when it is finished.
+
+    What waits to be sent is PART_BYTES, and a copy of it while it is sent.
+    """
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        faults.point("file.open")
+        self.path = path
+        with asking(path):
+            self.file = filesystem.open(path, "wb", block_size=PART_BYTES)
+
+    def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        faults.point("file.write")
+        with asking(self.path):
+            for part in parts:
+                view = memoryview(part)
+                for start in range(0, len(view), SLICE_BYTES):
+                    self.file.write(view[start : start + SLICE_BYTES])
+
+    def finish(self) -> None:
+        faults.point("file.fsync")
+        with asking(self.path):
+            self.file.close()
+
+    def abandon(self) -> None:
+        # Closing would publish a part of the file as if it were the whole, as would the garbage
+        # collector, which closes what is open.
+        with contextlib.suppress(Exception):
+            self.file.discard()
+        with contextlib.suppress(AttributeError):  # a file in memory has one that is read only
+            self.file.closed = True
+
+
+class RemoteStorage:
+    """A file system of fsspec's. Its listings are never kept: another process may have written."""
+
+    renames = False
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # heavy, and only remote sources need it
+
+        self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
+
+    def find(self, path: str) -> FileInfo | None:
+        """An object, if there is one: None only when the storage says that there is none."""
+        try:
+            with asking(path):
+                details = self.filesystem.info(path)
+        except FileNotFoundError:
+            return None
+        return _info_of(path, details) if details["type"] == "file" else None
+
+    def is_file(self, path: str) -> bool:
+        return self.find(path) is not None
+
+    def is_dir(self, path: str) -> bool:
+        with asking(path):
+            return bool(self.filesystem.isdir(path))
+
+    def names(self, path: str) -> list[str]:
+        """What is in a folder; nothing where there is none, as folders need not exist."""
+        try:
+            return sorted(self.entries(path))
+        except FileNotFoundError:
+            return []
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """Each name in a folder, and whether it is a folder, by one listing."""
+        with asking(path):
+            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+        return {
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["type"] == "directory"
+            for entry in found
+        }
+
+    def open(self, path: str) -> RemoteFile:
+        return RemoteFile(self.filesystem, path)
+
+    def make_folder(self, path: str) -> None:
+        """Folders need not exist."""
+
+    def create(self, path: str) -> NewRemoteFile:
+        return NewRemoteFile(self.filesystem, path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Copy, then delete, object by object: never where a kill in between would matter."""
+        faults.point("file.rename")
+        with asking(old):
+            for name in self.names(old):
+                self.filesystem.cp_file(f"{old}/{name}", f"{new}/{name}")
+            self.filesystem.rm(old, recursive=True)
+
+    def sync_folder(self, path: str) -> None:
+        """Objects are durable once they are there."""
+
+    def remove(self, path: str) -> None:
+        faults.point("file.remove")
+        with asking(path):
+            self.filesystem.rm_file(path)
+
+    def remove_folder(self, path: str) -> None:
+        """Remove the objects under a prefix, which there may be none of."""
+        faults.point("file.remove")
+        with asking(path), contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm(path, recursive=True)
+
+
+def _info_of(path: str, details: dict[str, Any]) -> FileInfo:
+    tags = (details.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
+    version = next((str(tag) for tag in tags if tag is not None), "")
+    return FileInfo(path, int(details["size"]), version)

@@ -1,0 +1,167 @@
+"""Folders that Accelerate's `save_state` writes, with DDP, and with FSDP, sharded or full."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, join_path
+from anyrank.foreign import dcp_state, deepspeed
+from anyrank.foreign.checkpoint import (
+    Collector,
+    ForeignCheckpoint,
+    ForeignOptimizer,
+    optimizer_of,
+)
+from anyrank.formats import dcp, huggingface, safetensors, torch_file
+from anyrank.formats.sources import looks_like
+
+RANDOM = re.compile(r"^random_states_(\d+)\.pkl$")
+CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
+OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.bin$")
+SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
+SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.bin$")
+MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
+ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
+FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
+SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
+
+
+def list_folder(storage: Storage, folder: str) -> Listing:
+    """The weights of a folder of Accelerate, the Trainer or DeepSpeed: in safetensors if there are
+    any, else where DeepSpeed or FSDP put them.
+
+    Raises:
+        LoadError: it holds those of several models; as `read`.
+    """
+    names = storage.names(folder)
+    if not any(".safetensors" in name for name in names):
+        if looks_like("deepspeed", names):
+            return deepspeed.list_folder(storage, folder)
+        if ENGINE in names:
+            return deepspeed.list_folder(storage, join_path(folder, ENGINE))
+        if any(FSDP_MODEL.match(name) for name in names):
+            return _of_fsdp(storage, folder, names)
+    return huggingface.list_folder(storage, folder)
+
+
+def _of_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
+    found = _models(storage, folder, names)
+    if len(found) > 1:
+        several = ", ".join(
+            name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name)
+        )
+        raise LoadError(f"{folder}: holds several sets of weights ({several}): give one of these")
+    (listing,) = found.values()
+    return listing
+
+
+def read(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What such a folder holds.
+
+    Raises:
+        LoadError, UnsafeFile: it is not whole, or a pickle in it would run code.
+    """
+    files = Collector(storage, folder)
+    names = storage.names(folder)
+    if ENGINE in names:
+        inner = deepspeed.read(storage, files.named(ENGINE))
+        return replace(inner, tool="Accelerate")
+    models = model_files(files, names)
+    optimizers = optimizer_files(files, names)
+    states: dict[str, Any] = {}
+    for name in names:
+        if match := SCHEDULER.match(name):
+            states[numbered("scheduler", match[1])] = files.tree(files.named(name))
+        elif name == "scaler.pt":
+            states["scaler"] = files.tree(files.named(name))
+        elif match := CUSTOM.match(name):
+            states[match[1]] = files.tree(files.named(name))
+    ranks = sum(bool(RANDOM.match(name)) for name in names)
+    step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
+    scheduler = states.get("scheduler")
+    if step is None and ranks == 1 and isinstance(scheduler, dict):
+        step = scheduler.get("last_epoch")
+    not_read = {
+        name: "random streams belong to the processes that saved them"
+        for name in names
+        if RANDOM.match(name)
+    }
+    not_read |= {
+        name: "the position of a loader of this tool's, in its own order of samples"
+        for name in names
+        if name.startswith(("dl_state_dict", "sampler"))
+    }
+    return ForeignCheckpoint(
+        "Accelerate",
+        files.listing("accelerate"),
+        models,
+        optimizers,
+        states,
+        files.extras,
+        step=step if isinstance(step, int) and step >= 0 else None,
+        ranks=ranks,
+        scheduler_steps=ranks,
+        not_read=not_read,
+    )
+
+
+def numbered(name: str, number: str | None) -> str:
+    """`model`, `model_1`, ...: as Accelerate numbers what it was given to prepare."""
+    return name if number in (None, "0") else f"{name}_{number}"
+
+
+def model_files(files: Collector, names: list[str]) -> dict[str, Any]:
+    """The weights of each model in the folder, by the model's name."""
+    found = _models(files.storage, files.folder, names) or {"model": exported(files, names)}
+    return {name: files.weights(name, listing) for name, listing in found.items()}
+
+
+def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listing]:
+    found: dict[str, Listing] = {}
+    for name in names:
+        path = join_path(folder, name)
+        if match := SHARDED_MODEL.match(name):
+            key, lister = numbered("model", match[1]), _sharded_model
+        elif match := MODEL.match(name):
+            key = numbered("model", match[1])
+            lister = (safetensors if match[2] == "safetensors" else torch_file).list_file
+        else:
+            continue
+        if key not in found:
+            found[key] = lister(storage, path)
+    return found
+
+
+def exported(files: Collector, names: list[str]) -> Listing:
+    """The weights that `save_pretrained` or `save_model` put into the folder.
+
+    Raises:
+        LoadError: there are none, or not all.
+    """
+    endings = (".safetensors", ".bin", ".index.json")
+    if not any(name.startswith(huggingface.STEMS) and name.endswith(endings) for name in names):
+        shown = ", ".join(names[:20])
+        raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")
+    return huggingface.list_folder(files.storage, files.folder)
+
+
+def _sharded_model(storage: Storage, path: str) -> Listing:
+    listing = dcp.list_folder(storage, path)
+    inner = {key.removeprefix("model."): tensor for key, tensor in listing.tensors.items()}
+    return listing.with_tensors(inner)
+
+
+def optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
+    """The state of each optimizer in the folder, by the optimizer's name."""
+    found: dict[str, ForeignOptimizer] = {}
+    for name in names:
+        path = files.named(name)
+        if match := SHARDED_OPTIMIZER.match(name):
+            found[numbered("optimizer", match[1])] = dcp_state.optimizer(files, path)
+        elif match := OPTIMIZER.match(name):
+            found[numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
+    return found

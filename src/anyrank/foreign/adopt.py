@@ -1,0 +1,286 @@
+"""Resuming from another tool's checkpoint: what it holds comes over, the rest is reported.
+
+Weights go the way of `load`. Optimizers and stateful parts are described as a step of a run would
+describe them, and go the way of `resume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.data.position import ElasticData
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.storage import storage_for
+from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
+from anyrank.filling.read import fill_from_files
+from anyrank.foreign import optimizer as foreign_optimizer
+from anyrank.foreign import stateful as foreign_state
+from anyrank.foreign.checkpoint import ForeignCheckpoint
+from anyrank.foreign.read import read_foreign
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import LoadOptions
+from anyrank.model.verify import compare_duplicates
+from anyrank.resume.options import ResumeArguments
+from anyrank.resume.source import ResumeSource, misfit
+from anyrank.state.optimizer import Names, match_optimizer
+from anyrank.state.part_types import Matched, Stored, listed
+from anyrank.state.report import Outcome, SavedOn
+from anyrank.state.stateful import match_stateful
+from anyrank.state.train_state import TrainState, names_of
+from anyrank.tensors.names import renamer
+from anyrank.tensors.spec import StoredTensor
+from anyrank.world.ranks import Ranks
+
+WAYS = {  # on, where a module's tensors do not fit
+    "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
+    "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
+}
+
+
+def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
+    """Read what another tool saved at a path, and plan the load of its modules. All ranks.
+
+    Raises:
+        CheckpointError: weights do not fit the state, which is unchanged; or a rank does not see
+            the checkpoint.
+        UnsafeFile: a pickle that would run code, or a header that lies.
+    """
+    source = ranks.from_one(
+        "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
+    )
+
+    def check_visible() -> None:
+        for info in source.listing.files:
+            if not storage_for(info.path).is_file(info.path):
+                raise CheckpointError(
+                    f"{info.path}: is not there on this rank: put the checkpoint where all ranks "
+                    "see it"
+                )
+
+    ranks.together("looking at the checkpoint", check_visible)
+    step = ForeignStep(
+        path=path,
+        listing=source.listing,
+        names={*source.weights, *source.optimizers, *source.states},
+        step=source.step or 0,
+        epoch=int(source.epoch or 0),
+        samples=source.samples or 0,
+        saved_on=SavedOn(source.ranks or 0, source.tool),
+        no_streams=f"{source.tool} keeps them by process",
+        source=source,
+        skip={*arguments.skip},
+    )
+    for part, value in state.parts.parts.items():
+        if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
+            step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
+    return step
+
+
+def _plan_module(
+    state: TrainState,
+    part: str,
+    source: ForeignCheckpoint,
+    path: str,
+    arguments: ResumeArguments,
+    ranks: Ranks,
+) -> AgreedPlan:
+    """Plan the load of a module. All ranks.
+
+    Raises:
+        CheckpointError: its tensors do not fit.
+    """
+    inner = state.parts
+    ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
+    is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
+    module, listing, tensors = inner.parts[part], source.model(part), None
+    headers = header_reader(module, path, ranks, known=listing)
+    tell = partial(look_at_source, path, ranks, headers)
+    if inner.given.is_used:
+        tensors = ranks.own("looking at the model", lambda: inner.tensors()[part])
+    try:
+        sources = ranks.together("looking at the source", tell)
+        plan = plan_load(
+            module, path, ranks, options, sources, headers, known=listing, tensors=tensors
+        )
+        ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
+        if ends:
+            ranks.from_one(
+                "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
+            )
+    except LoadError as error:
+        text = misfit(path, inner.unusable, [f"{part}: {error}"])
+        raise CheckpointError(text, causes=error.causes) from error
+    return plan
+
+
+@dataclass(kw_only=True)
+class ForeignStep(ResumeSource):
+    """What another tool saved, as a resume sees a step of a run.
+
+    Attributes:
+        source: the checkpoint, by its headers.
+        skip: names of parts that stay as they are.
+        plans: of the modules that are loaded, by part.
+        used: names of its parts that come over.
+    """
+
+    source: ForeignCheckpoint
+    skip: set[str]
+    plans: dict[str, AgreedPlan] = field(default_factory=dict[str, AgreedPlan])
+    used: set[str] = field(default_factory=set[str])
+
+    def has_weights(self, part: str) -> bool:
+        """Whether it has the weights of a module.
+
+        Raises:
+            CheckpointError: it has not those of the model itself.
+        """
+        if part not in self.source.weights and part == "model":
+            raise CheckpointError(
+                f"{self.path} holds no model's weights; it has "
+                f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
+            )
+        return part in self.source.weights
+
+    def match(
+        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
+    ) -> dict[str, Matched]:
+        inner = state.parts
+        names, matched = names_of(inner.targets()), dict[str, Matched]()
+        for part, value in inner.parts.items():
+            if part in self.skip:
+                continue
+            if isinstance(value, nn.Module):
+                matched[part] = self._module(part, value, ranks)
+            elif isinstance(value, Optimizer):
+                matched[part] = self._optimizer(part, value, names, arguments, ranks)
+            elif isinstance(value, ElasticData):
+                matched[part] = self._position(value, state)
+            else:
+                matched[part] = self._stateful(part, value, ranks)
+        return matched
+
+    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> Matched:
+        plan = self.plans.get(part)
+        if plan is None:
+            return self._absent()
+        self.used.add(part)
+
+        def load() -> int:
+            filled = fill_from_files(module, plan, ranks, Meter(), None)
+            return filled.moved[ranks.index].read
+
+        return Matched(_outcome_of(plan), load=load)
+
+    def _absent(self) -> Matched:
+        return Matched(Outcome("fresh", f"the checkpoint of {self.source.tool} has none"))
+
+    def _optimizer(
+        self,
+        part: str,
+        optimizer: Optimizer,
+        names: Names,
+        arguments: ResumeArguments,
+        ranks: Ranks,
+    ) -> Matched:
+        source = self.source.optimizers.get(part)
+        if source is None:
+            return self._absent()
+        self.used.add(part)
+        record, tensors, problems = foreign_optimizer.record_of(
+            part, optimizer, source, names, renamer(arguments.rename)
+        )
+        if problems:
+            return Matched(Outcome("exact"), problems=problems)
+        stored = self._stored(tensors, tuple(arguments.fresh))
+        matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
+        matched.outcome = _outcome_of_fills(matched)
+        commit = matched.commit
+
+        def commit_counted() -> None:
+            commit()
+            foreign_optimizer.count_in_tensors(optimizer)
+
+        matched.commit = commit_counted
+        return matched
+
+    def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
+        return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
+
+    def _position(self, data: ElasticData, state: TrainState) -> Matched:
+        made, outcome = foreign_state.start_of(data, self.source)
+
+        def commit() -> None:
+            data.load_state_dict(made)
+            state.samples = data.samples
+
+        return Matched(outcome, commit=commit)
+
+    def _stateful(self, part: str, thing: Any, ranks: Ranks) -> Matched:
+        if part not in self.source.states:
+            return self._absent()
+        self.used.add(part)
+        tree, outcome = self.source.states[part], None
+        problem = foreign_state.problem_of(part, thing, tree)
+        if problem is not None:
+            return Matched(Outcome("exact"), problems=[problem])
+        if part == "scheduler":
+            tree, outcome = foreign_state.in_optimizer_steps(part, thing, tree, self.source)
+        record, tensors = foreign_state.record_of(part, thing, tree)
+        if isinstance(record, str):
+            return Matched(Outcome("fresh", record))
+        matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
+        matched.outcome = outcome or matched.outcome
+        return matched
+
+    def notes(self) -> list[str]:
+        source = self.source
+        notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
+        if source.step is None:
+            said = source.not_a_step or "the checkpoint does not say its step"
+            notes.append(f"{said}: the run counts from 0")
+        notes += [
+            f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
+            for part, plan in self.plans.items()
+            if (keys := plan.match.ignored)
+        ]
+        notes += [
+            f"not read: {name}, which no part of the state is named after"
+            for name in sorted(self.names - self.used - self.skip)
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, why in source.not_read.items():
+            reasons.setdefault(why, []).append(name)
+        notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
+        return notes
+
+
+def _outcome_of(plan: AgreedPlan) -> Outcome:
+    match = plan.match
+    if match.keep and match.missing:
+        return Outcome("derived", listed("kept, as the checkpoint has none", match.missing))
+    pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
+    return _outcome([(held.layout, held.dtype, stored) for held, stored in pairs])
+
+
+def _outcome_of_fills(matched: Matched) -> Outcome:
+    return _outcome([(fill.held.layout, fill.held.dtype, fill.stored) for fill in matched.fills])
+
+
+def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
+    """Exact where bytes went as they are into whole tensors."""
+    cast = sorted(
+        {f"{stored.dtype} to {dtype}" for _, dtype, stored in rows if stored.dtype != dtype}
+    )
+    if cast:
+        return Outcome("derived", f"cast from {', '.join(cast)}".replace("torch.", ""))
+    if any(layout is not None or len(stored.chunks) > 1 for layout, _, stored in rows):
+        return Outcome("resharded", "laid out otherwise")
+    return Outcome("exact")

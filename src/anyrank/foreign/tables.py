@@ -1,0 +1,214 @@
+"""Checkpoints that are one table of parts: files of training scripts and of Lightning, and DCP.
+
+Parts are known by the names that scripts give them. What has no such name keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing, versions_of
+from anyrank.files.storage import Storage, join_path
+from anyrank.foreign import dcp_state
+from anyrank.foreign.checkpoint import (
+    Collector,
+    ForeignCheckpoint,
+    ForeignOptimizer,
+    count_of,
+    flat,
+    is_plain_number,
+    optimizer_of,
+)
+from anyrank.formats import dcp
+from anyrank.formats.pickles import extras_of
+from anyrank.tensors.names import NESTED
+from anyrank.tensors.spec import StoredTensor
+
+EMAS = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
+OPTIMIZERS = (
+    "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
+    "optimizers",
+)  # fmt: skip
+SCHEDULERS = (
+    "scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
+)  # fmt: skip
+SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
+STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
+PROGRESS = ("train_state", "trainer_state", "progress", "state")
+META = "meta.pt"  # of Lightning's sharded folders: all that is not in DCP's files
+NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
+WHY = "random streams and loaders belong to the processes that saved them"
+
+
+def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
+    """What a file holds that `torch.save` wrote: Lightning's, or a training script's.
+
+    Raises:
+        LoadError: no weights are in it.
+        UnsafeFile: it is damaged, or its pickle would run code.
+    """
+    folder, _, _ = path.rpartition("/")
+    files = Collector(storage, folder)
+    tree = files.tree(path)
+    if not isinstance(tree, dict):
+        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
+    return of_table(files, cast("dict[Any, Any]", tree), path)
+
+
+def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What a folder of torch.distributed.checkpoint holds: a script's, torchtitan's, Lightning's.
+
+    Raises:
+        LoadError, UnsafeFile: as `read_file`; a data file is missing.
+    """
+    files = Collector(storage, folder)
+    held = dcp.read_folder(
+        storage, folder, lambda key: not key.removeprefix("app.").startswith(NOT_READ)
+    )
+    table: dict[Any, Any] = {**dcp_state.rebased(files, held).tree()}
+    if storage.is_file(join_path(folder, META)):
+        rest = files.tree(files.named(META))
+        table |= rest if isinstance(rest, dict) else {}
+    while len(table) == 1 and isinstance(inner := next(iter(table.values())), dict):
+        if _is_weights(inner):
+            break
+        table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
+    made = of_table(files, table, folder)
+    ranks = {name for info in held.listing.files if (name := _rank_of(info.path))}
+    not_read = dict.fromkeys({key.split(".")[0] for key in held.others}, WHY)
+    name = made.tool if made.tool == "Lightning" else "torch.distributed.checkpoint"
+    return replace(made, tool=name, ranks=len(ranks) or None, not_read=made.not_read | not_read)
+
+
+def _rank_of(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return name.split("_")[2] if name.startswith("__") and name.endswith(".distcp") else ""
+
+
+def _is_weights(table: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, StoredTensor) for value in table.values())
+
+
+def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
+    """The parts of a checkpoint by their names in a table.
+
+    Raises:
+        LoadError: no weights are in it.
+    """
+    rest = {str(key): value for key, value in table.items()}
+    weights: dict[str, dict[str, StoredTensor]] = {}
+    not_read: dict[str, str] = {}
+    for name, names in (("model", NESTED), ("ema", EMAS)):
+        key = next((key for key in names if flat(rest.get(key))), None)
+        if key is not None:
+            inner = rest.pop(key)
+            weights[name] = flat(inner)
+            files.extras[name] = _extra(inner)
+            if isinstance(rest.get(name), dict):
+                del rest[name]
+                not_read[name] = f"the part {name} was read from {key}"
+    optimizers = {
+        name: _optimizer(tree, f"{path}: {name}") for name, tree in _taken(rest, OPTIMIZERS)
+    }
+    states: dict[str, Any] = dict([*_taken(rest, SCHEDULERS), *_taken(rest, SCALERS)])
+    step, not_a_step = _step(files, rest)
+    if "model" not in weights:
+        own = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
+        own = {key: value for key, value in own.items() if key not in STEPS}
+        if not own:
+            shown = ", ".join(map(str, [*table][:20])) or "nothing"
+            raise LoadError(
+                f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
+            )
+        weights["model"] = own
+        rest = {key: value for key, value in rest.items() if key not in own}
+    loops: Any = rest.pop("loops", None)
+    for key, value in rest.items():
+        if isinstance(value, dict) and value and not key.startswith(NOT_READ):
+            states.setdefault(key, value)
+            if flat(value):  # of a module, if the part is one
+                weights[key] = flat(value)
+                files.extras[key] = _extra(cast("dict[Any, Any]", value))
+    is_lightning = "pytorch-lightning_version" in rest
+    given = rest.get("epoch")
+    if isinstance(given, StoredTensor) and given.numel == 1:
+        given = files.value(given)
+    epoch, batches = _epoch(given, loops)
+    return ForeignCheckpoint(
+        "Lightning" if is_lightning else "a training script",
+        files.listing("lightning" if is_lightning else "torch"),
+        weights,
+        optimizers,
+        states,
+        files.extras,
+        step=step,
+        not_a_step=not_a_step,
+        epoch=epoch,
+        batches=batches,
+        not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
+    )
+
+
+def _extra(table: Any) -> Listing:
+    """The weights' extra state and versions, without the weights."""
+    extras = {
+        key: value
+        for key, value in extras_of(table).items()
+        if not isinstance(table[key], StoredTensor)
+    }
+    return Listing("", (), {}, extras=extras, versions=versions_of(table))
+
+
+def _taken(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ..."""
+    first = names[0]
+    found: list[tuple[str, Any]] = []
+    for key in [key for key in rest if key in names or key.removeprefix(f"{first}_").isdigit()]:
+        value = rest.pop(key)
+        several = cast("list[Any]", value) if isinstance(value, list) else [value]
+        for tree in several:
+            if isinstance(tree, dict) and tree:
+                found.append((f"{first}_{len(found)}" if found else first, tree))
+    return found
+
+
+def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
+    if isinstance(tree.get("param_groups"), list):
+        return optimizer_of(tree, path)
+    return dcp_state.of_tree(tree, path)
+
+
+def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
+    """Completed steps, by the names that scripts give their count; and what else stands there."""
+    wrong = ""
+    tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
+    for table in tables:
+        for name in STEPS:
+            value = table.get(name)
+            if isinstance(value, StoredTensor) and value.numel == 1:
+                value = files.value(value)
+            if is_plain_number(value) and value >= 0 and value % 1 == 0:
+                table.pop(name)
+                return int(value), ""
+            if value is not None and not isinstance(value, dict | StoredTensor):
+                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is no step"
+    return None, wrong
+
+
+def _epoch(epoch: Any, loops: Any) -> tuple[float | None, int]:
+    """Whole epochs, and batches of the next one."""
+    progress: Any = loops.get("fit_loop") if isinstance(loops, dict) else None
+    if not isinstance(progress, dict):
+        return (float(epoch), 0) if is_plain_number(epoch) and epoch >= 0 else (None, 0)
+    try:
+        batches = progress["epoch_loop.batch_progress"]
+        done = count_of(progress["epoch_progress"]["current"], "completed") or 0
+        processed = count_of(progress["epoch_progress"]["current"], "processed") or 0
+        if batches["is_last_batch"]:
+            return float(max(done, processed)), 0
+        return float(done), count_of(batches["current"], "completed") or 0
+    except (KeyError, TypeError, AttributeError):
+        return None, 0

@@ -1,0 +1,181 @@
+"""The run under a framework's loop: its options, and when it is opened, counted, saved, closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypedDict
+
+import anyrank
+from anyrank.integrations.dataloaders import elastic_loader
+
+
+class RunOptions(TypedDict, total=False):
+    """How a run under a framework is cut into steps, and saved. Every framework takes these.
+
+    Attributes:
+        microbatch: samples of one forward pass; default: the DataLoader's batch_size.
+        seed: of the order of the data and of all random numbers; default: 0.
+        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        every: when to save, as for `anyrank.Checkpoints`: a number of steps (500), a time
+            ("10min"), or None for the end alone.
+        keep: how many of the newest steps stay, at least 2; default: 3.
+        keep_every: steps that are multiples of it stay for good.
+        background: hold the training only for a copy of what is saved.
+        verify: what a resume compares, as in `anyrank.Checkpoints`; default: every byte.
+        on_commit: called on the first rank with each `anyrank.SaveRecord`.
+    """
+
+    microbatch: int | None
+    seed: int
+    exact: bool
+    every: int | str | None
+    keep: int
+    keep_every: int | Callable[[int], bool] | None
+    background: bool
+    verify: bool
+    on_commit: Callable[[Any], object] | None
+
+
+OF_LOADER = ("microbatch", "seed", "exact")
+
+
+class FrameworkRun:
+    """The run of a framework's loop, whose parts are there late. Calls come from all ranks.
+
+    Args:
+        folder: path or URL of the run.
+        make_state: called when the run is needed first; again after `close`.
+        global_batch: samples of an optimizer step, on all ranks together.
+        options: `RunOptions`.
+
+    Attributes:
+        folder: of the run.
+        loader: the `ElasticLoader` over the training data; None before it is made.
+        state: the `TrainState`; None before the run is opened.
+        checkpoints: the `Checkpoints`; None before the run is opened.
+        report: the `ResumeReport` of the last resume; None if there was nothing.
+        has_stepped: whether the optimizer has, in a step that is not counted yet.
+        microbatch, seed, is_exact: of the options.
+
+    Raises:
+        TypeError: an option that is not of `RunOptions`, or of another type.
+        ValueError: an option outside of what is allowed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        make_state: Callable[[], anyrank.TrainState],
+        *,
+        global_batch: int,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
+        if unknown:
+            known = ", ".join(RunOptions.__annotations__)
+            raise TypeError(f"{unknown[0]!r} is no option of a run: it takes {known}")
+        self.folder = os.fspath(folder)
+        self.loader: anyrank.ElasticLoader | None = None
+        self.state: anyrank.TrainState | None = None
+        self.checkpoints: anyrank.Checkpoints | None = None
+        self.report: anyrank.ResumeReport | None = None
+        self.has_stepped = False
+        self.microbatch: int | None = options.get("microbatch")
+        self.seed: int = options.get("seed", 0)
+        self.is_exact: bool = options.get("exact", False)
+        self._make_state = make_state
+        self._is_open = False
+        self._is_begun = False  # resumed, or begun in an empty folder
+        self._of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
+        self._of_loader["global_batch"] = global_batch
+        self._of_checkpoints = options
+        self._checkpoints_of(anyrank.TrainState())  # raises what is wrong with its options
+
+    def _checkpoints_of(self, state: anyrank.TrainState) -> anyrank.Checkpoints:
+        return anyrank.Checkpoints(self.folder, state, **self._of_checkpoints)
+
+    def make_loader(self, dataloader: Any, process_group: Any = None) -> anyrank.ElasticLoader:
+        """The steps over what a DataLoader reads; raises as `elastic_loader`."""
+        self.loader = elastic_loader(dataloader, process_group=process_group, **self._of_loader)
+        return self.loader
+
+    def open(self) -> anyrank.Checkpoints:
+        """The checkpoints, of a state that is made now if the run is not open."""
+        if self.checkpoints is None or not self._is_open:
+            self.state = self._make_state()
+            self.checkpoints = self._checkpoints_of(self.state)
+            self._is_open = True
+        return self.checkpoints
+
+    def resume(self, which: Any) -> None:
+        """Resume what `Checkpoints.resume` takes.
+
+        Raises:
+            CheckpointError: as there.
+        """
+        self.report = None
+        self.report = self.open().resume(which)
+        self._is_begun = True
+
+    def begin(self, resume_by: str) -> None:
+        """Begin a new run, unless one was resumed.
+
+        Args:
+            resume_by: what the user does to resume.
+
+        Raises:
+            ValueError: the folder holds a run that was not resumed.
+        """
+        if not self._is_begun and self.open().latest() is not None:
+            raise ValueError(f"{self.folder} holds a run: {resume_by}, or give another folder")
+        self._is_begun = True
+
+    def note_step(self, *_: Any) -> None:
+        """The optimizer has stepped; also as its hook."""
+        self.has_stepped = True
+
+    def count(self) -> None:
+        """Count the step whose optimizer has stepped, once, and save when due."""
+        if self.has_stepped:
+            self.has_stepped = False
+            self.open().step_done()
+
+    def save(self) -> str | None:
+        """Save after an optimizer's step, unless that step is saved; the newest committed path."""
+        self.count()
+        checkpoints = self.open()
+        checkpoints.save(unless_saved=True)
+        return checkpoints.latest()
+
+    def close(self) -> None:
+        """Save the last step that was trained, if one was, and release the folder.
+
+        State and checkpoints stay: what they know is asked for after the end.
+        """
+        if self._is_open and self.checkpoints is not None and self.state is not None:
+            self.count()
+            if self.state.step:
+                self.save()
+            self.checkpoints.close()
+        self._is_open = self.has_stepped = self._is_begun = False
+
+    def abandon(self, error: BaseException) -> None:
+        """Release the folder after an error, and save nothing. Waits for no rank."""
+        if self._is_open and self.checkpoints is not None:
+            self.checkpoints.__exit__(type(error), error, error.__traceback__)
+        self._is_open = self.has_stepped = self._is_begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon(error)
+
+
+def numbered(name: str, things: Sequence[Any]) -> dict[str, Any]:
+    """Parts of a state by name: optimizer, optimizer_1, ..."""
+    return {f"{name}_{number}" if number else name: thing for number, thing in enumerate(things)}

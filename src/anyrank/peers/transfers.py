@@ -1,0 +1,96 @@
+"""Files of a snapshot on their way from one machine's memory to another's."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.files.storage import join_path, storing
+from anyrank.world.ranks import Ranks
+
+BLOCK_BYTES = 32 << 20  # of a message
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """A file, and the global ranks that it goes from and to, which are on two machines."""
+
+    name: str
+    nbytes: int
+    sender: int
+    receiver: int
+
+
+def pass_on(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
+    """Send files of this machine's folder, and receive those of others into it. All ranks.
+
+    The files are mapped: bytes go from memory to memory, with no copy in between.
+
+    Args:
+        transfers: the same list on all ranks.
+        folder: on this machine; made where it is not there.
+        ranks: all that are named in the list.
+
+    Raises:
+        CheckpointError: a machine has no room, or lost a file.
+    """
+    if not transfers:
+        return
+    mine = [
+        transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
+    ]
+    opened: dict[FileTransfer, mmap.mmap] = {}
+
+    def open_all() -> None:
+        with storing(folder):
+            for transfer in mine:
+                path = join_path(folder, transfer.name)
+                if transfer.receiver == ranks.rank:
+                    make_folder(folder)
+                    _create(path, transfer.nbytes)
+                if transfer.nbytes:
+                    opened[transfer] = _mapped(path)
+
+    ranks.together("opening the snapshot's files", open_all)
+    sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in blocks(m)]
+    received = [
+        (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in blocks(m)
+    ]
+    ranks.exchange(sent, received, "sending the snapshot to other machines")
+    ranks.gather(None, "sending the snapshot to other machines")  # others on the machine read it
+
+
+def make_folder(path: str) -> None:
+    """A folder within one that is there: a memory that its owner has removed stays removed."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+
+
+def _create(path: str, nbytes: int) -> None:
+    """A new file that has its memory: a write to a mapping that finds none ends the process."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # one that was cut short
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(path: str) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def blocks(memory: mmap.mmap) -> Sequence[torch.Tensor]:
+    """A mapped file in parts that fit in a message."""
+    return torch.frombuffer(memory, dtype=torch.uint8).split(BLOCK_BYTES)

@@ -1,0 +1,173 @@
+"""The second half of a save: write the shares, commit. Nothing exists before the last rename."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from anyrank import faults
+from anyrank.errors import CheckpointError
+from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.receipt import Digests, receipt_of_step
+from anyrank.files.storage import Storage, join_path, write_file
+from anyrank.formats.dcp import METADATA
+from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.run_folder import INDEX, SavedBox, index_of
+from anyrank.random_state.saved_streams import StreamState
+from anyrank.saving.collect import Snapshot
+from anyrank.saving.rank_file import write_share
+from anyrank.saving.run_store import RunFolder
+from anyrank.world.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """One finished save.
+
+    Attributes:
+        step: that was saved.
+        path: of the checkpoint.
+        nbytes: written by all ranks.
+        seconds: from the call to the commit.
+        stall_seconds: in which this rank's training stood still.
+        removed: steps that retention let go.
+
+    Example::
+
+        state = anyrank.TrainState(torch.nn.Linear(4, 1))
+        records = []
+        with anyrank.Checkpoints("runs/a", state, on_commit=records.append) as ckpts:
+            ckpts.save()
+        assert records == ckpts.stats()
+        assert records[0].nbytes == ckpts.saved()[0].nbytes
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    stall_seconds: float
+    removed: list[str] = field(default_factory=list[str])
+
+
+def write(
+    snapshot: Snapshot,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    keep_newest: int,
+    keeps_forever: Callable[[int], bool],
+    branch: int | None,
+) -> SaveRecord:
+    """Write the shares and commit them. All ranks.
+
+    Args:
+        snapshot: what this rank writes.
+        folder: of the run.
+        ranks: all that write.
+        keep_newest: how many steps stay.
+        keeps_forever: whether a step stays for good.
+        branch: the step that the run went back to, or None.
+
+    Raises:
+        CheckpointError: replicas differ, or a rank could not write; nothing was committed.
+    """
+    start = time.perf_counter()
+    step = snapshot.manifest.step
+    run = snapshot.manifest.run
+    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run, branch))
+
+    def share() -> tuple[RankShare, dict[str, int]]:
+        faults.point("save.write")
+        digests = _tensor_digests(snapshot, ranks)
+        try:
+            return write_own_share(snapshot, folder.store, temporary, ranks), digests
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise _not_shared(temporary, ranks) from error
+            raise
+
+    answers = ranks.together("writing the checkpoint", share)
+
+    def commit() -> SaveRecord:
+        faults.point("save.commit")
+        shares = [share for share, _ in answers]
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        index, manifest = describe(snapshot, shares, now)
+        boxes = [box for share in shares for box in share.boxes]
+        small = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
+        for file, data in small.items():
+            written = write_file(folder.store, join_path(temporary, file), data)
+            manifest.files[file] = record(written)
+        if snapshot.loader_state is not None:
+            digests = [digests for _, digests in answers]
+            receipt = receipt_of_step(digests, snapshot.loader_state, manifest.numbers)
+            manifest = replace(manifest, receipt=receipt)
+        final = folder.commit(temporary, step, manifest)
+        removed = folder.tidy(final, keep_newest, keeps_forever)
+        nbytes = sum(file.size for file in manifest.files.values())
+        seconds = time.perf_counter() - start
+        return SaveRecord(step, folder.shown(final), nbytes, seconds, 0.0, removed)
+
+    return ranks.from_one("committing the checkpoint", commit)
+
+
+class RankShare(NamedTuple):
+    """What a rank adds to a step: its boxes, its files' records, its states of random streams."""
+
+    boxes: list[SavedBox]
+    files: dict[str, FileRecord]
+    states: dict[str, StreamState]
+
+
+def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Ranks) -> RankShare:
+    """Write this rank's file into a step's folder.
+
+    Raises:
+        CheckpointError: the device refuses.
+    """
+    name = f"__{ranks.index}_0.distcp"
+    written = write_share(store, folder, name, snapshot.items, ranks.check)
+    return RankShare(written.boxes, written.files, snapshot.streams.states)
+
+
+def describe(
+    snapshot: Snapshot, shares: Sequence[RankShare], written: str
+) -> tuple[bytes, Manifest]:
+    """The index of what all ranks wrote until this time, and the manifest, without its record.
+
+    Raises:
+        CheckpointError: a tensor was not written whole.
+    """
+    states = {digest: state for share in shares for digest, state in share.states.items()}
+    manifest = replace(
+        snapshot.manifest,
+        files={name: entry for share in shares for name, entry in share.files.items()},
+        written=written,
+        streams=replace(snapshot.streams, states=states).to_json(),
+    )
+    return index_of((box for share in shares for box in share.boxes), snapshot.aliases), manifest
+
+
+def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
+    """What this rank's boxes add to the digests of the receipt; nothing for a run without one."""
+    digests = Digests()
+    if snapshot.loader_state is not None:
+        for item in snapshot.items:
+            ranks.check()
+            if item.name not in snapshot.receipt_skips:
+                digests.add(item.name, item.shape, item.dtype, item.box, item.source)
+    return digests.tensors
+
+
+def _not_shared(folder: str, ranks: Ranks) -> CheckpointError:
+    """The error of a rank that does not see the folder that the first rank has just made."""
+    here, there = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
+    return CheckpointError(
+        f"{folder}: {here} does not see this folder, which rank {ranks.ranks[0]} made on {there}: "
+        "every rank writes its share there, so the run's path must be absolute, and on storage "
+        "that is shared by all machines"
+    )

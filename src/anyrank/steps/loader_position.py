@@ -1,0 +1,145 @@
+"""The position of an `ElasticLoader`, with the step that is under way, and what its steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
+from anyrank.data.position import OnBatchChange, Position
+from anyrank.data.receipts import Receipt
+from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.errors import CheckpointError
+from anyrank.steps.step_run import StepRun
+from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.exact.run import ExactRun
+
+
+class LoaderPosition(Position):
+    """Where a run is in the data of an `ElasticLoader`.
+
+    Args:
+        dataset: the loader's, by microbatch.
+        exact: sums gradients in an order that does not depend on the ranks; None: as they come.
+        others: as those of `Position`.
+
+    Attributes:
+        current: the step that was begun and is not counted.
+        was_left: whether the next step was begun before, and left.
+        num_passes: how often the loader was iterated, or loaded a state.
+        checked: models whose gradient exchange was verified, by id.
+    """
+
+    owner = "ElasticLoader"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        key: str | None,
+        group: Any,
+        on_batch_change: OnBatchChange | None,
+        dataset: MicrobatchDataset,
+        exact: ExactRun | None,
+    ) -> None:
+        super().__init__(schedule, key, group, on_batch_change)
+        self.dataset, self.exact = dataset, exact
+        self.current: StepRun | None = None
+        self.was_left = False
+        self.num_passes = 0
+        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+    def arguments(self) -> dict[str, object]:
+        return super().arguments() | {
+            "exact": self.exact is not None,
+            "len(dataset)": len(self.dataset.dataset),
+        }
+
+    def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
+        """The microbatches of a step that this rank runs."""
+        return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
+
+    def begin_step(self) -> StepRun:
+        """The next step begins."""
+        self.current = StepRun(self.next_step(), self.was_left)
+        self.was_left = True
+        return self.current
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether all microbatches of the current step were run."""
+        return self.current is not None and self.current.is_complete
+
+    def check_complete(self) -> None:
+        if self.current is not None and not self.current.is_complete:
+            raise CheckpointError(
+                f"step {self.current.plan.number} is not complete: run `for batch in "
+                "step.microbatches(model)` to its end in each step, or leave the loop over the "
+                "loader: the next iteration returns the same step again"
+            )
+
+    def commit(self) -> None:
+        self.check_complete()
+        if self.current is not None:
+            self.advance(self.current.plan, self.current.seen)
+            self.current, self.was_left = None, False
+
+    def abandon_step(self) -> None:
+        """Forget the current step, whose optimizer has not stepped: it will be repeated."""
+        self.current = None
+
+    def announce_left_step(self) -> None:
+        """If this rank left its loop over microbatches, end the waits of ranks that are in it."""
+        if self.current is not None and self.current.left is not None:
+            self.current.left.leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        exact = {} if self.exact is None else {"exact": self.exact.state()}
+        return super().state_dict() | exact
+
+    def check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        found = super().check_state_dict(state_dict)
+        if self.exact is not None:
+            self.exact.check_saved(state_dict.get("exact"))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved = state_dict.get("exact")
+        if self.exact is not None:
+            self.notes += self.exact.load(saved, self.step)
+            self.checked.clear()  # the record is compared with the models' again
+        elif saved is not None:
+            self.notes.append(
+                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+            )
+        self.current = None
+        self.num_passes += 1
+
+
+@dataclass
+class LoaderPass:
+    """What the steps of one iteration of the loader share.
+
+    Attributes:
+        position: of the loader.
+        ranks: the data-parallel ranks; None after the iteration.
+        batches: the batches still to be fetched; the first one starts the fetching.
+        exponent: of the power of two near an ordinary `weight`, once a weight is known.
+    """
+
+    position: LoaderPosition
+    ranks: Ranks | None
+    batches: Iterator[FetchedBatch]
+    exponent: int | None = None
+
+    def close(self) -> None:
+        """Release workers and ranks: a user may keep a step after its loop."""
+        self.ranks, self.batches = None, iter(())

@@ -1,0 +1,170 @@
+"""What the ranks tell each other at the end of a step, and the one function that judges it.
+
+Each rank makes a `StepRecord`; all are gathered at once, and every rank judges all of them, so that
+every rank comes to the same end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from anyrank.world.failures import different
+from anyrank.world.ranks import Ranks
+
+FROZEN, NO_GRADIENT, GRADIENT = range(3)  # states of a parameter
+ROUNDING = 1e-5  # of sums of the same float32 values in different orders
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one rank has seen in a pass over a step's microbatches.
+
+    Attributes:
+        weights: of its microbatches that had a backward, without copies.
+        without: its microbatches that had none.
+        losses: of its microbatches; in a model's first passes alone, as `norm` and `squares`.
+        refusal: why this rank's gradients cannot be summed, and the way out; None if they can.
+        states: of each parameter that no wrapper exchanges: frozen, with a gradient, or without.
+        norm: sum of the squares of their gradients.
+        squares: of each parameter that DDP exchanges, the same of its gradient.
+        used: with exact=True, of each unit of FSDP2 the parameters that a microbatch has used.
+    """
+
+    weights: list[float]
+    without: list[int]
+    losses: list[float]
+    refusal: str | None
+    states: bytes = b""
+    norm: float = 0.0
+    squares: list[float] = field(default_factory=list[float])
+    used: list[set[int]] = field(default_factory=list[set[int]])
+
+
+def judge(
+    number: int,
+    records: Sequence[StepRecord],
+    summed: Sequence[str],
+    exchanged: Sequence[str],
+    ranks: Ranks,
+) -> bool:
+    """Judge the records of all ranks.
+
+    Args:
+        number: of the step.
+        records: of each rank, in their order.
+        summed: names of the parameters that no wrapper exchanges.
+        exchanged: of those that DDP does.
+        ranks: the data-parallel ranks.
+
+    Returns:
+        Whether the records show that each gradient is exchanged once. They do not where gradients
+        are all zero or not finite, or equal because the losses are.
+
+    Raises:
+        ValueError: on all ranks: a rank's gradients cannot be summed; some microbatches had a
+            backward and some had none; ranks have different parameters, or freeze different ones;
+            a gradient is exchanged twice, or not at all.
+    """
+    if refusal := next((record.refusal for record in records if record.refusal), None):
+        raise ValueError(refusal)
+    weights = [weight for record in records for weight in record.weights]
+    check_backwards(number, weights, [k for record in records for k in record.without])
+    _check_trainable(summed, [record.states for record in records], ranks)
+    is_once = _check_not_exchanged(
+        [record.norm for record in records], [record.losses for record in records]
+    )
+    return _check_exchanged(exchanged, [record.squares for record in records]) and is_once
+
+
+def check_backwards(number: int, weights: Collection[object], without: Collection[int]) -> None:
+    """Refuse a step in which some microbatches had a backward and some had none.
+
+    Raises:
+        ValueError: names the first without.
+    """
+    if weights and without:
+        raise ValueError(
+            f"step {number}: microbatch {min(without)} had no step.backward, and others "
+            "had one: to leave it out, call step.backward(loss, weight=0) in it, and give the "
+            "others their weight= too, as len(batch)"
+        )
+
+
+def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks) -> None:
+    """Refuse parameters that are trained on some ranks only.
+
+    Args:
+        names: of this rank's parameters that no wrapper exchanges.
+        states: for each rank, the state of each of its parameters.
+        ranks: the data-parallel ranks.
+
+    Raises:
+        ValueError: on all ranks; names the first such parameter.
+    """
+    if len(set(map(len, states))) > 1:
+        counts = {rank: str(len(there)) for rank, there in zip(ranks.ranks, states, strict=True)}
+        title = "the number of parameters without a wrapper differs between ranks"
+        raise ValueError(
+            f"{different(title, counts, ranks.named)}: build the same model on all ranks"
+        )
+    for name, *there in zip(names, *states, strict=True):
+        trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, there, strict=True)}
+        if len(set(trained.values())) > 1:
+            title = f"requires_grad of {name} differs between ranks"
+            raise ValueError(
+                f"{different(title, trained, ranks.named)}: freeze the same parameters on all ranks"
+            )
+
+
+def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float]]) -> bool:
+    """Refuse gradients without a wrapper that one has exchanged all the same.
+
+    Args:
+        norms: of each rank's gradients before the exchange; 0 where nothing is to be checked.
+        losses: of each rank's microbatches.
+
+    Returns:
+        Whether this could be determined: not where the losses are equal on all ranks, as in a run
+        on dummy data, since the gradients may then be equal by themselves.
+
+    Raises:
+        ValueError: they are equal on all ranks, and the losses are not; on all ranks.
+    """
+    # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.
+    if len(norms) > 1 and norms[0] and math.isfinite(norms[0]) and len(set(norms)) == 1:
+        if all(list(row) == list(losses[0]) for row in losses):
+            return False
+        raise ValueError(
+            "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
+            "them: give microbatches() the wrapped model (DistributedDataParallel)"
+        )
+    return True
+
+
+def _check_exchanged(names: Sequence[str], squares: Sequence[Sequence[float]]) -> bool:
+    """Check that DDP has exchanged its gradients, after the last microbatch.
+
+    Args:
+        names: of the parameters that DDP exchanges.
+        squares: for each rank, of each one's gradient the sum of squares; none to check nothing.
+
+    Returns:
+        Whether this could be determined: not from gradients that are all zero, or not finite.
+
+    Raises:
+        ValueError: DDP has not exchanged them; on all ranks.
+    """
+    flat = [value for row in squares for value in row]
+    if not all(map(math.isfinite, flat)):
+        return False
+    for name, *values in zip(names, *squares, strict=True) if flat else ():
+        if max(values) - min(values) > ROUNDING * max(values):
+            raise ValueError(
+                f"the gradients of {name} differ between ranks after the step's last "
+                "microbatch, so DistributedDataParallel has not exchanged them: call the "
+                "wrapped model itself in the loop, not model.module or a part of it, and not "
+                "under no_sync()"
+            )
+    return any(flat) or not names

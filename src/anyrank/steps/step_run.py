@@ -1,0 +1,132 @@
+"""How far a step has come on this rank: the state of a `Step`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.checks import as_float, check_type
+from anyrank.data.receipts import Receipt
+from anyrank.data.schedule import MicrobatchSlot, StepPlan
+from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.step_record import check_backwards
+from anyrank.world.ranks import Ranks
+
+
+@dataclass
+class StepRun:
+    """One step on this rank.
+
+    Attributes:
+        plan: the step.
+        is_repeated: whether it was begun before, and left: gradients of that may be there.
+        seen: receipt of the samples that this rank fetched, without copies and repeats.
+        num_passes: calls of `microbatches`.
+        is_complete: whether the last pass ran to its end.
+        left: the ranks of a pass that was left before its end.
+        exponent: of the power of two near an ordinary weight, once a weight is known.
+        sync: the exchange of gradients; this and the following are of the last pass.
+        slot: the microbatch of the loop's current body.
+        is_weighted: whether weights are given; None before the first backward.
+        weights: by microbatch, without copies.
+        losses: of the same microbatches, with their weights.
+        without: the microbatches that had no backward.
+        in_own_backward: whether a backward of a loss that was given runs, or is to come.
+        saw_other_backward: whether a watched parameter got a gradient of another loss.
+    """
+
+    plan: StepPlan
+    is_repeated: bool = False
+    seen: Receipt = field(default_factory=Receipt)
+    num_passes: int = 0
+    is_complete: bool = False
+    left: Ranks | None = None
+    exponent: int | None = None
+    sync: GradientSync | None = None
+    slot: MicrobatchSlot | None = None
+    is_weighted: bool | None = None
+    weights: dict[int, float] = field(default_factory=dict[int, float])
+    losses: list[tuple[float, torch.Tensor]] = field(
+        default_factory=list[tuple[float, torch.Tensor]]
+    )
+    without: list[int] = field(default_factory=list[int])
+    in_own_backward: bool = False
+    saw_other_backward: bool = False
+
+    def begin_pass(self, sync: GradientSync) -> None:
+        """A pass over the microbatches begins."""
+        self.num_passes += 1
+        self.is_complete, self.sync = False, sync
+        self.is_weighted, self.weights, self.losses, self.without = None, {}, [], []
+        self.in_own_backward = self.saw_other_backward = False
+
+    @contextmanager
+    def watching(self, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+        """Notice where parameters get gradients of other losses than those that are given."""
+
+        def note(_: torch.Tensor) -> None:
+            self.saw_other_backward = self.saw_other_backward or not self.in_own_backward
+
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+            yield
+
+    def add_loss(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: Any) -> float:
+        """Note the loss of the current microbatch, whose backward comes. Returns its weight.
+
+        Raises:
+            TypeError, ValueError: as `Step.backward`.
+        """
+        check_type("loss", loss, torch.Tensor, "the mean loss of a microbatch, a tensor")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
+        check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
+        own = as_float("weight", self.plan.size(slot.k) if weight is None else weight)
+        if self.is_weighted is (weight is None):
+            raise ValueError(f"step {self.plan.number}: give weight= in each backward or in none")
+        self.is_weighted = weight is not None
+        if not 0 <= own < math.inf or self.weights.get(slot.k, own) != own:
+            raise ValueError(
+                f"weight is {own}: give at least 0, and the same value throughout a microbatch"
+            )
+        if not slot.is_copy:
+            self.weights[slot.k] = own
+            self.losses.append((own, loss.detach()))
+        # Before the wrapper's backward, which would wait for ranks that are elsewhere.
+        check_backwards(self.plan.number, self.weights, self.without)
+        self.in_own_backward = True
+        return own
+
+    def end_microbatch(self, slot: MicrobatchSlot) -> None:
+        """The body of a microbatch has ended.
+
+        Raises:
+            ValueError: it had no backward, and others had one.
+        """
+        self.in_own_backward = False
+        if not slot.is_copy and slot.k not in self.weights:
+            self.without.append(slot.k)
+        check_backwards(self.plan.number, self.weights, self.without)
+
+    def mean_loss(self, ranks: Ranks) -> float:
+        """The mean loss over the microbatches of all ranks so far. All ranks.
+
+        Raises:
+            ValueError: no rank has had a backward.
+        """
+        own = [(weight, float(loss)) for weight, loss in self.losses]
+        rows = ranks.gather((own, list(self.weights.values())), "step.loss()")
+        total = math.fsum(weight for _, weights in rows for weight in weights)
+        if not any(losses for losses, _ in rows):
+            raise ValueError(f"step {self.plan.number}: no loss yet, call step.backward first")
+        terms = [weight * loss for losses, _ in rows for weight, loss in losses if weight]
+        return math.fsum(terms) / total if total else 0.0

@@ -1,0 +1,494 @@
+"""`anyrank.watch`: a job that hangs says which rank holds it up, and at which line.
+
+One thread on each rank publishes how many steps it has made. When they stand still, the lowest rank
+that answers has all of them look at themselves, has ranks of the same machine look at those that do
+not answer, and concludes. Nothing of this waits for the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from anyrank.errors import AnyrankError
+from anyrank.steps.counted import on_step
+from anyrank.watching.judge import Verdict, conclude, named
+from anyrank.watching.looks import Eyes, Look, record_collectives
+from anyrank.watching.options import EXIT_CODE, Options, read_options
+from anyrank.watching.stacks import read_faulthandler
+from anyrank.watching.system import ENDED, STOPPED, descendants, end_of, state_of
+from anyrank.world import background
+from anyrank.world.group import default_store
+from anyrank.world.processes import own_process
+from anyrank.world.store import Store, StoreLost
+
+log = logging.getLogger("anyrank.watching")
+
+TICK_SEC = 1.0
+SILENT_SEC = 5.0  # without a sign of life, after which a rank is looked at from outside
+ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
+VAIN_SEC = 1.5  # for ranks that give no sign of life anyway
+SIGNAL_SEC = 1.5  # for a stack that a signal asks for
+AGAIN_SEC = 4.0  # between looks while somebody is at work
+JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
+
+
+class Watching:
+    """A watch that runs. `close()` ends it; so does the end of the script."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def close(self) -> None:
+        """End the watch on this rank. Does nothing where it has ended."""
+        self._watcher.end()
+
+    def __repr__(self) -> str:
+        return f"<watch of rank {self._watcher.rank} after {self._watcher.after_sec:g} s>"
+
+
+def watch(after: str | float = "60s", *, exit: bool = False, report: str | None = None) -> Watching:
+    """Have a job that hangs say which rank holds it up, and at which line. All ranks, once.
+
+    To be called after `init_process_group`; it returns at once. A step is that of an optimizer, or
+    of `Checkpoints.steps`. When no rank has made one for `after`, or one rank is that far behind,
+    the stacks of all ranks are taken without stopping them. If nobody is at work, as in a long
+    evaluation or a save, one screen on standard error names the rank, its line, and what the others
+    wait in. Then the job goes on, or ends.
+
+    Example::
+
+        watching = anyrank.watch("60s")
+        for _ in range(3):
+            ...  # train
+        watching.close()  # or the end of the script
+
+    Args:
+        after: time without a step: "60s", "10min", "1h", or seconds. More than the longest pause
+            in which a rank legitimately waits in one place.
+        exit: end all ranks with exit code 124 then.
+        report: file to which the lowest waiting rank writes a JSON object: `culprits`, `kind`,
+            `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
+            order, mismatch, branch, swallowed, loader, worker, stopped, killed, gil, store, slow,
+            ending.
+
+    Returns:
+        The watch. A second call while one runs changes nothing, warns, and returns the first.
+
+    Raises:
+        AnyrankError: torchrun has started several ranks, and they are in no group yet.
+        ValueError, TypeError: `after` is no time, or the folder of `report` does not exist.
+    """
+    options = read_options(after, exit, report)
+    if Watcher.running is not None:
+        log.warning(
+            "watch() was called again, and runs already after %g s: this call changes nothing",
+            Watcher.running.after_sec,
+        )
+        return Watching(Watcher.running)
+    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise AnyrankError(
+            "watch() was called before the ranks are in a group: call it after init_process_group()"
+        )
+    return Watching(Watcher(options))
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _own_connection(has_group: bool) -> Any:
+    """A connection to the ranks' store, which no call of another thread can block."""
+    if not has_group:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        return default_store().clone()
+    except (NotImplementedError, RuntimeError) as error:
+        raise AnyrankError(
+            f"watch() needs a store of its own, and that of the ranks has no clone(): {error}: "
+            "call init_process_group() without store=, or with a TCPStore"
+        ) from error
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Count the steps of this process from now on, for the watch that runs."""
+
+    def count(*_: Any) -> None:
+        if Watcher.running is not None:
+            Watcher.running.count()
+
+    register_optimizer_step_post_hook(count)
+    on_step(count)
+
+
+class Watcher:
+    """One rank's watch. All that follows `__init__` runs in its thread.
+
+    Args:
+        options: of `watch`.
+    """
+
+    running: Watcher | None = None
+    calls = 0  # of watches in this process; ranks count alike
+
+    def __init__(self, options: Options) -> None:
+        self.after_sec, self.exit, self.report = options.after_sec, options.exit, options.report
+        self.has_group = _has_group()
+        self.rank = dist.get_rank() if self.has_group else 0
+        self.size = dist.get_world_size() if self.has_group else 1
+        Watcher.calls += 1
+        record_collectives()
+        self.store = Store(_own_connection(self.has_group), f"anyrank-watch/{Watcher.calls}")
+        self.stopped, self.ended = threading.Event(), threading.Event()
+        self.eyes = Eyes(self.rank, self.stopped)
+        self.steps, self.last_step = 0, time.monotonic()
+        self.heard: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when
+        self.hellos: dict[int, dict[str, Any]] = {}
+        self.orders = 0  # that were followed
+        self.looks = 0
+        self.next_look = 0.0
+        self.next_listen = 0.0
+        self.said_at = -1  # the slowest rank's steps at the last verdict: one for each hang
+        self.has_warned = False
+        self.pid = os.getpid()
+        _count_steps()
+        self.tick_sec = min(TICK_SEC, self.after_sec / 4)
+        Watcher.running = self
+        background.start("anyrank-hang", self._run, self.stopped.set)
+
+    def end(self) -> None:
+        """End the thread; its last sign of life says so to the others."""
+        self.stopped.set()
+        self.ended.wait(background.JOIN_SEC)
+
+    def count(self) -> None:
+        """A step was made."""
+        self.steps += 1
+        self.last_step = time.monotonic()
+
+    @property
+    def idle_sec(self) -> float:
+        """Since this rank's last step."""
+        return time.monotonic() - self.last_step
+
+    def _run(self) -> None:
+        try:
+            self._say_hello()
+            while not self.stopped.wait(self.tick_sec) and self.has_group == _has_group():
+                self._tick()
+            self.store.set(f"beat/{self.rank}", "left")
+        except StoreLost as error:
+            self._look_alone(error)
+        except Exception as error:  # of ours, which must not end in somebody's training
+            log.warning("the watch of rank %d ends: %s: %s", self.rank, type(error).__name__, error)
+        finally:
+            self.store.close()
+            self.eyes.close()
+            Watcher.running = None
+            self.ended.set()
+
+    def _say_hello(self) -> None:
+        own = {**own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
+        own |= {"main": self.eyes.main}
+        self.hellos[self.rank] = own
+        self.store.set(f"hello/{self.rank}", json.dumps(own))
+
+    def _tick(self) -> None:
+        self.eyes.workers.tick()
+        self.store.set(f"beat/{self.rank}", f"{self.steps} {self.idle_sec:.3f} {time.monotonic()}")
+        order = self.store.get("order")
+        if order:
+            self._follow(json.loads(order))
+        if self.idle_sec > self.after_sec / 2 or time.monotonic() >= self.next_listen:
+            self._listen()
+            if self._is_judge() and self._is_due():
+                self._judge()
+
+    # -- the others' signs of life ----------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Read the other ranks' signs of life."""
+        now = time.monotonic()
+        is_needed = self.rank == 0 or len(self.hellos) < self.size
+        self.next_listen = now + self.after_sec / 4 if is_needed else math.inf
+        for rank, said in enumerate(self._beats()):
+            if said and self.heard.get(rank, ("", 0.0))[0] != said:
+                self.heard[rank] = said, now
+        for rank in self.heard.keys() - self.hellos.keys():
+            self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
+        missing = [rank for rank in range(self.size) if rank not in self.heard]
+        if missing and not self.has_warned and self.idle_sec > min(JOIN_SEC, self.after_sec):
+            self.has_warned = True
+            if self._is_judge():
+                log.warning(
+                    "%s never called anyrank.watch: call it on every rank; of others no stack can "
+                    "be had",
+                    named(missing),
+                )
+
+    def _beats(self) -> list[str]:
+        """The last signs of life of all ranks; "" of those that have given none."""
+        keys = [f"beat/{rank}" for rank in range(self.size)]
+        if self.store.has(keys):
+            return [said.decode() for said in self.store.call(lambda store: store.multi_get(keys))]
+        return [self.store.get(key) for key in keys]
+
+    def _has_left(self, rank: int) -> bool:
+        return self.heard.get(rank, ("", 0.0))[0] == "left"
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether a rank gives no sign of life."""
+        said, when = self.heard.get(rank, ("", 0.0))
+        return not said or (said != "left" and time.monotonic() - when > SILENT_SEC)
+
+    def _is_judge(self) -> bool:
+        """Whether no lower rank lives."""
+        return all(self._is_silent(rank) or self._has_left(rank) for rank in range(self.rank))
+
+    def _progress(self) -> dict[int, tuple[int, float]]:
+        """Rank -> its steps, and the seconds since its last; of those that have not left."""
+        now = time.monotonic()
+        found: dict[int, tuple[int, float]] = {}
+        for rank, (said, when) in self.heard.items():
+            if said != "left":
+                steps, idle, _ = said.split()
+                found[rank] = int(steps), float(idle) + now - when
+        return found
+
+    def _steps(self) -> int:
+        """Of all ranks together."""
+        return sum(steps for steps, _ in self._progress().values())
+
+    def _is_due(self) -> bool:
+        """Whether no rank has stepped for the limit, or one is that far behind."""
+        progress = self._progress()
+        has_begun = any(steps for steps, _ in progress.values())
+        idle = [sec for _, sec in progress.values()]
+        # A rank that never steps, while others do, does something else.
+        behind = [sec for steps, sec in progress.values() if steps or not has_begun]
+        late = max(behind, default=0.0) if min(idle, default=0.0) < self.after_sec else min(idle)
+        is_new = self._slowest() != self.said_at
+        return late >= self.after_sec and is_new and time.monotonic() >= self.next_look
+
+    def _slowest(self) -> int:
+        """The fewest steps that a rank has made; 0 before any has."""
+        return min((steps for steps, _ in self._progress().values() if steps), default=0)
+
+    # -- a look, and what follows -----------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Have all ranks look, conclude, and have the verdict said. The judge alone."""
+        before, slowest = self._steps(), self._slowest()
+        idle = min(sec for _, sec in self._progress().values())
+        self.looks = self.store.add("orders", 1)
+        self._order({"look": self.looks})
+        looks = {self.rank: self.eyes.look(self.steps)}
+        looks |= self._gather(f"look/{self.looks}", set(range(self.size)) - {self.rank})
+        silent = [rank for rank in range(self.size) if rank not in looks]
+        looks |= self._look_from_outside(silent, sorted(looks))
+        self._listen()
+        self.next_look = time.monotonic() + AGAIN_SEC
+        is_back = any(not self._is_silent(one.rank) for one in looks.values() if one.state == "gil")
+        if is_back or self._steps() != before:
+            return  # somebody has stepped meanwhile, or was only late
+        verdict = conclude([looks[rank] for rank in sorted(looks)], idle)
+        if verdict is None:
+            return
+        self.said_at = slowest
+        if self.store.add(f"verdicts/{slowest}", 1) > 1:
+            return  # another rank took this one for silent
+        writer = min(verdict.waiting, default=self.rank)
+        said = {"writer": writer, "json": verdict.to_json(), "screen": verdict.screen}
+        said["leaving"] = sum(one.state == "answers" for one in looks.values())
+        self._order({"verdict": self.looks, **said, "exit": self.exit, "silent": silent})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        """Tell all ranks what to do. The judge follows its own."""
+        number = self.store.add("orders", 1)
+        self.store.set("order", json.dumps({"number": number, "by": self.rank, **order}))
+        if "verdict" in order:
+            self._follow({"number": number, **order})
+        else:
+            self.orders = number
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        """Do what the judge has told all ranks to do."""
+        if order["number"] <= self.orders:
+            return
+        self.orders = order["number"]
+        if "probe" in order:
+            for rank in map(int, order["probe"].get(str(self.rank), [])):
+                seen = self._look_at(rank)
+                self.store.set(f"probed/{order['look']}/{rank}", seen.to_json())
+        elif "look" in order:
+            own = self.eyes.look(self.steps)
+            self.store.set(f"look/{order['look']}/{self.rank}", own.to_json())
+        else:
+            if order["writer"] == self.rank:
+                self._say(order["screen"], order["json"])
+                self.store.set(f"said/{order['verdict']}")
+            if order["exit"]:
+                self._leave(order)
+
+    def _gather(self, key: str, ranks: set[int]) -> dict[int, Look]:
+        """What the ranks say under a key; those that do not answer in time are missing."""
+        found: dict[int, Look] = {}
+        start = time.monotonic()
+        while not found.keys() >= ranks:
+            is_vain = all(map(self._is_silent, ranks - found.keys()))
+            if time.monotonic() > start + (VAIN_SEC if is_vain else ANSWER_SEC):
+                break
+            for rank in ranks - found.keys():
+                if self._has_left(rank):
+                    found[rank] = Look(rank, "left")
+                elif rank not in self.heard:
+                    found[rank] = Look(rank, "absent")
+                elif said := self.store.get(f"{key}/{rank}"):
+                    found[rank] = Look.from_json(said)
+            if self.stopped.wait(0.1):
+                break
+        return found
+
+    def _look_from_outside(self, silent: list[int], answer: list[int]) -> dict[int, Look]:
+        """Looks at ranks that do not answer, by the lowest that does on the same machine."""
+        probes: dict[str, list[int]] = {}
+        looks = {rank: Look(rank, "lost") for rank in silent}
+        for rank in silent:
+            near = [one for one in answer if self._are_near(one, rank)]
+            if near:
+                probes.setdefault(str(near[0]), []).append(rank)
+        own = probes.pop(str(self.rank), [])
+        if probes:
+            self._order({"look": self.looks, "probe": probes})
+        looks |= {rank: self._look_at(rank) for rank in own}
+        asked = {rank for ranks in probes.values() for rank in ranks}
+        return looks | self._gather(f"probed/{self.looks}", asked)
+
+    def _are_near(self, one: int, other: int) -> bool:
+        """Whether two ranks run on one machine, and see each other's processes."""
+        places = [self.hellos.get(rank) for rank in (one, other)]
+        if places[0] is None or places[1] is None:
+            return False
+        return all(places[0].get(k) == places[1].get(k) for k in ("boot", "pid_namespace"))
+
+    def _look_at(self, rank: int) -> Look:
+        """Look at a rank of this machine that does not answer, through the system."""
+        if rank not in self.hellos:
+            self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
+        return _look_through_system(rank, self.hellos[rank])
+
+    def _look_alone(self, error: StoreLost) -> None:
+        """The store is gone: nobody can be asked. See to it that a hang is named all the same."""
+        while self.has_group == _has_group() and self.idle_sec < self.after_sec:
+            if self.stopped.wait(self.tick_sec):
+                return
+        if self.stopped.is_set() or self.has_group != _has_group():
+            return
+        own = self.eyes.look(self.steps)
+        near = [rank for rank in self.hellos if rank != self.rank]
+        seen = [_look_through_system(rank, self.hellos[rank], quietly=True) for rank in near]
+        gone = [one for one in seen if one.state != "answers"]
+        alive = [one.rank for one in seen if one.state == "answers"]
+        if self.stopped.is_set() or own.at_work or min([self.rank, *alive]) != self.rank:
+            return
+        own.detail = str(error)
+        verdict = conclude([own, *gone], self.idle_sec) if gone else None
+        if verdict is None:
+            screen = (
+                f"anyrank: no step since {self.idle_sec:.0f} s, and {error}: its process or the "
+            )
+            screen += "network to it has gone"
+            verdict = Verdict([], "store", None, None, None, [self.rank], None, own.text, screen)
+        self._say(verdict.screen, verdict.to_json())
+        if self.exit:
+            self._exit()
+
+    def _say(self, screen: str, report: str) -> None:
+        """Print the screen, and write the report: whole, or not at all."""
+        print(screen, file=sys.stderr, flush=True)
+        if self.report is None:
+            return
+        partial = f"{self.report}.{self.pid}.partial"
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(f"{report}\n")
+            os.replace(partial, self.report)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            log.warning("the report %s cannot be written: %s", self.report, error.strerror)
+
+    def _leave(self, order: dict[str, Any]) -> None:
+        """Exit once the verdict is written and all that answer know: errors of sockets that close
+        would follow it.
+        """
+        deadline = time.monotonic() + ANSWER_SEC
+        with contextlib.suppress(StoreLost):
+            leaving = self.store.add(f"leaving/{order['verdict']}", 1)
+            while time.monotonic() < deadline and not (
+                leaving >= order["leaving"] and self.store.has([f"said/{order['verdict']}"])
+            ):
+                time.sleep(0.05)
+                leaving = self.store.add(f"leaving/{order['verdict']}", 0)
+        self._exit()
+
+    def _exit(self) -> None:
+        """End this process, and those that it has started."""
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+
+def _look_through_system(rank: int, process: dict[str, Any], quietly: bool = False) -> Look:
+    """Look at a rank of this machine through the system.
+
+    Args:
+        rank: it is.
+        process: what it has said of itself.
+        quietly: whether to leave its stacks alone; then one that runs counts as answering.
+    """
+    pid = int(process["pid"])
+    state = state_of(pid)
+    if not state or state in ENDED:
+        return Look(rank, "killed", detail=end_of(pid))
+    if state in STOPPED:
+        return Look(rank, "stopped", detail=f"process {pid}: kill -CONT {pid}")
+    if quietly:
+        return Look(rank)
+    before, text = (_stacks_by_signal(pid, process) for _ in range(2))
+    one, stack = (read_faulthandler(dump).get(int(process["main"]), ()) for dump in (before, text))
+    return Look(rank, "gil", stack, at_work=one != stack, text=text)
+
+
+def _stacks_by_signal(pid: int, process: dict[str, Any]) -> str:
+    """A process's stacks, which a signal makes it write although the GIL is held; or ""."""
+    path = f"/proc/{pid}/fd/{process['file']}"
+    deadline = time.monotonic() + SIGNAL_SEC
+    try:
+        before = os.stat(path).st_mtime_ns
+        if not process["signal"]:
+            return ""
+        os.kill(pid, process["signal"])
+        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)  # to its end; and for a second look to be another one
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    return text[text.rfind("Current thread") :] if "Current thread" in text else text

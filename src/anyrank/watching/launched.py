@@ -1,0 +1,72 @@
+"""A rank of `anyrank run --watch`: a script as it is, watched while it is in a group.
+
+Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`, with `-m MODULE` in place
+of a script. Torch is left for the script to import, which may set variables before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from anyrank.errors import AnyrankError
+from anyrank.watching.options import Options
+
+LOOK_SEC = 0.2  # for the group
+
+
+def _watch_groups(options: Options) -> None:
+    """Begin to watch whenever the script has made a group."""
+    while True:
+        time.sleep(LOOK_SEC)
+        group: Any = sys.modules.get("torch.distributed")
+        has_group = getattr(group, "is_initialized", None)
+        if has_group is None or not has_group():
+            continue
+        from anyrank.watching.hang import Watcher, watch
+
+        if Watcher.running is None:
+            try:
+                watch(options.after_sec, exit=options.exit, report=options.report)
+            except (AnyrankError, OSError) as error:
+                print(f"anyrank: this rank is not watched: {error}", file=sys.stderr, flush=True)
+                return
+
+
+def _run(program: tuple[str, ...]) -> None:
+    if program[0] == "-m":
+        sys.argv = [*program[1:]]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*program]
+        path = os.path.abspath(program[0])
+        sys.path[0] = os.path.dirname(path)
+        runpy.run_path(path, run_name="__main__")
+
+
+def main(options: str, *program: str) -> None:
+    """Run the program; an error of it is shown without what runs it."""
+    thread = threading.Thread(
+        target=_watch_groups, args=[Options(**json.loads(options))], daemon=True
+    )
+    thread.start()
+    try:
+        _run(program)
+    except Exception as error:
+        trace = error.__traceback__
+        for entry in traceback.extract_tb(trace):
+            if trace is not None and (entry.filename == __file__ or "runpy" in entry.filename):
+                trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

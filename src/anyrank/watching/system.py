@@ -1,0 +1,167 @@
+"""What the system says about processes of this machine, from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+STOPPED = ("T", "t")
+ENDED = ("Z", "X")
+WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
+SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two
+EXIT_CODE = 49  # of the fields of /proc/PID/stat, counted from the state on
+ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state; "" where there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def end_of(pid: int) -> str:
+    """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
+    fields = _stat(pid)
+    if not fields or fields[0] not in ENDED or len(fields) <= EXIT_CODE:
+        return ""
+    return ended(int(fields[EXIT_CODE]))
+
+
+def ended(status: int) -> str:
+    """A wait status in words: "signal 9 (SIGKILL)", "exit code 1"."""
+    number = status & 0x7F
+    if not number:
+        return f"exit code {status >> 8}"
+    with contextlib.suppress(ValueError):
+        return f"signal {number} ({signal.Signals(number).name})"
+    return f"signal {number}"
+
+
+class Workers:
+    """The worker processes of this process's DataLoaders, and those that were killed."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self.dead: dict[int, str] = {}
+        self.next_scan = 0.0
+
+    def tick(self) -> None:
+        """Look for new workers, and at those that are known.
+
+        Not by waiting for them: that would take their end from torch, which looks for it.
+        """
+        if time.monotonic() >= self.next_scan:
+            start = time.thread_time()
+            self.known |= {pid for pid in children(os.getpid()) if _name(pid) == WORKER}
+            self.next_scan = time.monotonic() + SCAN_SHARE * (time.thread_time() - start)
+        for pid in list(self.known - self.dead.keys()):
+            fields = _stat(pid)
+            if not fields:
+                self.known.discard(pid)
+            elif fields[0] in ENDED:
+                status = int(fields[EXIT_CODE]) if len(fields) > EXIT_CODE else 0
+                if status not in ORDERLY:
+                    self.dead[pid] = f"worker process {pid} of its DataLoader: {ended(status)}"
+
+    def scan(self) -> list[str]:
+        """Those that were killed, in words."""
+        self.tick()
+        return list(self.dead.values())
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and that are its own still."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, and theirs."""
+    below = children(pid)
+    return below + [one for child in below for one in descendants(child)]
+
+
+def variable_of(pid: int, name: str) -> str:
+    """An environment variable that a process was started with; "" without it."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return ""
+    start = f"{name}=".encode()
+    return next((one[len(start) :].decode() for one in variables if one.startswith(start)), "")
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 where there is none."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def program_of(pid: int) -> str:
+    """The name of the program that a process runs."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return ""
+
+
+def seconds_wanted(thread: int, pid: int | None = None) -> float:
+    """Seconds that a thread ran, or waited for a core; of this process, or of another."""
+    try:
+        with open(f"/proc/{pid or 'self'}/task/{thread}/schedstat", encoding="ascii") as file:
+            ran, waited, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0.0
+    return (ran + waited) / 1e9
+
+
+def bytes_moved() -> int:
+    """Bytes that this process has read from and written to files."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            lines = dict(line.split(": ") for line in file.read().splitlines())
+        return int(lines["rchar"]) + int(lines["wchar"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def oom_kills() -> int:
+    """Processes that were killed for memory in this process's cgroup, since it exists."""
+    places: list[str] = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
+        for line in file.read().splitlines():
+            _, names, path = line.split(":", 2)
+            if not names:
+                places.append(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in names.split(","):
+                places.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    for place in places:
+        with contextlib.suppress(OSError), open(place, encoding="ascii") as file:
+            for line in file.read().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()  # the name before may hold anything
+    except OSError:
+        return []

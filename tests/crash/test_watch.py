@@ -1,0 +1,229 @@
+"""`anyrank.watch`: jobs that hang under plain torchrun name the rank and the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hangs import HANGS, PRELUDE, Hang
+
+from anyrank.cli.torchrun import descendants
+
+LIMIT_SEC = 240  # for a job that takes ten on a machine of its own
+AFTER = "3s"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+ANYRANK = ["-c", "import sys; from anyrank.cli import main; main(sys.argv[1:])"]
+
+
+def run(folder: Path, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
+    """Run this Python in a folder; its descendants are gone when this returns."""
+    if script:
+        (folder / "train.py").write_text(script)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        errors="replace",
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_SEC)
+    finally:
+        for pid in [*descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def torchrun(folder: Path, script: str, *arguments: str, ranks: int = 3) -> Any:
+    line = [*TORCHRUN, f"--nproc-per-node={ranks}", "train.py", *arguments]
+    return run(folder, *line, script=script)
+
+
+def screens(text: str) -> list[str]:
+    """The first lines of what the watch has said."""
+    return [line for line in text.splitlines() if line.startswith("anyrank: ")]
+
+
+def read(report: Path) -> dict[str, Any]:
+    return dict(json.loads(report.read_text()))
+
+
+def check(report: dict[str, Any], hang: Hang, script: Path) -> None:
+    assert report["culprits"] == [hang.culprit]
+    assert report["kind"] in hang.kinds
+    assert report["waiting"] == [rank for rank in range(3) if rank != hang.culprit]
+    if hang.has_line:
+        assert (report["file"], report["line"] in hang.lines) == (str(script), True), report
+    else:
+        assert (report["file"], report["line"], report["function"]) == (None, None, None)
+    assert set(report) == {
+        *("culprits", "kind", "file", "line", "function", "waiting", "collective", "stacks")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_under_torchrun_names_its_rank_and_line(name: str, tmp_path: Path) -> None:
+    hang = HANGS[name]
+    if hang.outlives:
+        line = ["--no-python", "bash", "-c", f"{sys.executable} train.py {AFTER} out; sleep 8"]
+        done = run(tmp_path, *TORCHRUN, "--nproc-per-node=3", *line, script=hang.script)
+    else:
+        done = torchrun(tmp_path, hang.script, AFTER, "out")
+        assert done.returncode == 1
+        assert "exitcode: 124" in done.stderr
+    assert len(screens(done.stderr)) == 1, done.stderr
+    check(read(tmp_path / "out"), hang, tmp_path / "train.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a save under if rank == 0", "the GIL held in C"])
+def test_anyrank_run_watches_a_script_as_it_is(name: str, tmp_path: Path) -> None:
+    hang = HANGS[name]
+    options = ["run", "--ranks=3", "--watch", AFTER, "--exit", "--report", "out", "train.py"]
+    done = run(tmp_path, *ANYRANK, *options, script=hang.script)
+    assert done.returncode == 124
+    assert len(screens(done.stderr)) == 1, done.stderr
+    check(read(tmp_path / "out"), hang, tmp_path / "train.py")
+    assert not [pid for pid in Path("/proc").iterdir() if runs_in(pid, tmp_path)]
+
+
+def runs_in(process: Path, folder: Path) -> bool:
+    """Whether a process, as a folder of /proc, has this folder as its own."""
+    try:
+        return process.name.isdigit() and os.readlink(process / "cwd") == str(folder)
+    except OSError:
+        return False
+
+
+UNEVEN = """
+import random
+draw = random.Random(rank)
+big = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+
+def evaluate():
+    end = time.monotonic() + 8
+    while time.monotonic() < end:
+        big(torch.ones(512, 128)).sum().item()
+
+def save():
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        torch.save(big.state_dict(), f"saved-{rank}")
+
+for number in range(8):
+    time.sleep(draw.random() * 1.5)
+    step(x)
+    if number == 3 and rank == 0:
+        evaluate()
+    if number == 5 and rank == 1:
+        save()
+print("trained")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_an_uneven_job_raises_no_alarm(tmp_path: Path) -> None:
+    """A rank evaluates, and one saves, for longer than the limit; the others wait."""
+    done = torchrun(tmp_path, PRELUDE + UNEVEN, AFTER, "out")
+    assert (done.returncode, done.stdout.count("trained")) == (0, 3), done.stderr
+    assert "anyrank" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_job_goes_on_after_the_report(tmp_path: Path) -> None:
+    script = """
+import anyrank
+anyrank.watch("2s", report="out")
+step(x)
+if rank == 1:
+    while not os.path.exists("out"):
+        time.sleep(0.1)
+step(x)
+print("trained")
+"""
+    done = torchrun(tmp_path, PRELUDE + script)
+    assert (done.returncode, done.stdout.count("trained")) == (0, 3), done.stderr
+    assert [line[:15] for line in screens(done.stderr)] == ["anyrank: rank 1"]
+    report = read(tmp_path / "out")
+    assert (report["culprits"], report["kind"]) == ([1], "slow")
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_calls_watch_is_named(tmp_path: Path) -> None:
+    script = """
+import anyrank
+if rank != 1:
+    anyrank.watch("2s", exit=True, report="out")
+step(x)
+if rank == 1:
+    time.sleep(1000)
+step(x)
+"""
+    done = torchrun(tmp_path, PRELUDE + script)
+    assert "rank 1 never called anyrank.watch: call it on every rank" in done.stderr
+    (screen,) = screens(done.stderr)
+    assert screen.startswith("anyrank: rank 1 has never called anyrank.watch; ranks 0, 2 wait in")
+    report = read(tmp_path / "out")
+    assert (report["culprits"], report["waiting"], report["line"]) == ([1], [0, 2], None)
+
+
+@pytest.mark.slow
+def test_a_script_that_does_odd_things_goes_on_as_without_a_watch(tmp_path: Path) -> None:
+    """It watches twice, forks, prints binary, leaves its group, and raises at the end."""
+    script = """
+import anyrank
+first = anyrank.watch("1s", report="out")
+anyrank.watch("2s", report="out")
+step(x)
+child = os.fork()
+if child == 0:
+    os._exit(7)
+assert os.waitpid(child, 0)[1] >> 8 == 7
+sys.stdout.buffer.write(bytes(range(256)))
+dist.destroy_process_group()
+time.sleep(3)
+raise KeyError("of the script")
+"""
+    done = torchrun(tmp_path, PRELUDE + script, ranks=2)
+    assert done.returncode == 1
+    assert done.stderr.count("watch() was called again, and runs already after 1 s") == 2
+    assert "KeyError: 'of the script'" in done.stderr
+    assert "anyrank/" not in done.stderr  # no traceback of ours
+    assert "holds" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("raise KeyError('of the script')", 1, "KeyError: 'of the script'"),
+        ("os._exit(3)", 3, ""),
+        ("sys.exit(4)", 4, ""),
+    ],
+)
+def test_a_watched_script_ends_as_it_does_alone(
+    ending: str, code: int, said: str, tmp_path: Path
+) -> None:
+    checks = "import os, sys\nassert (sys.argv[1:], __name__) == (['--x'], '__main__')\n"
+    (tmp_path / "train.py").write_text(f"{checks}{ending}\n")
+    start = time.monotonic()
+    done = run(tmp_path, *ANYRANK, "run", "--ranks=1", "--watch=60s", "train.py", "--x")
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "launched.py" not in done.stderr
+    assert time.monotonic() - start < LIMIT_SEC

@@ -1,0 +1,264 @@
+"""Twelve ways in which a job of three ranks hangs, as scripts that know nothing of anyrank.
+
+The line at which the culprit stands is marked `# HERE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRELUDE = """
+import ctypes, datetime, os, pathlib, queue, signal, sys, threading, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset
+
+timeout = datetime.timedelta(seconds=float(os.environ.get("TIMEOUT_SEC", "1800")))
+dist.init_process_group("gloo", timeout=timeout)
+rank = dist.get_rank()
+if len(sys.argv) > 1:
+    import anyrank
+    anyrank.watch(sys.argv[1], exit=True, report=sys.argv[2])
+torch.manual_seed(0)
+x = torch.ones(4)
+parts = [torch.ones(4) for _ in range(3)]
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def note(*_):
+    pathlib.Path(f"step-{rank}").touch()
+
+
+register_optimizer_step_post_hook(note)
+
+
+def step(batch):
+    model(batch).sum().backward()
+    dist.all_reduce(x)
+    optimizer.step()
+
+"""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """One way to hang.
+
+    Attributes:
+        culprit: the rank that holds up the others.
+        kinds: what the report may call it.
+        body: of the script, after PRELUDE.
+        has_line: whether the report names a line; a process that is stopped has none.
+        outlives: whether the launcher must not see the end of the rank, as a wrapper hides it.
+    """
+
+    culprit: int
+    kinds: tuple[str, ...]
+    body: str
+    has_line: bool = True
+    outlives: bool = False
+
+    @property
+    def script(self) -> str:
+        """The whole script."""
+        return PRELUDE + self.body
+
+    @property
+    def lines(self) -> list[int]:
+        """The lines at which the culprit may stand."""
+        return [n for n, text in enumerate(self.script.splitlines(), 1) if "# HERE" in text]
+
+
+HANGS = {
+    "skips a collective": Hang(
+        1,
+        ("skipped",),
+        """
+for number in range(100):
+    step(x)
+    if not (rank == 1 and number == 5):
+        dist.all_reduce(x)
+    dist.all_gather(parts, x)  # HERE
+""",
+    ),
+    "another order": Hang(
+        2,
+        ("order",),
+        """
+for number in range(100):
+    step(x)
+    if rank == 2 and number == 4:
+        dist.all_gather(parts, x)  # HERE
+        dist.all_reduce(x)
+    else:
+        dist.all_reduce(x)
+        dist.all_gather(parts, x)
+""",
+    ),
+    "an empty tensor": Hang(
+        1,
+        ("mismatch",),
+        """
+for number in range(100):
+    step(x)
+    dist.all_reduce(torch.zeros(0) if rank == 1 and number == 5 else x)
+    dist.all_gather(parts, x)  # HERE
+""",
+    ),
+    "a save under if rank == 0": Hang(
+        0,
+        ("branch",),
+        """
+def save_checkpoint():
+    dist.all_gather(parts, x)  # HERE
+
+for number in range(100):
+    step(x)
+    if number == 5 and rank == 0:
+        save_checkpoint()
+""",
+    ),
+    "a branch by rank under FSDP2": Hang(
+        1,
+        ("branch",),
+        """
+from torch.distributed.fsdp import fully_shard
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        x = self.first(x)
+        if dist.get_rank() == 1 and self.calls == 5:
+            x = self.extra(x)
+        return self.last(x)
+
+net = Net()
+for part in (net.first, net.extra, net.last, net):
+    fully_shard(part)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for number in range(100):
+    net(x).sum().backward()  # HERE
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "a swallowed exception": Hang(
+        2,
+        ("swallowed",),
+        """
+def train(number):
+    try:
+        if rank == 2 and number == 5:
+            raise ValueError("a bad sample")
+        step(x)
+    except ValueError as error:
+        print(error)
+    dist.all_gather(parts, x)  # HERE
+
+for number in range(100):
+    train(number)
+""",
+    ),
+    "a loader that stalls": Hang(
+        1,
+        ("loader",),
+        """
+class Data(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if rank == 1 and index == 20:
+            time.sleep(1000)  # HERE
+        return x
+
+for batch in DataLoader(Data(), batch_size=4):
+    step(batch)
+""",
+    ),
+    "a killed worker under a prefetching thread": Hang(
+        1,
+        ("worker",),
+        """
+class Data(Dataset):
+    def __len__(self):
+        return 10000
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        if rank == 1 and index == 80:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+
+batches = queue.Queue(4)
+
+def fetch():
+    for batch in DataLoader(Data(), batch_size=4, num_workers=2):
+        batches.put(batch)
+
+threading.Thread(target=fetch, daemon=True).start()
+while True:
+    step(batches.get())  # HERE
+""",
+    ),
+    "SIGSTOP": Hang(
+        1,
+        ("stopped",),
+        """
+for number in range(100):
+    if rank == 1 and number == 5:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step(x)
+""",
+        has_line=False,
+    ),
+    "SIGKILL with sockets kept open by a child": Hang(
+        1,
+        ("killed",),
+        """
+for number in range(100):
+    if rank == 1 and number == 5:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(x)
+""",
+        has_line=False,
+        outlives=True,
+    ),
+    "the GIL held in C": Hang(
+        1,
+        ("gil",),
+        """
+def native():
+    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)  # HERE
+
+for number in range(100):
+    if rank == 1 and number == 5:
+        native()
+    step(x)
+""",
+    ),
+    "an endless loop": Hang(
+        2,
+        ("slow",),
+        """
+def settle():
+    turns = 0
+    while True:  # HERE
+        turns += 1  # HERE
+
+for number in range(100):
+    if rank == 2 and number == 5:
+        settle()
+    step(x)
+""",
+    ),
+}

@@ -1,0 +1,153 @@
+"""How often the ranks agree in a step: once as they fetch, and once at its end where they must.
+
+Which ranks those are: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights, with
+exact=True, and for parameters without a wrapper the ranks tell each other what they have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.testing import run_ranks
+from anyrank.world.ranks import Ranks
+
+WIDTH = 6
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    if kind == "ddp":
+        return DistributedDataParallel(net)
+    return fully_shard(net) if kind == "fsdp" else net
+
+
+def job_agreements(kind: str, exact: bool, weight: float | None, rounds: int) -> list[list[str]]:
+    """What the ranks agree on in each step but the first two."""
+    net = build(kind)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    batch = 2 * rounds * dist.get_world_size()
+    rows = torch.randn(5 * batch, WIDTH, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(rows, global_batch=batch, microbatch=2, exact=exact)
+    agreed: list[list[str]] = []
+    start: Callable[..., Any] = Ranks.start_gather
+
+    def noted(self: Ranks, value: Any, what: str) -> Any:
+        if self.size > 1:
+            agreed[-1].append(what)
+        return start(self, value, what)
+
+    Ranks.start_gather = noted  # type: ignore[method-assign]
+    try:
+        agreed.append([])
+        for step in loader:
+            agreed.append([])
+            for rows in step.microbatches(net):
+                step.backward(net(rows).square().mean(), weight)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        Ranks.start_gather = start  # type: ignore[method-assign]
+    return agreed[3:-1]
+
+
+FETCH, END = "fetching a batch", "comparing the step"
+
+
+@pytest.mark.parametrize("rounds", [1, 2])  # two batches are fetched ahead
+@pytest.mark.parametrize(
+    ("kind", "exact", "weight", "agreements"),
+    [
+        ("ddp", False, None, [FETCH]),
+        ("fsdp", False, None, [FETCH]),
+        ("plain", False, None, [FETCH, END]),
+        ("ddp", False, 3.0, [FETCH, END]),
+        ("plain", False, 3.0, [FETCH, END]),
+        ("plain", True, None, [FETCH, END]),
+        ("ddp", True, 3.0, [FETCH, END]),
+        ("fsdp", True, 3.0, [FETCH, END]),
+    ],
+)
+def test_the_ranks_agree_once_at_the_end_of_a_step(
+    kind: str, exact: bool, weight: float | None, agreements: list[str], rounds: int
+) -> None:
+    for steps in run_ranks(2, job_agreements, kind, exact, weight, rounds):
+        assert steps == [agreements] * 2
+
+
+def job_exchanges(kind: str, exact: bool) -> int:
+    """All-reduces and all-to-alls of a step, of a model with 16 small parameters."""
+    net = build(kind)
+    rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=exact)
+    counts: list[int] = []
+    functions = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[-1] += 1
+            return functions[name](*args, **options)
+
+        return call
+
+    for name in functions:
+        setattr(dist, name, counting(name))
+    try:
+        for step in loader:
+            counts.append(0)
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+            net.zero_grad()
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+    return counts[-1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_small_gradients_without_a_wrapper_are_exchanged_together(exact: bool) -> None:
+    assert run_ranks(2, job_exchanges, "plain", exact) == [1, 1]
+
+
+def job_kinds() -> None:
+    """Sums of parameters whose gradients cannot be in one bucket, beside those by hand."""
+    torch.manual_seed(dist.get_rank())
+    net = nn.ParameterDict(
+        {
+            "wide": nn.Parameter(torch.zeros(3, 4).t()),  # not contiguous, and alone in its dtype
+            "a": nn.Parameter(torch.zeros(2, dtype=torch.float64)),
+            "b": nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+            "none": nn.Parameter(torch.zeros(1)),
+            "some": nn.Parameter(torch.zeros(1)),
+        }
+    )
+    table = nn.Embedding(4, 2, sparse=True)
+    model = nn.ModuleList([net, table])
+    loader = anyrank.ElasticLoader(torch.arange(4.0), global_batch=4, microbatch=2)
+    for step in loader:
+        for batch in step.microbatches(model):
+            loss = net["wide"].sum() + (net["a"].sum() + 2 * net["b"].sum()).float()
+            loss = loss + table(batch.long()).sum()
+            if dist.get_rank() == 0:
+                loss = loss + 4 * net["some"].sum()
+            step.backward(loss * (1 + dist.get_rank()))
+    torch.testing.assert_close(net["wide"].grad, torch.full((4, 3), 1.5))
+    torch.testing.assert_close(net["a"].grad, torch.full((2,), 1.5, dtype=torch.float64))
+    torch.testing.assert_close(net["b"].grad, torch.full((5,), 3.0, dtype=torch.float64))
+    assert net["none"].grad is None
+    torch.testing.assert_close(net["some"].grad, torch.full((1,), 2.0))
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().sum().item() == pytest.approx((2 * 2 + 2 * 2 * 2) / 2)
+
+
+def test_gradients_of_any_kind_are_averaged() -> None:
+    run_ranks(2, job_kinds)
