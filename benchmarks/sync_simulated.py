@@ -20,14 +20,15 @@ import torch
 from figures import keep
 from machine import describe_machine, load_average
 
-from anyrank.filling.ends import Row
+from anyrank.filling.ends import TensorInfo
 from anyrank.filling.live_flows import EndsSummary, Planner
 from anyrank.filling.match import Filling, MatchedEnd, SourceTensor
 from anyrank.filling.report import SyncReport
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Layout, Placement, local_pieces
-from anyrank.tensors.sync_plan import Strip, places_of, transfers_of
+from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.transfers import Strip, places_of, transfers_of
 from anyrank.world.ranks import Ranks
 
 SENDERS, RECEIVERS, ON_NODE, LAYERS = 1024, 512, 8, 80
@@ -66,21 +67,27 @@ def coordinates(case: str) -> tuple[At, At]:
     return dict(enumerate(from_mesh)), dict(enumerate(to_mesh, SENDERS))
 
 
+def one_place(coordinate: tuple[int, ...] | None) -> Coordinates:
+    """A rank's coordinates, which are the same in the mesh of every tensor."""
+    return Coordinates((coordinate,), (0,) * len(tensors()))
+
+
 def plan_of(rank: int, case: str) -> dict[str, float]:
     """Seconds that one rank plans for, of the clock and of its core, and its transfers."""
     at = coordinates(case)
     everyone = Ranks(range(SENDERS + RECEIVERS), rank)
     everyone.nodes = tuple(each // ON_NODE for each in everyone.ranks)
     summaries = [
-        EndsSummary("src", (at[0].get(r),), "dst", (at[1].get(r),)) for r in everyone.ranks
+        EndsSummary("src", one_place(at[0].get(r)), "dst", one_place(at[1].get(r)))
+        for r in everyone.ranks
     ]
-    rows: list[Row] = []
+    rows: list[TensorInfo] = []
     sources: list[SourceTensor] = []
     fillings: list[Filling] = []
     kept = {cut: layouts(case, cut) for cut in (ROWS, COLUMNS, WHOLE)}
     for number, (shape, cut) in enumerate(tensors()):
         source, row = (
-            Row((str(number),), shape, torch.bfloat16, layout, 0, "parameter", *[False] * 4)
+            TensorInfo((str(number),), shape, torch.bfloat16, layout, "parameter", *[False] * 4)
             for layout in kept[cut]
         )
         rows.append(row)

@@ -136,7 +136,9 @@ def rows_on(ranks: int) -> tuple[Box, ...]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_planning_takes_as_many_steps_as_there_are_ranks_and_chunks(monkeypatch, dim) -> None:
+def test_planning_takes_as_many_steps_as_there_are_ranks_and_chunks(
+    monkeypatch: pytest.MonkeyPatch, dim: int
+) -> None:
     # Saved on 512 ranks, wanted on 256: compared each with each, these would be 131,072 steps.
     chunks = tuple(Chunk(box, 0, box.offsets[0] * 512, (64, 1)) for box in rows_on(512))
     stored = StoredTensor("w", (8192, 64), torch.int64, chunks)

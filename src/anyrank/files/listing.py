@@ -43,6 +43,11 @@ class FileInfo:
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
     quantised: Quantised | None = None
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether a page cache holds what is read of it, so that short reads are cheap."""
+        return "://" not in self.path and self.quantised is None and not self.in_memory
+
     def after(self, base: int) -> FileInfo:
         """The same in a listing whose files start `base` later."""
         if self.quantised is None or not base:

@@ -27,6 +27,7 @@ from anyrank.files.segments import (
 from anyrank.files.storage import OpenFile, fingerprint, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
+from anyrank.tensors.plan import Runs
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
@@ -149,7 +150,13 @@ class Reader:
             (number, batch)
             for number in order
             for batch in batches_of(
-                segments_of(by_file[number], slot, MAX_DIRECT_BYTES, number in self.sums),
+                segments_of(
+                    by_file[number],
+                    slot,
+                    MAX_DIRECT_BYTES,
+                    by_block=number in self.sums,
+                    by_run=self.listing.files[number].is_cached,
+                ),
                 slot,
                 MAX_DIRECT_BYTES,
             )
@@ -248,6 +255,9 @@ class _Worker:
         self.reader.check()
         faults.point("load.read")
         path = self.reader.listing.files[number].path
+        if batch[0].runs is not None:
+            self._take_runs(number, path, batch[0], batch[0].runs)
+            return
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
         if sums is not None:
@@ -277,6 +287,23 @@ class _Worker:
             # A request over the network takes too long for more than one.
             most = high - low if "://" in path else READ_BYTES
             read_verified(file, path, views, low, sums, most)
+        self._unstage(staged, slot)
+        self.reader.count(high - low, self.reader.listing.files[number].quantised)
+
+    def _take_runs(self, number: int, path: str, segment: Segment, runs: Runs) -> None:
+        """Read what lies in runs, each by a call of its own."""
+        slot = self._slot([segment])
+        memory = slot.memory if segment.direct is None else segment.direct
+        file, nbytes, offset = self.reader.opened[number], runs.nbytes, runs.start
+        for low in range(0, runs.count * nbytes, nbytes):
+            read_exactly(file, path, [memory[low : low + nbytes]], offset)
+            offset += runs.step_bytes
+        if segment.direct is None:
+            self._unstage([(segment, 0)], slot)
+        self.reader.count(runs.count * nbytes)
+
+    def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
+        """Put staged bytes where they belong; the slot is busy until all are there."""
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
         for device in {
@@ -284,7 +311,6 @@ class _Worker:
         }:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
-        self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
     def _beyond(self, before: int, after: int) -> tuple[memoryview, memoryview]:
         if len(self.ends) < before + after:
@@ -317,7 +343,9 @@ _NOTHING = _Slot(torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(byt
 def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
     assert segment.dtype is not None
     assert segment.destination is not None
-    usable = (segment.stop - segment.start) // segment.dtype.itemsize * segment.dtype.itemsize
+    runs = segment.runs
+    nbytes = segment.stop - segment.start if runs is None else runs.count * runs.nbytes
+    usable = nbytes // segment.dtype.itemsize * segment.dtype.itemsize
     elements = scratch[:usable].view(segment.dtype)
     copy_into(segment.destination, elements.as_strided(segment.destination.shape, segment.strides))
 

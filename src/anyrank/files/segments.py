@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from anyrank.files.block_sums import BLOCK_BYTES
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
+from anyrank.tensors.plan import (
+    GAP_BYTES,
+    Block,
+    Read,
+    Runs,
+    blocks,
+    cut_dense,
+    plan_reads,
+    runs_of,
+)
 from anyrank.tensors.spec import StoredTensor
 
 MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
@@ -41,6 +50,7 @@ class Segment:
     Attributes:
         dtype, strides: of the elements in the staged bytes.
         destination: where these go, of any layout and dtype.
+        runs: where the bytes are in the file, if they do not follow one another there.
     """
 
     start: int
@@ -49,9 +59,12 @@ class Segment:
     dtype: torch.dtype | None = None
     strides: tuple[int, ...] = ()
     destination: torch.Tensor | None = None
+    runs: Runs | None = None
 
 
-def segments_of(jobs: Sequence[Job], slot: int, most: int, by_block: bool) -> list[Segment]:
+def segments_of(
+    jobs: Sequence[Job], slot: int, most: int, *, by_block: bool, by_run: bool
+) -> list[Segment]:
     """Byte ranges of one file's jobs, sorted by offset.
 
     Args:
@@ -59,13 +72,18 @@ def segments_of(jobs: Sequence[Job], slot: int, most: int, by_block: bool) -> li
         slot: most bytes of a staged range.
         most: most bytes of one that goes straight to its destination.
         by_block: whether dense ranges are cut where the blocks of checksums end.
+        by_run: whether a call for each run of columns is cheaper than to read the holes as well.
     """
     segments: list[Segment] = []
     for job in jobs:
         dtype = job.read.stored.dtype
+        runs = runs_of(job.read) if by_run and not by_block else None
+        if runs is not None and job.destination.is_contiguous() and runs.nbytes <= slot:
+            segments += _in_runs(job, runs, slot, most)
+            continue
         for block in blocks(job.read, slot):
             destination = _part_of(job, block)
-            if block.dense and _fits(destination, block):
+            if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
                 if len(memory) <= most and not by_block:  # as most tensors of a model
                     segments.append(Segment(block.start, block.stop, memory))
@@ -86,6 +104,24 @@ def segments_of(jobs: Sequence[Job], slot: int, most: int, by_block: bool) -> li
     return segments
 
 
+def _in_runs(job: Job, runs: Runs, slot: int, most: int) -> Iterator[Segment]:
+    """Segments of whole runs, each of which is read by a call of its own."""
+    is_direct = _fits(job.destination, job.read)
+    dtype, flat = job.read.stored.dtype, job.destination.view(-1)
+    in_segment = max(1, (most if is_direct else slot) // runs.nbytes)
+    for first in range(0, runs.count, in_segment):
+        count = min(in_segment, runs.count - first)
+        start = runs.start + first * runs.step_bytes
+        part = replace(runs, start=start, count=count)
+        stop = start + (count - 1) * runs.step_bytes + runs.nbytes
+        size = runs.nbytes // dtype.itemsize
+        into = flat[first * size : (first + count) * size]
+        if is_direct:
+            yield Segment(start, stop, memory_of(into), runs=part)
+        else:
+            yield Segment(start, stop, None, dtype, (1,), into, part)
+
+
 def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tuple[int, int]]:
     """A dense block in ranges of at most `most` bytes, each of whole elements of `size` bytes."""
     low = block.start
@@ -103,6 +139,12 @@ def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[li
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:
+        if segment.runs is not None:
+            if batch:
+                yield batch
+            yield [segment]
+            batch, staged, total = [], 0, 0
+            continue
         gap = segment.start - batch[-1].stop if batch else 0
         size = segment.stop - segment.start
         more = (size if segment.direct is None else 0) + (gap if gap > 0 else 0) + 2 * ALIGN
@@ -124,10 +166,10 @@ def _part_of(job: Job, block: Block) -> torch.Tensor:
     return job.destination[inside.slices()]
 
 
-def _fits(destination: torch.Tensor, block: Block) -> bool:
+def _fits(destination: torch.Tensor, read: Read) -> bool:
     return (
         destination.is_cpu
-        and destination.dtype == block.read.stored.dtype
+        and destination.dtype == read.stored.dtype
         and destination.is_contiguous()
     )
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import JoinedLayouts, RankMesh
+from anyrank.model.given_layouts import JoinedLayouts
 from anyrank.model.match import is_pinned
 from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 
 Module = nn.Module | Mapping[str, Any] | None
 
@@ -39,7 +40,7 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorInfo:
     """One tensor of an end, the same on all ranks that hold a part of it.
 
     Attributes:
@@ -47,7 +48,6 @@ class Row:
         shape: global.
         dtype: of its elements.
         layout: how it lies on its mesh; None: whole on each rank.
-        mesh: number of the mesh, by which its coordinate is found.
         kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
             "dropped" for what a merged model has not.
         is_meta: whether it has no values yet.
@@ -62,7 +62,6 @@ class Row:
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout | None = field(repr=False)
-    mesh: int
     kind: str
     is_meta: bool
     is_adapter: bool
@@ -78,12 +77,12 @@ class Described:
 
     Attributes:
         rows: its tensors.
-        coordinates: this rank's, in each of the meshes that the rows number.
+        coordinates: this rank's, in the mesh of each.
         title: of the model's class, what else a match asks of it.
     """
 
-    rows: tuple[Row, ...]
-    coordinates: tuple[tuple[int, ...] | None, ...]
+    rows: tuple[TensorInfo, ...]
+    coordinates: Coordinates
     title: str
 
     @cached_property
@@ -116,7 +115,7 @@ class End:
     described: Described
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TensorInfo, ...]:
         """The tensors, as other ranks know them."""
         return self.described.rows
 
@@ -144,20 +143,18 @@ class Look:
         self.module, self.merge = _as_module(given), merge
         self.tensors = find_tensors(self.module)
 
-    def end(self, meshes: Mapping[int, RankMesh]) -> End:
+    def end(self) -> End:
         """The end, once its tensors say what they are parts of.
-
-        Args:
-            meshes: of the tensors that are parts.
 
         Raises:
             LoadError: adapters that cannot be merged.
         """
-        rows, coordinates = _rows(self.tensors, meshes)
+        rows = _rows(self.tensors)
         rows = _as_merged(self.tensors, rows) if self.merge else rows
         kind = plain_class(self.module)
         title = f"{kind.__module__}.{kind.__qualname__}"
-        return End(self.module, self.tensors, Described(tuple(rows), coordinates, title))
+        described = Described(tuple(rows), coordinates_of(self.tensors), title)
+        return End(self.module, self.tensors, described)
 
 
 def look(given: Module, *, merge: bool = False) -> End:
@@ -166,7 +163,7 @@ def look(given: Module, *, merge: bool = False) -> End:
     Raises:
         LoadError: as `Look`.
     """
-    return Look(given, merge=merge).end({})
+    return Look(given, merge=merge).end()
 
 
 def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
@@ -176,33 +173,21 @@ def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End
         LoadError: adapters that cannot be merged.
     """
     dst, src = looks
-    meshes = joined.apply({"dst": dst.tensors, "src": src.tensors})
-    return dst.end(meshes["dst"]), src.end(meshes["src"])
+    joined.apply({"dst": dst.tensors, "src": src.tensors})
+    return dst.end(), src.end()
 
 
-def _rows(
-    tensors: list[ModelTensor], given_meshes: Mapping[int, RankMesh]
-) -> tuple[list[Row], tuple[tuple[int, ...] | None, ...]]:
-    """The rows of an end, and this rank's coordinates."""
-    meshes: dict[int, int] = {}
-    coordinates: list[tuple[int, ...] | None] = []
-    rows: list[Row] = []
-    for index, tensor in enumerate(tensors):
-        held: Any = tensor.tensor
-        mesh = 0
-        if tensor.layout is not None:
-            mesh = id(held.device_mesh if tensor.is_dtensor else given_meshes[index])
-        if mesh not in meshes:
-            meshes[mesh] = len(coordinates)
-            coordinates.append(tensor.coordinate)
+def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
+    """The rows of an end."""
+    rows: list[TensorInfo] = []
+    for tensor in tensors:
         keys = tuple(dict.fromkeys(place.unwrapped for place in tensor.registrations))
         rows.append(
-            Row(
+            TensorInfo(
                 keys=keys,
                 shape=tensor.shape,
                 dtype=tensor.dtype,
                 layout=tensor.layout,
-                mesh=meshes[mesh],
                 kind=tensor.kind,
                 is_meta=tensor.is_meta,
                 is_adapter=tensor.adapter or any(".modules_to_save." in key for key in keys),
@@ -211,10 +196,10 @@ def _rows(
                 scaling=scaling_of(tensor),
             )
         )
-    return rows, tuple(coordinates)
+    return rows
 
 
-def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
+def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
     """The rows of a model as it is with its adapters merged.
 
     Raises:
@@ -222,7 +207,7 @@ def _as_merged(tensors: list[ModelTensor], rows: list[Row]) -> list[Row]:
     """
     lora = find_lora(tensors)
     factors = {n for found in lora.added.values() for each in found for n in (each.a, each.b)}
-    merged: list[Row] = []
+    merged: list[TensorInfo] = []
     for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
         if index in factors:
             merged.append(replace(row, kind="factor"))

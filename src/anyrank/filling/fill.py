@@ -46,10 +46,12 @@ class Side:
 
     Attributes:
         preparing, moving: what is done in these two steps, for messages.
+        is_one_model: whether all ranks fill the same model, and know each other's report.
     """
 
     preparing = "allocating memory"
     moving = "initialising"
+    is_one_model = True
 
     def prepare(self, share: ModelShare) -> None:
         """Have all that is needed before the first tensor is written to. Each rank by itself."""
@@ -161,12 +163,14 @@ def fill(
             renewed = share.commit(replacements)
             ran = share.match.own_code.hand_over(share.filled())
             peaks, seconds = share.meter.peaks(), share.meter.seconds()
-            return ran, (Measured(side.moved(), *peaks, seconds), share.rules, renewed)
+            rules = {} if side.is_one_model else share.rules
+            return ran, (Measured(side.moved(), *peaks, seconds), rules, renewed)
 
         with _saying(side.left(at_the_end=True)):
             ran, answers = ranks.own_and_all("putting the weights in place", commit)
+    others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
     return Filled(
-        rules={name: rule for _, rules, _ in answers for name, rule in rules.items()},
+        rules=share.rules if side.is_one_model else others,
         rebuilt=rebuilt,
         renewed=sorted({name for *_, names in answers for name in names}),
         own_code=ran,

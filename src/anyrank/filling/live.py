@@ -60,6 +60,7 @@ class LiveSide(Side):
     """
 
     moving = WHAT
+    is_one_model = False  # ranks may have other parts of dst, or none
 
     def __init__(
         self, agreed: Agreement, ranks: Ranks, meter: Meter, verify: bool, atomic: bool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.filling.ends import Added, End, Row
+from anyrank.filling.ends import Added, End, TensorInfo
 from anyrank.filling.flows import Flow, wire_dtype
 from anyrank.filling.match import (
     Filling,
@@ -24,8 +24,8 @@ from anyrank.model.match import ModelMatch
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sync_plan import (
-    Coordinate,
+from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.transfers import (
     HeldBox,
     Strip,
     Transfer,
@@ -71,13 +71,13 @@ class EndsSummary:
 
     Attributes:
         src, dst: digests of their rows; empty for None.
-        src_at, dst_at: this rank's coordinates in the meshes of each.
+        src_at, dst_at: this rank's coordinates, by the rows of each.
     """
 
     src: str
-    src_at: tuple[Coordinate, ...]
+    src_at: Coordinates
     dst: str
-    dst_at: tuple[Coordinate, ...]
+    dst_at: Coordinates
 
 
 def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
@@ -232,15 +232,17 @@ class Planner:
     def _flow(
         self,
         filling: Filling,
-        row: Row,
+        row: TensorInfo,
         to_ranks: Sequence[int],
         group: int,
         sources: Sequence[SourceTensor],
     ) -> Flow:
-        wanted_key = (row.shape, row.layout, row.mesh, group)
+        at = {rank: self.summaries[rank].dst_at.of(filling.index) for rank in to_ranks}
+        wanted_key = (row.shape, row.layout, tuple(at.values()), group)
         found = self.wanted.get(wanted_key)
         if found is None:
-            wanted = self._wanted(row, to_ranks)
+            pieces = {c: local_pieces(row.shape, row.layout, c) for c in {*at.values()}}
+            wanted = {rank: pieces[coordinate] for rank, coordinate in at.items()}
             found = self.wanted[wanted_key] = wanted, _numel(wanted)
         wanted, numel = found
         known = [self._places(sources[strip.source]) for strip in filling.strips]
@@ -325,14 +327,6 @@ class Planner:
             nbytes=_numel(wanted) * source.row.dtype.itemsize,
             is_compared=False,
         )
-
-    def _wanted(self, row: Row, to_ranks: Sequence[int]) -> dict[int, tuple[Piece, ...]]:
-        at = {rank: self.summaries[rank].dst_at[row.mesh] for rank in to_ranks}
-        pieces: dict[Coordinate, tuple[Piece, ...]] = {
-            coordinate: local_pieces(row.shape, row.layout, coordinate)
-            for coordinate in set(at.values())
-        }
-        return {rank: pieces[coordinate] for rank, coordinate in at.items()}
 
     def _places(self, source: SourceTensor) -> tuple[Any, tuple[HeldBox, ...]]:
         layout: Layout | None = source.layout

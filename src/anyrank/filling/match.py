@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.filling.ends import End, Row
+from anyrank.filling.ends import End, TensorInfo
 from anyrank.filling.report import SyncReport
 from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import candidates, match_keys, renamer
+from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.tensors.sync_plan import Coordinate, Strip, strips_of
+from anyrank.tensors.transfers import Coordinate, Strip, strips_of
 
 
 @dataclass
@@ -33,7 +34,7 @@ class SourceTensor:
         coordinates: global rank -> coordinate in its mesh, for the ranks that have a part of it.
     """
 
-    row: Row
+    row: TensorInfo
     coordinates: dict[int, Coordinate]
 
     @property
@@ -75,7 +76,7 @@ class MatchedEnd:
         adapters: names in `src` of tensors of adapters that this `dst` has no place for.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TensorInfo, ...]
     fillings: tuple[Filling, ...]
     facts: SyncReport
     adapters: list[str]
@@ -87,18 +88,20 @@ class MatchedEnd:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> list[SourceTensor]:
+def sources_of(
+    groups: Sequence[tuple[tuple[TensorInfo, ...], Mapping[int, Coordinates]]],
+) -> list[SourceTensor]:
     """The tensors of `src` over all ranks that have a part of it.
 
     Args:
-        groups: rows that ranks hold alike, with each such rank's coordinates by number of the mesh.
+        groups: rows that ranks hold alike, with each such rank's coordinates.
 
     Raises:
         LoadError: ranks that hold a tensor of the same name in different ways.
     """
     known: dict[tuple[str, ...], SourceTensor] = {}
     for rows, ranks in groups:
-        for row in rows:
+        for index, row in enumerate(rows):
             if row.kind in ("derived", "dropped"):
                 continue
             found = known.get(row.keys)
@@ -112,7 +115,7 @@ def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> l
                     f"{ours}, rank {other} as {theirs}: give src on the ranks of one layout, with "
                     "the same adapters merged, and None on the others"
                 )
-            found.coordinates.update({rank: known[row.mesh] for rank, known in ranks.items()})
+            found.coordinates.update({rank: known.of(index) for rank, known in ranks.items()})
     for tensor in known.values():
         if tensor.row.kind == "buffer" and tensor.layout is None:
             # Plain buffers may differ between ranks: those of the first one count, as in a save.
@@ -121,7 +124,7 @@ def sources_of(groups: Sequence[tuple[tuple[Row, ...], Mapping[int, Any]]]) -> l
     return list(known.values())
 
 
-def _held(row: Row) -> str:
+def _held(row: TensorInfo) -> str:
     layout = "whole" if row.layout is None else str(row.layout)
     adapters = _merged([row]) and f", to be merged with {_merged([row])}"
     adapters = ", with its adapter merged into it" if row.is_merged else adapters
@@ -245,7 +248,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
 
 
 def check_all_shards(
-    ends: Sequence[MatchedEnd], coordinates: Sequence[Mapping[int, Sequence[Any]]], called: int
+    ends: Sequence[MatchedEnd], coordinates: Sequence[Mapping[int, Coordinates]], called: int
 ) -> None:
     """Refuse a dst of which some ranks of its mesh pass None.
 
@@ -254,7 +257,7 @@ def check_all_shards(
 
     Args:
         ends: each different `dst`.
-        coordinates: of each rank that has it, by number of the mesh.
+        coordinates: of each rank that has it.
         called: number of ranks in the call.
 
     Raises:
@@ -264,10 +267,10 @@ def check_all_shards(
         return
     held: dict[Layout, tuple[str, set[Any]]] = {}
     for end, known in zip(ends, coordinates, strict=True):
-        for row in {(row.layout, row.mesh): row for row in end.rows}.values():
+        for index, row in enumerate(end.rows):
             if row.layout is not None:
                 at = held.setdefault(row.layout, (row.keys[0], set()))[1]
-                at.update(own[row.mesh] for own in known.values())
+                at.update(own.of(index) for own in known.values())
     for layout, (name, at) in held.items():
         count, given = math.prod(layout.mesh_shape), len(at - {None})
         if given < count:
@@ -277,7 +280,7 @@ def check_all_shards(
             )
 
 
-def _merged(rows: Iterable[Row]) -> str:
+def _merged(rows: Iterable[TensorInfo]) -> str:
     """The adapters that are merged into a tensor, in words."""
     each = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
     return ", ".join(dict.fromkeys(each))

@@ -21,7 +21,7 @@ from anyrank.files.reader import copy_into, synchronize
 from anyrank.filling.flows import Flow
 from anyrank.filling.merge import Adapters
 from anyrank.tensors.box import Box
-from anyrank.tensors.sync_plan import Strip, Transfer
+from anyrank.tensors.transfers import Strip, Transfer
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 

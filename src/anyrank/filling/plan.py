@@ -21,7 +21,7 @@ from anyrank.checks import check_choice, check_int
 from anyrank.files.checksums import checked_bytes
 from anyrank.files.listing import Listing
 from anyrank.files.quantised import check_method, dequantised
-from anyrank.filling.flows import gap_bytes
+from anyrank.filling.flows import own_numel
 from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
@@ -38,7 +38,6 @@ from anyrank.model.options import STRATEGIES, LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
-from anyrank.tensors.plan import shared_reads
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 
@@ -311,9 +310,8 @@ def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
     read = sent = 0
     if plan.flows is None:
         for index, stored in match.filled:
-            own = {match.tensors[index].pieces: (rank,)}
-            for shared in shared_reads(stored, own, gap_bytes(stored, listing)):
-                read += listing.stored_bytes(stored, shared.read.box.numel)
+            numel = own_numel(stored, match.tensors[index].pieces, listing)
+            read += listing.stored_bytes(stored, numel)
         return share, read, 0
     for flow in itertools.chain.from_iterable(plan.flows.rounds(rank)):
         for each in flow.reads.values():

@@ -26,7 +26,7 @@ from anyrank.model.share import ModelShare
 from anyrank.tensors.box import Box
 from anyrank.tensors.plan import plan_reads
 from anyrank.tensors.sharded_tensor import as_sharded
-from anyrank.tensors.sync_plan import Transfer
+from anyrank.tensors.transfers import Transfer
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -114,6 +114,7 @@ class FileSide(Side):
         self.meter = meter
         self.stack = ExitStack()
         self.share: ModelShare
+        self.wanted: list[Fill] = []
         self.mover: Mover | None = None
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         nbytes = sum(
@@ -156,8 +157,9 @@ class FileSide(Side):
         share.allocate()
         for index in self.match.compared:
             self.to_compare[index] = share.memory_for(index)
+        self.wanted = self._wanted()
         if self.plan.flows is not None:
-            memory = FileMemory(self.reader, dict(enumerate(f.local for f in self._wanted())))
+            memory = FileMemory(self.reader, dict(enumerate(fill.local for fill in self.wanted)))
             rounds = self.plan.flows.rounds(self.ranks.rank)
             window = max(MIN_WINDOW_BYTES, self.plan.buffer_bytes // 2)  # the rest is for blocks
             self.mover = Mover(rounds, memory, self.ranks, window, self.meter.sample)
@@ -170,10 +172,9 @@ class FileSide(Side):
             LoadError: this rank failed to read; or a frozen part holds other values.
         """
         if self.mover is None:
-            read_own(self._wanted(), self.reader, self.ranks)
+            read_own(self.wanted, self.reader, self.ranks)
         else:
-            locals_ = (fill.local for fill in self._wanted())
-            use_large_pages(locals_, self.ranks.ranks_on_node)
+            use_large_pages((fill.local for fill in self.wanted), self.ranks.ranks_on_node)
             self.mover.run()
         self._compare_frozen()
         self.meter.sample()

@@ -10,7 +10,7 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
 from anyrank.filling.flows import Flow
 from anyrank.filling.move import LocalMemory
-from anyrank.tensors.sync_plan import Transfer
+from anyrank.tensors.transfers import Transfer
 from anyrank.world.ranks import Ranks
 
 DIGEST_BYTES = 16

@@ -13,7 +13,8 @@ from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call
+GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call to a slow storage
+HOLE_BYTES = 8 << 10  # and one this small than a second call to the page cache
 
 
 @dataclass(slots=True)  # frozen, objects that each tensor needs would take four times as long
@@ -87,6 +88,49 @@ class Block:
     dense: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A box that lies in its file in runs of one length, as far from one another.
+
+    Attributes:
+        start: byte offset of the first one.
+        count: of them; together they are the box in row-major order.
+        nbytes: of each.
+        step_bytes: from the start of one to that of the next.
+    """
+
+    start: int
+    count: int
+    nbytes: int
+    step_bytes: int
+
+
+def runs_of(read: Read) -> Runs | None:
+    """The runs of a read whose holes are dear to read through; None for any other.
+
+    Columns of a matrix are such runs: a rank that reads them one by one reads its own bytes alone.
+    """
+    itemsize, strides = read.stored.dtype.itemsize, read.chunk.strides
+    if read.chunk.box.numel * itemsize <= HOLE_BYTES:
+        return None  # as most tensors of a model are small
+    dims = [d for d, size in enumerate(read.box.sizes) if size > 1]
+    run = step = count = 1
+    for dim in reversed(dims):
+        size, stride = read.box.sizes[dim], strides[dim]
+        if count == 1 and stride == run:
+            run *= size
+        elif count == 1 and stride > run:
+            step, count = stride, size
+        elif stride == step * count:
+            count *= size
+        else:
+            return None
+    if count == 1 or (step - run) * itemsize < HOLE_BYTES:
+        return None
+    start = read.chunk.offset + read.chunk.element_offset(read.box) * itemsize
+    return Runs(start, count, run * itemsize, step * itemsize)
+
+
 def plan_reads(
     stored: StoredTensor, pieces: Sequence[Piece], chunks: BoxIndex | None = None
 ) -> list[Read]:
@@ -143,7 +187,7 @@ def shared_reads(
     chunks = BoxIndex([chunk.box for chunk in stored.chunks])
     for pieces, ranks in groups.items():
         for read in plan_reads(stored, pieces, chunks):
-            box = _with_gaps(read, gap_bytes)
+            box = with_gaps(read, gap_bytes)
             whole = Read(stored, read.chunk, box, (0,) * len(box.sizes))
             key = (read.chunk.file, read.chunk.offset, box)
             shared.setdefault(key, (whole, set()))[1].update(ranks)
@@ -156,7 +200,7 @@ def in_one_chunk(stored: StoredTensor) -> StoredTensor:
     return replace(stored, chunks=(Chunk(Box.whole(stored.shape), 0, 0, strides),))
 
 
-def _with_gaps(read: Read, gap_bytes: int) -> Box:
+def with_gaps(read: Read, gap_bytes: int) -> Box:
     """The read's box, and what lies between its runs in the file where these are close together.
 
     That depends on the chunk alone: all who want columns of it come to the same rows.

@@ -136,9 +136,7 @@ def _share(held: ShardedTensor) -> str | None:
         return "whole"
     if held.coordinate is None:
         return None
-    placements = zip(held.layout.placements, held.coordinate, strict=True)
-    cut = [place for rule, place in placements if rule.kind == "shard"]
-    return _digest([(str(held.layout), str(cut))])
+    return _digest([(str(held.layout), str(held.pieces))])
 
 
 def _digest(lines: Iterable[tuple[str, str]]) -> str:

@@ -24,7 +24,7 @@ from anyrank.tensors.layout import (
     local_shape,
 )
 from anyrank.tensors.spec import Chunk, StoredTensor
-from anyrank.tensors.sync_plan import Strip, Transfer, places_of, strips_of, transfers_of
+from anyrank.tensors.transfers import Strip, Transfer, places_of, strips_of, transfers_of
 
 Side = tuple[Layout | None, dict[int, tuple[int, ...] | None]]
 
