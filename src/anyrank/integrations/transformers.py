@@ -88,7 +88,8 @@ def elastic(
     parts = {name: value for name, value in options.items() if name not in names}
     options = {name: value for name, value in options.items() if name in names}
     check_trainer(trainer, options.get("keep", 3), parts)
-    args, keep_every = trainer.args, options.get("keep_every")
+    args = trainer.args
+    keep_every: Any = options.get("keep_every")
     # It raises what is wrong with the sizes and the ranks.
     anyrank.ElasticSampler(
         1, global_batch=global_batch, microbatch=args.per_device_train_batch_size
@@ -97,7 +98,7 @@ def elastic(
 
     def stays(step: int) -> bool:
         if callable(keep_every):
-            return step in training.best or keep_every(step)
+            return step in training.best or bool(keep_every(step))
         return step in training.best or (keep_every is not None and step % keep_every == 0)
 
     if args.load_best_model_at_end:
