@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from tests.compat import RESULT, keep, read_log, table
+from tests.compat import RESULT, ROOT, keep, read_log, table
 
 from anyrank.versions import TESTED_TORCH
 
@@ -77,3 +77,8 @@ def test_every_kept_result_is_green_and_names_its_skips() -> None:
         assert row["passed"] > 4000, row["torch"]
         assert re.fullmatch("[0-9a-f]{9}", row["commit"]), row["torch"]
         assert bool(row["skips"]) == bool(row["skipped"]), row["torch"]
+
+
+def test_the_table_of_support_in_the_readme_is_that_of_the_kept_results() -> None:
+    lines = table(json.loads(RESULT.read_text(encoding="utf-8")))
+    assert "\n".join(lines) in (ROOT / "README.md").read_text(encoding="utf-8")
