@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,25 @@ def test_a_data_file_of_a_run_costs_one_look(tmp_path: Path, calls: Counter[str]
     assert [Path(info.path).suffix for info in listing.files] == [".distcp"]
     assert sum(calls[name] for name in METADATA_CALLS) <= 10
     assert calls["preadv"] < 32 << 10  # the manifest and the index
+
+
+def test_a_folder_of_one_checkpoint_of_lightnings_is_its_weights(tmp_path: Path) -> None:
+    state = {"state_dict": {"weight": torch.ones(2)}, "pytorch-lightning_version": "2.6"}
+    torch.save(state, tmp_path / "last.ckpt")
+    assert list(list_source(str(tmp_path)).tensors) == ["weight"]
+    with pytest.raises(ValueError, match="is the name of a file of torch"):
+        anyrank.convert(tmp_path, tmp_path / "out.ckpt", to="safetensors")
+
+
+def test_what_a_folder_is_is_asked_without_the_room_of_other_tools(tmp_path: Path) -> None:
+    """Weights of the core's own formats are listed by the core alone."""
+    (tmp_path / "shards").mkdir()
+    anyrank.convert(shards(tmp_path / "shards"), tmp_path / "dcp", to="dcp")
+    code = f"""
+import sys, anyrank
+for path in ({str(tmp_path / "shards")!r}, {str(tmp_path / "dcp")!r}):
+    anyrank.inspect(path)
+print(*[name for name in sys.modules if name.startswith("anyrank.foreign")])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr

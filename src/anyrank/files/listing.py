@@ -48,11 +48,11 @@ class FileInfo:
         """Whether a page cache holds what is read of it, so that short reads are cheap."""
         return "://" not in self.path and self.quantised is None and not self.in_memory
 
-    def after(self, base: int) -> FileInfo:
+    def with_file_offset(self, base: int) -> FileInfo:
         """The same in a listing whose files start `base` later."""
         if self.quantised is None or not base:
             return self
-        return replace(self, quantised=self.quantised.in_file(base))
+        return replace(self, quantised=self.quantised.with_file_offset(base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     all_skipped = list(skipped)
     for listing in listings:
         base = len(files)
-        files += (info.after(base) for info in listing.files)
+        files += (info.with_file_offset(base) for info in listing.files)
         quantisation = quantisation or listing.quantisation
         metadata.update(listing.metadata)
         all_skipped += listing.skipped
@@ -223,7 +223,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
                     f"{key} is in {first} and again in {listing.files[0].path}: "
                     "give only the files that belong together"
                 )
-            tensors[key] = stored.in_file(base)
+            tensors[key] = stored.with_file_offset(base)
     return Listing(
         format=format_name,
         files=tuple(files),

@@ -247,7 +247,7 @@ class _Worker:
         self.slot, self.slots = slot, slots
         self.streams = streams
         self.buffers: Iterator[_Slot] | None = None
-        self.ends = memoryview(b"")  # what a verified read has beyond its segments, at both ends
+        self.beyond = memoryview(b"")  # what a verified read has beyond its segments, at both ends
 
     def take(self, item: tuple[int, list[Segment]]) -> None:
         """Read one batch of a file, and put its staged blocks where they belong."""
@@ -262,7 +262,7 @@ class _Worker:
         low, high = batch[0].start, batch[-1].stop
         if sums is not None:
             low, high = sums.around(low, high)
-        before, after = self._beyond(batch[0].start - low, high - batch[-1].stop)
+        before, after = self._room_beyond(batch[0].start - low, high - batch[-1].stop)
         views = [before]
         staged: list[tuple[Segment, int]] = []
         position, used = batch[0].start, 0
@@ -312,10 +312,10 @@ class _Worker:
             if device in self.streams:
                 slot.busy.append(self.streams[device].record_event())
 
-    def _beyond(self, before: int, after: int) -> tuple[memoryview, memoryview]:
-        if len(self.ends) < before + after:
-            self.ends = memoryview(bytearray(before + after))
-        return self.ends[:before], self.ends[before : before + after]
+    def _room_beyond(self, before: int, after: int) -> tuple[memoryview, memoryview]:
+        if len(self.beyond) < before + after:
+            self.beyond = memoryview(bytearray(before + after))
+        return self.beyond[:before], self.beyond[before : before + after]
 
     def _slot(self, batch: list[Segment]) -> _Slot:
         if len(batch) == 1 and batch[0].direct is not None:

@@ -108,7 +108,7 @@ class Collector:
         base = len(self.files)
         self.files += listing.files
         self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
-        return {key: stored.in_file(base) for key, stored in listing.tensors.items()}
+        return {key: stored.with_file_offset(base) for key, stored in listing.tensors.items()}
 
     def weights(self, name: str, listing: Listing) -> dict[str, StoredTensor]:
         """As `add`, for the model of this name, whose extra state is kept."""
@@ -125,7 +125,7 @@ class Collector:
         base = len(self.files)
         self.files.append(read.info)
         self.checksums += (replace(c, file=base) for c in read.checksums)
-        return bound(read.tree, path, lambda key, ref: read.stored(key, ref).in_file(base))
+        return bound(read.tree, path, lambda key, ref: read.stored(key, ref).with_file_offset(base))
 
     def named(self, *names: str) -> str:
         """The path of something in the folder."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from anyrank.errors import LoadError
@@ -172,31 +172,20 @@ def _zero(
         raise _not_read(files.folder, "is elastic (elastic_checkpoint)")
     if is_stage_3 and model.get("frozen_param_shapes"):
         raise _not_read(files.folder, "keeps frozen parameters in fragments (ZeRO 3)")
-    keep = _Stage3(states, shapes) if is_stage_3 else _Stage12(states, shapes)
-    weights = {
-        name: keep.tensor(name, g, lambda rank, group: keep.masters(rank)[group])
-        for g, group in enumerate(shapes)
-        for name in group
-    }
-    weights |= _others(model, shapes, whole=not is_stage_3)
+    keep = (_stage_3 if is_stage_3 else _stage_1_or_2)(states, shapes)
+    weights: dict[str, StoredTensor] = {}
     state: dict[str | int, dict[str, Any]] = {}
-    for g, group in enumerate(shapes):
-        options = keep.options(g)
-        for name in group:
-            state[name] = {
-                key: keep.tensor(
-                    f"{name}.{key}", g, lambda rank, n, key=key: keep.base(rank, n)[key], name
-                )
-                if keep.is_flat(g, key)
-                else value
-                for key, value in keep.base(0, g).items()
-            }
-            if "step" in options and "step" not in state[name]:
-                state[name]["step"] = options["step"]
     groups: dict[int, ForeignGroup] = {}
-    for g, group in enumerate(shapes):
-        options = {k: v for k, v in keep.options(g).items() if k not in ("params", "step")}
-        groups.setdefault(keep.group_of(g), ForeignGroup([], options)).params.extend(group)
+    for number, group in enumerate(shapes):
+        of = keep.group_of(number)
+        options = {k: v for k, v in keep.groups[of].items() if k not in ("params", "step")}
+        groups.setdefault(of, ForeignGroup([], options)).params.extend(group)
+        for name, shape in group.items():
+            weights[name] = keep.weight(name, shape)
+            state[name] = keep.state(name, shape, number)
+            if "step" in keep.groups[of]:
+                state[name].setdefault("step", keep.groups[of]["step"])
+    weights |= _others(model, shapes, whole=not is_stage_3)
     return _with_ties(weights, model), ForeignOptimizer([*groups.values()], state)
 
 
@@ -207,106 +196,101 @@ def _not_read(folder: str, what: str) -> LoadError:
     )
 
 
-class _Stage12:
-    """Partitions of stages 1 and 2: equal parts of a group's parameters, one after another."""
+@dataclass(frozen=True)
+class _Partitions:
+    """The flat tensors that the ranks keep, each with parts of some parameters.
 
-    def __init__(self, states: list[Any], shapes: Shapes) -> None:
-        self.states, self.shapes = states, shapes
-        self.count = len(states)
+    Attributes:
+        masters: rank -> the float32 weights, by number of the flat tensor.
+        moments: rank -> the optimizer's state of each, by the same numbers.
+        groups: hyperparameters of the optimizer's groups.
+        parts: parameter -> where its elements lie one after another: the rank, the number of its
+            flat tensor, the first element there, and how many.
+    """
 
-    def masters(self, rank: int) -> list[StoredTensor]:
-        """The float32 weights of a rank, by group."""
-        return self.states[rank]["single_partition_of_fp32_groups"]
+    masters: list[list[StoredTensor]]
+    moments: list[Any]
+    groups: list[dict[str, Any]]
+    parts: dict[str, list[tuple[int, int, int, int]]]
 
-    def base(self, rank: int, group: int) -> dict[str, Any]:
-        """The optimizer's state of a rank's partition."""
-        return self.states[rank]["base_optimizer_state"]["state"][group]
+    def group_of(self, number: int) -> int:
+        """The optimizer's group of a group of parameters, which stage 3 may have split."""
+        held = (n for n, group in enumerate(self.groups) if number in group.get("params", ()))
+        return next(held, min(number, len(self.groups) - 1))
 
-    def options(self, group: int) -> dict[str, Any]:
-        """The hyperparameters of a group."""
-        return self.states[0]["base_optimizer_state"]["param_groups"][group]
+    def weight(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A parameter."""
+        return self._whole(name, name, shape, lambda rank, n: self.masters[rank][n])
 
-    def group_of(self, group: int) -> int:
-        """The optimizer's group of a group of parameters."""
-        return group
+    def state(self, name: str, shape: tuple[int, ...], number: int) -> dict[str, Any]:
+        """The optimizer's state of a parameter: its part of what is flat; counts as they are."""
+        made: dict[str, Any] = {}
+        for key, value in self.moments[0][number].items():
+            made[key] = value
+            if isinstance(value, StoredTensor) and value.numel > 1:
+                made[key] = self._whole(
+                    f"{name}.{key}",
+                    name,
+                    shape,
+                    lambda rank, n, key=key: self.moments[rank][n][key],
+                )
+        return made
 
-    def is_flat(self, group: int, key: str) -> bool:
-        """Whether a value of the state is a partition, and no count."""
-        value = self.base(0, group)[key]
-        return isinstance(value, StoredTensor) and value.numel > 1
-
-    def tensor(self, name: str, group: int, of: Any, param: str | None = None) -> StoredTensor:
-        """A parameter, or a moment of one, from the ranks' partitions."""
-        part = max(self.masters(rank)[group].numel for rank in range(self.count))
-        first, shape = 0, self.shapes[group][param or name]
-        for other, sizes in self.shapes[group].items():
-            if other == (param or name):
-                break
-            first += math.prod(sizes)
-        last = first + math.prod(shape)
-        parts: list[tuple[StoredTensor, int, int]] = []
-        for rank in range(self.count):
-            low, high = max(first, rank * part), min(last, (rank + 1) * part)
-            if low < high:
-                parts.append((of(rank, group), low - rank * part, high - low))
-        return _tensor(name, shape, parts, of(0, group))
-
-
-class _Stage3(_Stage12):
-    """Partitions of stage 3: an equal part of each parameter, padded at its end."""
-
-    def __init__(self, states: list[Any], shapes: Shapes) -> None:
-        super().__init__(states, shapes)
-        self.places: dict[str, int] = {}  # of each parameter, in a rank's flat groups together
-        at = 0
-        for group in shapes:
-            for name, shape in group.items():
-                self.places[name] = at
-                at += math.ceil(math.prod(shape) / self.count)
-        held = sum(master.numel for master in self.masters(0))
-        if held != at:
-            raise ValueError(f"the parameters take {at} elements of each rank, its file has {held}")
-
-    def masters(self, rank: int) -> list[StoredTensor]:
-        return self.states[rank]["fp32_flat_groups"]
-
-    def base(self, rank: int, group: int) -> dict[str, Any]:
-        return self.states[rank]["optimizer_state_dict"]["state"][group]
-
-    def options(self, group: int) -> dict[str, Any]:
-        saved: Any = self.states[0]["optimizer_state_dict"]["param_groups"]
-        return saved[self.group_of(group)]
-
-    def group_of(self, group: int) -> int:
-        saved: Any = self.states[0]["optimizer_state_dict"]["param_groups"]
-        held = [n for n, state in enumerate(saved) if group in state["params"]]
-        return held[0] if held else min(group, len(saved) - 1)
-
-    def tensor(self, name: str, group: int, of: Any, param: str | None = None) -> StoredTensor:
-        shape, first = self.shapes[group][param or name], self.places[param or name]
-        left, each = math.prod(shape), math.ceil(math.prod(shape) / self.count)
-        parts: list[tuple[StoredTensor, int, int]] = []
-        for rank in range(self.count):
-            low, high = first, first + min(each, left)
-            left -= high - low
-            start = 0
-            for number, master in enumerate(self.masters(rank)):
-                begin, end = max(low, start), min(high, start + master.numel)
-                if begin < end:
-                    parts.append((of(rank, number), begin - start, end - begin))
-                start += master.numel
-        return _tensor(name, shape, parts, of(0, group))
+    def _whole(self, name: str, param: str, shape: tuple[int, ...], flat: Any) -> StoredTensor:
+        """A tensor from its parts; `flat` returns the flat tensor of a rank and a number."""
+        parts = [(flat(rank, n), first, count) for rank, n, first, count in self.parts[param]]
+        if not parts:
+            return StoredTensor(name, shape, flat(0, 0).dtype, ())
+        return assembled(name, shape, parts)
 
 
-def _tensor(
-    name: str,
-    shape: tuple[int, ...],
-    parts: Sequence[tuple[StoredTensor, int, int]],
-    like: StoredTensor,
-) -> StoredTensor:
-    if not parts:
-        return StoredTensor(name, shape, like.dtype, ())
-    return assembled(name, shape, parts)
+def _stage_1_or_2(states: list[Any], shapes: Shapes) -> _Partitions:
+    """A group's parameters lie one after another, and the ranks have equal parts of that."""
+    masters: list[list[StoredTensor]] = [s["single_partition_of_fp32_groups"] for s in states]
+    base = [state["base_optimizer_state"] for state in states]
+    parts: dict[str, list[tuple[int, int, int, int]]] = {}
+    for number, group in enumerate(shapes):
+        size, start = max(held[number].numel for held in masters), 0
+        for name, shape in group.items():
+            stop = start + math.prod(shape)
+            ranges = [
+                (rank, max(start, rank * size), min(stop, (rank + 1) * size))
+                for rank in range(len(masters))
+            ]
+            parts[name] = [
+                (rank, number, low - rank * size, high - low)
+                for rank, low, high in ranges
+                if low < high
+            ]
+            start = stop
+    return _Partitions(masters, [b["state"] for b in base], base[0]["param_groups"], parts)
+
+
+def _stage_3(states: list[Any], shapes: Shapes) -> _Partitions:
+    """Each parameter is cut into equal parts, the last one padded. A rank's parts lie one after
+    another, through all of its flat tensors.
+    """
+    masters: list[list[StoredTensor]] = [state["fp32_flat_groups"] for state in states]
+    base = [state["optimizer_state_dict"] for state in states]
+    parts: dict[str, list[tuple[int, int, int, int]]] = {}
+    start = 0
+    for name, shape in (pair for group in shapes for pair in group.items()):
+        left = math.prod(shape)
+        size = math.ceil(left / len(states))
+        parts[name] = []
+        for rank, held in enumerate(masters):
+            stop, begin = start + min(size, left), 0
+            left -= stop - start
+            for n, flat_tensor in enumerate(held):
+                low, high = max(start, begin), min(stop, begin + flat_tensor.numel)
+                if low < high:
+                    parts[name].append((rank, n, low - begin, high - low))
+                begin += flat_tensor.numel
+        start += size
+    total = sum(flat_tensor.numel for flat_tensor in masters[0])
+    if total != start:
+        raise ValueError(f"the parameters take {start} elements of each rank, its file has {total}")
+    return _Partitions(masters, [b["state"] for b in base], base[0]["param_groups"], parts)
 
 
 def _unsharded(

@@ -7,7 +7,7 @@ parameters, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.optimizer_numbers import IMPLEMENTATION
-from anyrank.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread, is_plain_number
+from anyrank.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread
 from anyrank.state.optimizer import UNKNOWN, Names
 from anyrank.state.part_types import listed
 from anyrank.state.stateful import has_own_methods
@@ -25,7 +25,17 @@ from anyrank.tensors.spec import StoredTensor
 
 # Options that torch added over the years, with defaults that keep what older versions did.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
-PROBE_SHAPE = (3, 5)
+# What torch's optimizers keep of each parameter that was stepped, in its shape.
+KEPT = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
+    **dict.fromkeys(("SGD", "Muon"), ("momentum_buffer",)),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "Adagrad": ("sum",),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "RMSprop": ("square_avg",),
+    "Rprop": ("prev", "step_size"),
+    "ASGD": ("ax",),
+}
 SHOWN = 10  # problems of one optimizer
 
 
@@ -56,12 +66,13 @@ def record_of(
         tensors[where] = value.renamed(where)
         return {"~whole": [where, ""]}
 
-    expected = _state_of_class(optimizer)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    kept = KEPT.get(type(optimizer).__name__, ()) if is_torchs else ()
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
         name = found[key]
         if name in held:
-            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape, expected)
+            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape, kept)
         state[name] = _json(entries, f"{part}.state.{name}", put)
     mine = [[names[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
     given = source.groups or _groups_now(mine, optimizer)
@@ -115,15 +126,8 @@ def _groups_now(mine: Sequence[Sequence[str]], optimizer: Optimizer) -> list[For
 
 def count_in_tensors(optimizer: Optimizer) -> None:
     """Turn counts of steps that are plain numbers, of old versions, into what torch's have now."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    for group in optimizer.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if is_plain_number(count := state.get("step")):
-                device = parameter.device if on_device else torch.device("cpu")
-                state["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)
+    given = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    optimizer.__setstate__(given)  # as torch's own load_state_dict ends
 
 
 def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer) -> list[str]:
@@ -196,41 +200,18 @@ def _our_names(
     return found, []
 
 
-def _state_of_class(optimizer: Optimizer) -> dict[str, bool]:
-    """What one of torch's optimizers keeps of each parameter -> whether it has its shape.
-
-    Found by one step of another one of the class; empty where that does not work.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return {}
-    options: dict[str, Any] = {**optimizer.defaults}
-    options |= {key: options[key] and False for key in IMPLEMENTATION if key in options}
-    probe = torch.nn.Parameter(torch.zeros(PROBE_SHAPE, device="cpu"))
-    probe.grad = torch.zeros(PROBE_SHAPE, device="cpu")
-    kind: Any = type(optimizer)
-    try:
-        other = kind([probe], **options)
-        other.step()
-    except Exception:  # a class with its own arguments, or one that needs a closure
-        return {}
-    return {
-        key: getattr(value, "shape", None) == probe.shape
-        for key, value in other.state[probe].items()
-    }
-
-
 def _misfits(
-    where: str, entries: Mapping[str, Any], shape: Sequence[int], expected: Mapping[str, bool]
+    where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
 ) -> list[str]:
     """What of a parameter's saved state cannot be that parameter's."""
-    lost = [key for key in expected if key not in entries] if entries else []
+    lost = [key for key in kept if key not in entries] if entries else []
     problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
     for key, value in entries.items():
         if not isinstance(value, StoredTensor):
             continue
         whole = value.shape == tuple(shape)
         part = len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape)
-        if not whole and (expected.get(key, False) or not (part or value.numel == 1)):
+        if not whole and (key in kept or not (part or value.numel == 1)):
             problems.append(
                 f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its "
                 f"parameter {list(shape)}"

@@ -23,7 +23,7 @@ STEP = re.compile(r"global_step_?(\d+)")
 
 
 def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What such a folder holds.
+    """What a folder of torch_checkpointing holds.
 
     Raises:
         LoadError: a rank's file is missing, or the shares do not make up a tensor.
@@ -40,19 +40,29 @@ def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint
         world = max(world, _described(files, found))
     table: dict[Any, Any] = {}
     for item, by_rank in found.items():
-        if len(by_rank) > 1 or item == "model":
-            lost = [f"{item}_{rank}.pt" for rank in range(world) if rank not in by_rank]
-            if lost:
-                raise LoadError(
-                    f"{folder}: {', '.join(lost[:5])} is missing: copy all ranks' files"
-                )
         if item == "dataloader":
             table[item] = Unread("loader")
             continue
-        trees = [files.tree(files.named(by_rank[rank])) for rank in sorted(by_rank)]
-        table[item] = merged(trees, folder)
+        by_all = len(by_rank) > 1 or item == "model"
+        wanted = [by_rank.get(rank, f"{item}_{rank}.pt") for rank in range(world)]
+        table[item] = _merged(files, wanted if by_all else [*by_rank.values()])
     made = of_table(files, table, folder)
     return replace(made, tool="torch_checkpointing", ranks=world)
+
+
+def _merged(files: Collector, names: list[str]) -> Any:
+    """What the files of all ranks hold together.
+
+    Raises:
+        LoadError: one is missing.
+    """
+    lost = [name for name in names if not files.storage.is_file(files.named(name))]
+    if lost:
+        raise LoadError(
+            f"{files.folder}: {lost[0]} is missing ({len(lost)} of {len(names)} ranks' files): "
+            "copy them all"
+        )
+    return merged([files.tree(files.named(name)) for name in names], files.folder)
 
 
 def _described(files: Collector, found: dict[str, dict[int, str]]) -> int:
@@ -81,27 +91,16 @@ def read_verl(storage: Storage, folder: str) -> ForeignCheckpoint:
         LoadError, UnsafeFile: as `read_torch_checkpointing`.
     """
     files = Collector(storage, folder)
-    found: dict[str, set[int]] = {}
-    worlds: set[int] = set()
-    for name in storage.names(folder):
-        if match := VERL.match(name):
-            found.setdefault(match[1], set()).add(int(match[3]))
-            worlds.add(int(match[2]))
+    matches = [match for name in storage.names(folder) if (match := VERL.match(name))]
+    worlds = {int(match[2]) for match in matches}
     if len(worlds) > 1:
         sizes = ", ".join(map(str, sorted(worlds)))
         raise LoadError(f"{folder}: holds files of saves on {sizes} ranks: keep those of one")
     world = worlds.pop()
     table: dict[Any, Any] = {}
-    for kind, ranks in found.items():
-        wanted = range(world) if kind != "extra_state" else range(1)
-        lost = [rank for rank in wanted if rank not in ranks]
-        if lost:
-            name = f"{kind}_world_size_{world}_rank_{lost[0]}.pt"
-            raise LoadError(f"{folder}: {name} is missing ({len(lost)} of {world} ranks' files)")
-        trees = [
-            files.tree(files.named(f"{kind}_world_size_{world}_rank_{rank}.pt")) for rank in wanted
-        ]
-        tree = merged(trees, folder)
+    for kind in dict.fromkeys(match[1] for match in matches):
+        several = range(1 if kind == "extra_state" else world)
+        tree = _merged(files, [f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in several])
         table |= tree if kind == "extra_state" and isinstance(tree, dict) else {kind: tree}
     made = of_table(files, table, folder)
     step = STEP.search(folder)

@@ -58,9 +58,13 @@ class Quantised:
         """Elements that are computed together: a group of mxfp4, a row of fp8."""
         return self.block[1] if self.method == "mxfp4" else self.shape[-1]
 
-    def in_file(self, base: int) -> Quantised:
+    def with_file_offset(self, base: int) -> Quantised:
         """The same in a listing whose files start `base` later."""
-        return replace(self, values=self.values.in_file(base), scales=self.scales.in_file(base))
+        return replace(
+            self,
+            values=self.values.with_file_offset(base),
+            scales=self.scales.with_file_offset(base),
+        )
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
         """Elements [start, stop) in row-major order, whole units, in float32."""

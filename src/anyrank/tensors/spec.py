@@ -71,7 +71,7 @@ class StoredTensor:
         """The same bytes under another name."""
         return replace(self, name=name)
 
-    def in_file(self, base: int) -> StoredTensor:
+    def with_file_offset(self, base: int) -> StoredTensor:
         """The same tensor in a listing whose files start `base` later."""
         chunks = tuple(replace(chunk, file=chunk.file + base) for chunk in self.chunks)
         return replace(self, chunks=chunks)

@@ -1,8 +1,8 @@
 """Stored tensors that views, stacks and concatenations can be applied to before anything is read.
 
 A converter written for tensors (stack the experts, fuse gate and up, transpose) runs on these
-unchanged: each step only rewrites boxes, offsets and strides. Steps that compute values are
-    refused by name.
+unchanged: each step only rewrites boxes, offsets and strides. A step that computes values raises
+LoadError, which names it.
 """
 
 from __future__ import annotations
