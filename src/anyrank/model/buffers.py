@@ -51,8 +51,16 @@ def rebuilt_values(
         return {}, []
     known = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
     real = [name for name in asked if name in known]
+    shapes = ranks.together(
+        "looking for real buffers", lambda: {n: tuple(known[n].local().shape) for n in real}
+    )
+    giver_of: dict[tuple[str, tuple[int, ...]], int] = {}  # the first rank that holds a buffer
+    for rank, theirs in zip(ranks.ranks, shapes, strict=True):
+        for key in theirs.items():
+            giver_of.setdefault(key, rank)
+    given = [n for n, shape in shapes[ranks.index].items() if giver_of[n, shape] == ranks.rank]
     offered = ranks.together(
-        "offering buffers", lambda: {name: known[name].local().cpu() for name in real}
+        "offering buffers", lambda: {name: known[name].local().cpu() for name in given}
     )
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
@@ -61,14 +69,7 @@ def rebuilt_values(
         sources: dict[str, str] = {}
         for name, target in wanted.items():
             local = allocate(target, device)
-            giver = next(
-                (
-                    rank
-                    for rank, given in zip(ranks.ranks, offered, strict=True)
-                    if name in given and given[name].shape == local.shape
-                ),
-                None,
-            )
+            giver = giver_of.get((name, tuple(local.shape)))
             if giver is None:
                 source = initialiser.fill(target, local)
             else:

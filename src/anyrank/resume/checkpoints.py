@@ -30,11 +30,10 @@ from anyrank.saving.save import SaveRecord
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState, run_parts
-from anyrank.steps.loader import ElasticLoader, announce_left_step
+from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
-from anyrank.world.connections import declining
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -100,17 +99,16 @@ class Checkpoints:
         replicas_every: int | None = None,
         process_group: Group = None,
     ) -> None:
-        with declining(process_group, "Checkpoints()"):
-            self.path = check_path("path", path)
-            check_type("state", state, TrainState, "an anyrank.TrainState")
-            if on_commit is not None:
-                check_function("on_commit", on_commit)
-            check_group(process_group)
-            self._options = RunOptions(
-                self.path, keep, every, background, verify, keep_every, peers, replicas_every
-            )
-            self._folder = RunFolder(store_for(self.path), self.path)
-            self._writer = RunWriter(self._folder, state, self._options, on_commit)
+        self.path = check_path("path", path)
+        check_type("state", state, TrainState, "an anyrank.TrainState")
+        if on_commit is not None:
+            check_function("on_commit", on_commit)
+        check_group(process_group)
+        self._options = RunOptions(
+            self.path, keep, every, background, verify, keep_every, peers, replicas_every
+        )
+        self._folder = RunFolder(store_for(self.path), self.path)
+        self._writer = RunWriter(self._folder, state, self._options, on_commit)
         self._state = state
         self._process_group = process_group
         self._signals = PendingSignals()
@@ -345,7 +343,6 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
-        announce_left_step(self._state.data)
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
@@ -354,7 +351,7 @@ class Checkpoints:
             run_parts(self._state).agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
-                self._writers = self._groups.enter_context(open_ranks(self._process_group))
+                self._writers = self._groups.enter_context(ranks.apart("the background save"))
             self._writer.open(ranks)
             self._ranks = ranks
         return self._ranks

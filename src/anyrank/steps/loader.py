@@ -32,7 +32,6 @@ from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
 from anyrank.steps.step import Step
 from anyrank.steps.step_state import LoaderPass, StepProgress
-from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
 
 if TYPE_CHECKING:
@@ -124,26 +123,23 @@ class ElasticLoader(Position):
         on_batch_change: OnBatchChange = "error",
         exact: bool = False,
     ) -> None:
-        with declining(process_group, "ElasticLoader()"):
-            n = length_of(dataset)
-            check_bool(
-                shuffle=shuffle, pin_memory=pin_memory, persistent_workers=persistent_workers
-            )
-            if prefetch_factor is not None:
-                check_int("prefetch_factor", prefetch_factor, 1)
-            if weights is not None and not shuffle:
-                raise ValueError("weights draw samples at random: remove shuffle=False")
-            order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
-            schedule = Schedule(order, global_batch, microbatch, tail)
-            super().__init__(schedule, key, process_group, on_batch_change)
-            self._fetch_from(
-                MicrobatchDataset(dataset, seed, collate_fn),
-                exact,
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-            )
+        n = length_of(dataset)
+        check_bool(shuffle=shuffle, pin_memory=pin_memory, persistent_workers=persistent_workers)
+        if prefetch_factor is not None:
+            check_int("prefetch_factor", prefetch_factor, 1)
+        if weights is not None and not shuffle:
+            raise ValueError("weights draw samples at random: remove shuffle=False")
+        order = Order(n, seed, shuffle) if weights is None else weighted_order(n, seed, weights)
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        super().__init__(schedule, key, process_group, on_batch_change)
+        self._fetch_from(
+            MicrobatchDataset(dataset, seed, collate_fn),
+            exact,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
 
     @classmethod
     def from_shards(
@@ -202,17 +198,16 @@ class ElasticLoader(Position):
             assert len(loader) == 2
         """
         loader = cls.__new__(cls)
-        with declining(process_group, "ElasticLoader.from_shards()"):
-            sizes = check_lengths(shards, lengths)
-            check_function("read", read)
-            order = ShardOrder(
-                sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
-            )
-            schedule = Schedule(order, global_batch, microbatch, tail)
-            dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
-            Position.__init__(loader, schedule, key, process_group, None)
-            samples = MicrobatchDataset(dataset, seed, collate_fn)
-            loader._fetch_from(samples, exact, num_workers=num_workers)
+        sizes = check_lengths(shards, lengths)
+        check_function("read", read)
+        order = ShardOrder(
+            sum(sizes), seed, shuffle, sizes, names_digest(shards), global_batch, microbatch
+        )
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        dataset = Shards(shards, read, sizes, max_open=schedule.num_microbatches)
+        Position.__init__(loader, schedule, key, process_group, None)
+        samples = MicrobatchDataset(dataset, seed, collate_fn)
+        loader._fetch_from(samples, exact, num_workers=num_workers)
         return loader
 
     def _fetch_from(self, dataset: MicrobatchDataset, exact: bool, **options: Any) -> None:
@@ -252,7 +247,7 @@ class ElasticLoader(Position):
         self._num_passes += 1
         number = self._num_passes
         with ExitStack() as stack:
-            ranks = stack.enter_context(open_ranks(self._process_group))
+            ranks = stack.enter_context(open_ranks(self._process_group, "the loop over the loader"))
             check_same_on_ranks(self, ranks)
             check_length(self._dataset.dataset, self._schedule.order.n)
             if self._exact is not None:
@@ -382,14 +377,6 @@ def _open_exact() -> ExactRun:
     from anyrank.exact.run import ExactRun
 
     return ExactRun()
-
-
-def announce_left_step(data: object) -> None:
-    """If this rank left the loop over its microbatches, end the waits of ranks that are in it."""
-    if isinstance(data, ElasticLoader):
-        current = data._current  # pyright: ignore[reportPrivateUsage]
-        if current is not None and current.left is not None:
-            current.left.leave()
 
 
 def abandon_step(loader: ElasticLoader) -> None:

@@ -22,7 +22,6 @@ from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
 from anyrank.tensors.hashing import derive
-from anyrank.world.connections import declining
 
 DATALOADER = "torch.utils.data.dataloader"
 
@@ -145,11 +144,10 @@ class ElasticSampler(Position):
         tail: Tail = "short",
         process_group: Any = None,
     ) -> None:
-        with declining(process_group, "ElasticSampler()"):
-            is_length = type(dataset_or_length) is int
-            n = dataset_or_length if is_length else length_of(dataset_or_length)
-            schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
-            super().__init__(schedule, None, process_group, None)
+        is_length = type(dataset_or_length) is int
+        n = dataset_or_length if is_length else length_of(dataset_or_length)
+        schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
+        super().__init__(schedule, None, process_group, None)
         self._first: StepPlan | None = None
         self._yielded = defaultdict[int, _YieldedBatches](_YieldedBatches)  # by step number
 

@@ -147,7 +147,6 @@ class Step:
         finally:
             self._slot = None
             if not progress.is_complete:
-                progress.left = self._pass.ranks
                 sync.drop_unfinished()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:

@@ -64,7 +64,6 @@ class StepProgress:
         is_repeated: whether it was begun before, and left: gradients of that may be there.
         is_started: whether `microbatches` was called.
         is_complete: whether the last call of `microbatches` ran to its end.
-        left: the ranks of a call of `microbatches` that was left before its end.
         seen: ids of the samples that this rank fetched, without copies and repeats.
     """
 
@@ -72,5 +71,4 @@ class StepProgress:
     is_repeated: bool = False
     is_started: bool = False
     is_complete: bool = False
-    left: Ranks | None = None
     seen: list[int] = field(default_factory=list[int])
