@@ -68,9 +68,6 @@ def test_what_is_replaced_is_never_lost(folder: Path) -> None:
 
 
 def job(out: str) -> str:
-    import anyrank.world.connections as world
-
-    world.ROLL_CALL_SEC = 0.2  # type: ignore[misc]
     torch.manual_seed(0)
     model: Any = fully_shard(torch.nn.Linear(8, 8))
     try:

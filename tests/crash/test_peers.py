@@ -94,9 +94,6 @@ def train(path: str, wrap: str, until: int = LAST, **options: Any) -> Any:
 def job_train(
     memory: str, path: str, wrap: str, machines: list[int] | None = None, **options: Any
 ) -> Any:
-    import anyrank.world.connections as world
-
-    world.ROLL_CALL_SEC = 0.2  # type: ignore[misc] - survivors need not wait long for the killed
     rank = int(os.environ.get("RANK", "0"))
     with machine(memory, machines[rank] if machines else 0):
         try:

@@ -63,16 +63,8 @@ def values(net: nn.Module) -> list[list[float]]:
     return [t.flatten().tolist() for t in whole]
 
 
-def be_quick() -> None:
-    """Survivors need not wait long for a rank that the test has killed."""
-    import anyrank.world.connections as world
-
-    world.ROLL_CALL_SEC = 0.2  # type: ignore[misc]
-
-
 def train(path: str, background: bool, on_last: Callable[[], None]) -> list[Any]:
     """Three steps, each saved; the values after each."""
-    be_quick()
     net, optimizer = build()
     seen: list[Any] = []
     state = anyrank.TrainState(net, optimizer)

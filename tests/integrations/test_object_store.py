@@ -90,9 +90,6 @@ def values(net: nn.Module) -> list[list[float]]:
 
 def job_train(url: str, last: int, background: bool = False, verify: bool = False) -> Any:
     """Resume if there is something, and train until step `last`, each step saved."""
-    import anyrank.world.connections as world
-
-    world.ROLL_CALL_SEC = 0.2  # type: ignore[misc] - survivors of a kill need not wait long
     net, optimizer = build()
     state = anyrank.TrainState(net, optimizer)
     options = {"every": 1, "background": background, "verify": verify}

@@ -1,21 +1,22 @@
-"""Ranks that wait for each other in different calls are told so within seconds."""
+"""Ranks that make different calls are told so within seconds; in different groups, both say where
+they wait and for whom.
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.test_ranks_meet import impatient
+from tests.ranks.test_ranks_meet import impatient, outcome, warnings_of
 from torch import nn
 
 import anyrank
 from anyrank.testing import RanksFailed, run_ranks
-from anyrank.world.crossed import Board
 from anyrank.world.ranks import open_ranks
 
 CALLS = {
@@ -38,16 +39,19 @@ def job_one_rank_calls(call: str, caller: int, folder: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("caller", [0, 2])
-def test_a_call_of_one_rank_alone_is_an_error_on_all(tmp_path, call: str, caller: int) -> None:
+def test_a_call_of_one_rank_alone_is_an_error_on_all(
+    tmp_path: Path, call: str, caller: int
+) -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, job_one_rank_calls, call, caller, str(tmp_path), timeout=120)
     assert time.monotonic() - start < 60
     text = str(caught.value)
     assert all(f"[rank{rank}] anyrank.errors.RankError: " in text for rank in range(3))
-    told = re.findall(r"rank \d is at '(.*)' and rank \d at '(.*)', and each waits", text)
-    assert len(told) > 1
-    assert {frozenset(places) for places in told} == {frozenset({call, "completing the step"})}
+    others = ", ".join(str(rank) for rank in range(3) if rank != caller)
+    places = [f"{call} on rank {caller}", f"completing the step on ranks {others}"]
+    said = ", ".join(places if caller == 0 else reversed(places))
+    assert text.count(f"ranks do different things at the same place: {said}: make the same") >= 3
 
 
 def job_late() -> list[list[int]]:
@@ -66,18 +70,26 @@ def test_late_ranks_are_waited_for() -> None:
     assert run_ranks(3, job_late) == [[[n] * 3 for n in (0, 0, 1, 1, 2, 2)]] * 3
 
 
-class Table(dict[str, Any]):
-    """A store in memory."""
+def job_two_groups() -> tuple[list[str], str, str]:
+    """Rank 0 waits for its pair, and the others for all, until the timeout."""
+    pair: Any = dist.new_group([0, 1])
+    with impatient(), warnings_of("anyrank.world") as found:
+        with open_ranks(pair, "pair()") if dist.get_rank() < 2 else contextlib.nullcontext():
+            pass
+        with open_ranks(None, "all()") as ranks:
+            if ranks.rank:
+                kind, text = outcome(lambda: ranks.gather(1, "all()"))
+            else:
+                with open_ranks(pair, "pair()") as two:
+                    kind, text = outcome(lambda: two.gather(1, "pair()"))
+    return found, kind, text
 
-    set = dict.__setitem__
 
-
-@pytest.mark.parametrize(("passed", "is_crossed"), [(4, True), (5, False)])
-def test_a_rank_that_has_passed_the_wait_is_not_crossed(passed: int, is_crossed: bool) -> None:
-    store: Any = Table()
-    theirs = {"where": "b", "what": "y", "number": 1, "ranks": [0], "reached": {"a": passed}}
-    store["stuck/1"] = json.dumps(theirs)
-    board = Board(store, 0, "a", "x", 5)
-    found = [board.look([1]) for _ in range(2)]
-    assert found[0] == ""
-    assert bool(found[1]) == is_crossed
+def test_in_different_groups_each_says_where_it_waits_and_for_whom() -> None:
+    results = run_ranks(3, job_two_groups, env={"ANYRANK_TIMEOUT_SEC": "4"})
+    for rank, (found, kind, text) in enumerate(results):
+        call, absent = ("all()", "rank 0") if rank else ("pair()", "rank 1")
+        assert all(text.startswith(f"{call}: rank {rank} has waited ") for text in found)
+        assert any(f" s for {absent}: " in text for text in found)  # once the others wait too
+        assert kind == "RankError"
+        assert text.startswith(f"{absent} did not come to '{call}' within 4 s")

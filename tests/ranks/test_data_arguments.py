@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch import nn
 
 import anyrank
 from anyrank.testing import run_ranks
-from anyrank.world import meeting
 
 SECONDS = 20.0  # far below the wait of a rank for another
 
@@ -173,86 +170,9 @@ def test_parameters_that_all_ranks_freeze_are_not_trained() -> None:
     assert [row[0] for row in rows] == ["none", "none"]
 
 
-class Broken(Unread):
-    """A dataset whose files one rank does not find."""
-
-    def __len__(self) -> int:
-        if dist.get_rank() == 1:
-            raise FileNotFoundError("no index.json")
-        return self.n
-
-
 def loader(dataset: Any = None, **options: Any) -> anyrank.ElasticLoader:
     given: dict[str, Any] = {"global_batch": 12, "microbatch": 2} | options
     return anyrank.ElasticLoader(Unread(36) if dataset is None else dataset, **given)
-
-
-def from_shards(lengths: list[int]) -> anyrank.ElasticLoader:
-    return anyrank.ElasticLoader.from_shards(
-        ["a", "b"], iter, lengths=lengths, global_batch=4, microbatch=2
-    )
-
-
-def sampler(n: Any) -> anyrank.ElasticSampler:
-    return anyrank.ElasticSampler(n, global_batch=12, microbatch=2)
-
-
-# What one rank alone gives wrong; the others go on to their next agreement, and hear of it there.
-FAILS_ALONE: dict[str, tuple[Any, str]] = {
-    "len": (lambda _: loader(Broken(36)), r"ElasticLoader\(\): FileNotFoundError: no index.json"),
-    "workers": (
-        lambda bad: loader(prefetch_factor=2 if bad else None),
-        r"ElasticLoader\(\): ValueError: prefetch_factor",
-    ),
-    "group": (
-        lambda bad: loader(process_group="all" if bad else None),
-        r"ElasticLoader\(\): \w+: ",
-    ),
-    "shards": (
-        lambda bad: from_shards([8] if bad else [8, 8]),
-        r"ElasticLoader.from_shards\(\): ValueError: ",
-    ),
-    "sampler": (lambda _: sampler(Broken(36)), r"ElasticSampler\(\): FileNotFoundError: no index"),
-}
-
-
-def job_fails_alone(make: Any, path: str) -> tuple[str, str, float]:
-    def go() -> None:
-        with anyrank.Checkpoints(path, make(dist.get_rank() == 1)) as ckpts:
-            ckpts.resume()
-
-    with patch.object(meeting, "LEFT_SEC", 1.0):
-        return error_of(go)
-
-
-def state_of(name: str, bad: bool) -> anyrank.TrainState:
-    return anyrank.TrainState(nn.Linear(1, 1), data=FAILS_ALONE[name][0](bad))
-
-
-def check_heard(rows: list[tuple[str, str, float]], text: str) -> None:
-    (kind, heard, seconds), (own, cause, _) = rows
-    assert own in ("FileNotFoundError", "TypeError", "ValueError"), cause
-    assert kind == "RankError"
-    assert re.search(f"rank 1 has left {text}", heard), heard
-    assert seconds < SECONDS
-
-
-@pytest.mark.parametrize("name", list(FAILS_ALONE))
-def test_a_constructor_that_fails_on_one_rank_is_heard_of_by_the_others(
-    name: str, tmp_path: Path
-) -> None:
-    rows = run_ranks(2, job_fails_alone, partial(state_of, name), str(tmp_path))
-    check_heard(rows, FAILS_ALONE[name][1])
-
-
-def wrong_state(bad: bool) -> anyrank.TrainState:
-    parts: dict[str, Any] = {"optimizer": "AdamW"} if bad else {}
-    return anyrank.TrainState(nn.Linear(1, 1), **parts)
-
-
-def test_a_train_state_that_fails_on_one_rank_is_heard_of_by_the_others(tmp_path: Path) -> None:
-    rows = run_ranks(2, job_fails_alone, wrong_state, str(tmp_path))
-    check_heard(rows, r"TrainState\(\): \w+Error: ")
 
 
 def job_exact_on_one_rank() -> tuple[str, str, float]:

@@ -150,7 +150,7 @@ def test_buffers_that_differ_are_all_the_first_ranks(tmp_path: Path, wrap: str) 
         assert "6 tensors differed between the ranks that saved them" in notes[-1]
 
 
-def job_one_rank(path: str, what: str) -> tuple[str, str]:
+def job_one_rank(path: str) -> tuple[str, str]:
     """Something that goes wrong on rank 1 alone, between agreements."""
     loader = anyrank.ElasticLoader(list(range(8)), global_batch=4, microbatch=1)
     state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
@@ -159,8 +159,7 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
         for step in loader:
             try:
                 for _ in step.microbatches(nn.Identity()):
-                    if what == "leave" and alone:
-                        return "left", ""
+                    pass
                 if alone:
                     loader.commit()
                 ckpts.save()
@@ -171,19 +170,10 @@ def job_one_rank(path: str, what: str) -> tuple[str, str]:
 
 
 def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path) -> None:
-    answers = run_ranks(2, job_one_rank, str(tmp_path), "save")
+    answers = run_ranks(2, job_one_rank, str(tmp_path))
     assert answers[0] == answers[1]
     assert answers[0][0] == "CheckpointError"
     assert "position= differs" in answers[0][1]
-
-
-def test_a_rank_that_leaves_its_microbatches_is_named_by_the_others(tmp_path: Path) -> None:
-    (kind, text), left = run_ranks(2, job_one_rank, str(tmp_path), "leave", timeout=60)
-    assert left == ("left", "")
-    assert kind == "RankError"
-    assert (
-        "rank 1 d" in text
-    )  # "did not come to 'comparing the step'", or has closed its connection
 
 
 class Counting:

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.test_promise_4_one_ranks_error import SECONDS
@@ -13,6 +14,7 @@ from tests.ranks.test_promise_4_one_ranks_error import SECONDS
 import anyrank
 from anyrank import faults
 from anyrank.testing import Died, Fault, run_ranks
+from anyrank.world import connections
 from anyrank.world.group import default_store
 from anyrank.world.ranks import open_ranks
 
@@ -31,10 +33,11 @@ def job_half_a_message() -> Any:
     try:
         with open_ranks(None, "test()") as ranks:
             if dist.get_rank() == 0:
-                sending = ranks.start_send(torch.ones(NUMEL, dtype=torch.uint8), 1)
-                default_store().wait(["half a message"])
-                faults.point("test.within")
-                sending.wait()
+                with ranks.streaming("half a message"):
+                    wait = ranks.start_send(torch.ones(NUMEL, dtype=torch.uint8), 1)
+                    default_store().wait(["half a message"])
+                    faults.point("test.within")
+                    wait()
             elif dist.get_rank() == 1:
                 message = torch.zeros(NUMEL, dtype=torch.uint8)
                 threading.Thread(target=tell_when_it_begins, args=(message,), daemon=True).start()
@@ -54,3 +57,41 @@ def test_the_receiver_of_half_a_message_does_not_wait_for_the_rest() -> None:
         assert "rank 0" in text
         assert causes == [0]
         assert seconds < SECONDS + 3
+
+
+def job_half_a_broadcast() -> Any:
+    """A long value of rank 0, which is killed when its first byte has arrived."""
+    start = time.monotonic()
+    usual = connections.as_tensor
+
+    def spied(data: bytes, length: int) -> torch.Tensor:
+        tensor = usual(data, length)
+        if length > NUMEL:
+            threading.Thread(target=tell_when_it_begins, args=(tensor,), daemon=True).start()
+        return tensor
+
+    def die_when_it_begins() -> None:
+        default_store().wait(["half a message"])
+        faults.point("test.within")
+
+    try:
+        with open_ranks(None, "test()") as ranks, pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == 0:
+                threading.Thread(target=die_when_it_begins, daemon=True).start()
+            else:
+                patch.setattr(connections, "as_tensor", spied)
+            ranks.from_one("half a value", lambda: b"1" * NUMEL)
+            time.sleep(1 if ranks.rank == 0 else 0)  # where all of it has arrived in time
+            ranks.gather(None, "the end")
+    except anyrank.RankError as error:
+        return str(error), list(error.causes), time.monotonic() - start
+    return "no error"
+
+
+def test_the_receiver_of_half_a_broadcast_does_not_wait_for_the_rest() -> None:
+    fault = Fault(rank=0, point="test.within", how="kill")
+    dead, (text, causes, seconds) = run_ranks(2, job_half_a_broadcast, faults=[fault])
+    assert isinstance(dead, Died)
+    assert text == "rank 0 died or does not answer: look at its log for the cause"
+    assert causes == [0]
+    assert seconds < SECONDS + 3

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyrank.data.schedule import slots_of_rank
-from anyrank.exact.rounds import most_nodes
 from anyrank.exact.tree_sum import Span, TreeSum, inner_nodes, merged, ordered
 from anyrank.steps.norm import sum_dtype
 
@@ -76,6 +75,15 @@ def test_ranks_may_hold_any_microbatches(data: st.DataObject, count: int, seed: 
     trees = [tree_of(count, [k for k in range(count) if owners[k] == o], values) for o in range(5)]
     whole = ordered(trees, count).total()
     assert bits(whole) == bits(tree_of(count, list(range(count)), values).total())
+
+
+def most_nodes(count: int, leaves: Sequence[int]) -> int:
+    """The most nodes that a rank keeps at once while it adds up some leaves."""
+    tree, most = TreeSum(count), 0
+    for leaf in leaves:
+        tree.add(Span(leaf, leaf + 1), None)
+        most = max(most, len(tree.nodes))
+    return most
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

@@ -117,7 +117,7 @@ class _Message:
         sender, receiver: global ranks.
         blocks: in their order.
         nbytes: of all of them, with the gaps that align them.
-        work: gloo's, once the message is under way.
+        work: waits for its end, once the message is under way.
         start, stop: its part of the window's memory, if it is staged.
     """
 
@@ -301,7 +301,7 @@ class Mover:
 
     def _finish_oldest(self) -> None:
         oldest = self.pending.popleft()
-        oldest.work.wait()
+        oldest.work()
         self.under_way -= oldest.nbytes
         if oldest.receiver == self.ranks.rank and oldest.start >= 0:
             memory = self.memory[oldest.start : oldest.start + oldest.nbytes]

@@ -76,14 +76,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
         anyrank.integrations.peft.load(model, "adapter")
     """
     path = os.fspath(folder)
-    with open_ranks(call="peft.save()", about=path) as ranks:
+    with open_ranks(call="peft.save()") as ranks:
         chosen = _agreed(ranks, "peft.save", model, path, adapter)
         is_first = ranks.index == 0
         weights = ranks.own(
             "making room for the adapter", chosen.room if is_first else lambda: None
         )
     anyrank.sync(weights, chosen.tensors)
-    with open_ranks(call="peft.save()", about=path) as ranks:
+    with open_ranks(call="peft.save()") as ranks:
         ranks.own(
             "writing the adapter",
             lambda: None if weights is None else _write(path, weights, chosen.config),
@@ -123,7 +123,7 @@ def load(
         assert report.tensors == 2
     """
     path = os.fspath(folder)
-    with open_ranks(call="peft.load()", about=path) as ranks:
+    with open_ranks(call="peft.load()") as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
         saved, keys = ranks.from_one("reading the adapter's folder", lambda: _read(path))
         same_arguments(

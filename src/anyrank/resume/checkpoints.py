@@ -41,7 +41,6 @@ from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import same_arguments
-from anyrank.world.connections import declining
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -113,16 +112,15 @@ class Checkpoints:
         replicas_every: int | None = None,
         process_group: Group = None,
     ) -> None:
-        with declining(process_group, "Checkpoints()"):
-            self.path = check_path("path", path)
-            check_type("state", state, TrainState, "an anyrank.TrainState")
-            if on_commit is not None:
-                check_function("on_commit", on_commit)
-            check_group(process_group)
-            self._options = RunOptions(
-                self.path, keep, every, background, verify, keep_every, peers, replicas_every
-            )
-            self._folder = RunFolder(storage_for(self.path), self.path)
+        self.path = check_path("path", path)
+        check_type("state", state, TrainState, "an anyrank.TrainState")
+        if on_commit is not None:
+            check_function("on_commit", on_commit)
+        check_group(process_group)
+        self._options = RunOptions(
+            self.path, keep, every, background, verify, keep_every, peers, replicas_every
+        )
+        self._folder = RunFolder(storage_for(self.path), self.path)
         self._state = state
         self._on_commit = on_commit
         self._process_group = process_group
@@ -420,8 +418,6 @@ class Checkpoints:
     def _open(self, call: str) -> Ranks:
         """The ranks; on the first call, opened together."""
         data = self._state.data
-        if isinstance(data, ElasticLoader):
-            data.position.announce_left_step()
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks, parts = self._groups.enter_context(opened), self._state.parts
@@ -431,7 +427,7 @@ class Checkpoints:
             parts.agree(ranks)
             if self._options.background:
                 # The writing thread's collectives must not mix with those of the main one.
-                self._writers = self._groups.enter_context(open_ranks(self._process_group))
+                self._writers = self._groups.enter_context(ranks.apart("the background save"))
 
             def look() -> bool:
                 if ranks.index == 0:

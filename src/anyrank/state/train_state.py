@@ -28,7 +28,6 @@ from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
 from anyrank.world.arguments import same_arguments
-from anyrank.world.connections import declining
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -89,7 +88,6 @@ class TrainState:
         assert (state.step, state.samples, state.epoch) == (0, 0, 0)
     """
 
-    @declining(None, "TrainState()")
     def __init__(
         self,
         model: nn.Module | None = None,

@@ -29,7 +29,6 @@ from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
 from anyrank.steps.loader_position import LoaderPass, LoaderPosition
 from anyrank.steps.step import Step
-from anyrank.world.connections import declining
 from anyrank.world.ranks import open_ranks
 
 if TYPE_CHECKING:
@@ -111,43 +110,42 @@ class ElasticLoader(ElasticData):
         on_batch_change: OnBatchChange = "error",
         exact: bool = False,
     ) -> None:
-        with declining(process_group, "ElasticLoader()"):
-            n = length_of(dataset)
-            check_bool(
-                shuffle=shuffle,
-                pin_memory=pin_memory,
-                persistent_workers=persistent_workers,
-                exact=exact,
-            )
-            check_int("num_workers", num_workers, 0)
-            if prefetch_factor is not None:
-                check_int("prefetch_factor", prefetch_factor, 1)
-            if weights is not None and not shuffle:
-                raise ValueError("weights draw samples at random: remove shuffle=False")
-            may_change: OnBatchChange | None = on_batch_change
-            if isinstance(dataset, Shards):
-                order = dataset.order(seed, shuffle, global_batch, microbatch)
-                may_change = None  # the lanes of an epoch are those of its global batch
-            elif weights is not None:
-                order = weighted_order(n, seed, weights)
-            else:
-                order = Order(n, seed, shuffle)
-            schedule = Schedule(order, global_batch, microbatch, tail)
-            if isinstance(dataset, Shards):
-                dataset.max_open = schedule.num_microbatches
-            samples = MicrobatchDataset(dataset, seed, collate_fn)
-            self._position = LoaderPosition(
-                schedule, key, process_group, may_change, samples, _open_exact() if exact else None
-            )
-            self._fetcher = make_fetcher(
-                samples,
-                RequestSampler(self._requests),
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-            )
-            self._workers = WorkerExit()
+        n = length_of(dataset)
+        check_bool(
+            shuffle=shuffle,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            exact=exact,
+        )
+        check_int("num_workers", num_workers, 0)
+        if prefetch_factor is not None:
+            check_int("prefetch_factor", prefetch_factor, 1)
+        if weights is not None and not shuffle:
+            raise ValueError("weights draw samples at random: remove shuffle=False")
+        may_change: OnBatchChange | None = on_batch_change
+        if isinstance(dataset, Shards):
+            order = dataset.order(seed, shuffle, global_batch, microbatch)
+            may_change = None  # the lanes of an epoch are those of its global batch
+        elif weights is not None:
+            order = weighted_order(n, seed, weights)
+        else:
+            order = Order(n, seed, shuffle)
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        if isinstance(dataset, Shards):
+            dataset.max_open = schedule.num_microbatches
+        samples = MicrobatchDataset(dataset, seed, collate_fn)
+        self._position = LoaderPosition(
+            schedule, key, process_group, may_change, samples, _open_exact() if exact else None
+        )
+        self._fetcher = make_fetcher(
+            samples,
+            RequestSampler(self._requests),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
+        self._workers = WorkerExit()
 
     @classmethod
     def from_shards(
@@ -198,8 +196,7 @@ class ElasticLoader(ElasticData):
             )
             assert len(loader) == 2
         """
-        with declining(process_group, "ElasticLoader.from_shards()"):
-            dataset = Shards(shards, read, lengths)
+        dataset = Shards(shards, read, lengths)
         return cls(
             dataset,
             global_batch=global_batch,
@@ -243,7 +240,7 @@ class ElasticLoader(ElasticData):
         position.num_passes += 1
         epoch, number = position.epoch, position.num_passes
         with ExitStack() as stack:
-            ranks = stack.enter_context(open_ranks(position.group))
+            ranks = stack.enter_context(open_ranks(position.group, "the loop over the loader"))
             position.check_same(ranks)
             check_length(position.dataset.dataset, position.schedule.order.n)
             if exact is not None:

@@ -93,11 +93,6 @@ class LoaderPosition(Position):
         """Forget the current step, whose optimizer has not stepped: it will be repeated."""
         self.current = None
 
-    def announce_left_step(self) -> None:
-        """If this rank left its loop over microbatches, end the waits of ranks that are in it."""
-        if self.current is not None and self.current.left is not None:
-            self.current.left.leave()
-
     def state_dict(self) -> dict[str, Any]:
         exact = {} if self.exact is None else {"exact": self.exact.state()}
         return super().state_dict() | exact

@@ -20,7 +20,6 @@ from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
 from anyrank.tensors.hashing import derive
-from anyrank.world.connections import declining
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,10 @@ class ElasticSampler(ElasticData):
         tail: Tail = "short",
         process_group: Any = None,
     ) -> None:
-        with declining(process_group, "ElasticSampler()"):
-            is_length = type(dataset_or_length) is int
-            n = dataset_or_length if is_length else length_of(dataset_or_length)
-            schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
-            self._position = SamplerPosition(schedule, process_group)
+        is_length = type(dataset_or_length) is int
+        n = dataset_or_length if is_length else length_of(dataset_or_length)
+        schedule = Schedule(Order(n, seed, shuffle), global_batch, microbatch, tail)
+        self._position = SamplerPosition(schedule, process_group)
 
     @property
     def position(self) -> SamplerPosition:

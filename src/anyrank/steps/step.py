@@ -149,7 +149,6 @@ class Step:
         finally:
             run.slot = None
             if not run.is_complete:
-                run.left = self._pass.ranks
                 sync.drop_unfinished()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:

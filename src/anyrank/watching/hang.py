@@ -7,6 +7,7 @@ not answer, and concludes. Nothing of this waits for the main thread.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -29,7 +30,6 @@ from anyrank.watching.looks import Eyes, Look, record_collectives
 from anyrank.watching.options import EXIT_CODE, Options, read_options
 from anyrank.watching.stacks import read_faulthandler
 from anyrank.watching.system import ENDED, STOPPED, descendants, end_of, state_of
-from anyrank.world import background
 from anyrank.world.group import default_store
 from anyrank.world.processes import own_process
 from anyrank.world.store import Store, StoreLost
@@ -42,6 +42,7 @@ ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
 VAIN_SEC = 1.5  # for ranks that give no sign of life anyway
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
 AGAIN_SEC = 4.0  # between looks while somebody is at work
+END_SEC = 5.0  # for the thread, at the end of the script
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
 
 
@@ -167,12 +168,13 @@ class Watcher:
         _count_steps()
         self.tick_sec = min(TICK_SEC, self.after_sec / 4)
         Watcher.running = self
-        background.start("anyrank-hang", self._run, self.stopped.set)
+        atexit.register(self.end)  # a daemon thread that is in C++ then would abort the process
+        threading.Thread(target=self._run, name="anyrank-hang", daemon=True).start()
 
     def end(self) -> None:
         """End the thread; its last sign of life says so to the others."""
         self.stopped.set()
-        self.ended.wait(background.JOIN_SEC)
+        self.ended.wait(END_SEC)
 
     def count(self) -> None:
         """A step was made."""
@@ -195,8 +197,8 @@ class Watcher:
         except Exception as error:  # of ours, which must not end in somebody's training
             log.warning("the watch of rank %d ends: %s: %s", self.rank, type(error).__name__, error)
         finally:
-            self.store.close()
             self.eyes.close()
+            atexit.unregister(self.end)
             Watcher.running = None
             self.ended.set()
 
@@ -297,7 +299,7 @@ class Watcher:
         """Have all ranks look, conclude, and have the verdict said. The judge alone."""
         heard, before, slowest = dict(self.heard), self._steps(), self._slowest()
         idle = min(sec for _, sec in self._progress().values())
-        self.looks = self.store.add("orders", 1)
+        self.looks = self.store.count("orders")
         self._order({"look": self.looks})
         looks = {self.rank: self.eyes.look(self.steps)}
         looks |= self._gather(f"look/{self.looks}", set(range(self.size)) - {self.rank})
@@ -312,7 +314,7 @@ class Watcher:
         if verdict is None:
             return
         self.said_at = slowest
-        if self.store.add(f"verdicts/{slowest}", 1) > 1:
+        if self.store.count(f"verdicts/{slowest}") > 1:
             return  # another rank took this one for silent
         writer = min(verdict.waiting, default=self.rank)
         said = {"writer": writer, "json": verdict.to_json(), "screen": verdict.screen}
@@ -321,7 +323,7 @@ class Watcher:
 
     def _order(self, order: dict[str, Any]) -> None:
         """Tell all ranks what to do. The judge follows its own."""
-        number = self.store.add("orders", 1)
+        number = self.store.count("orders")
         self.store.set("order", json.dumps({"number": number, "by": self.rank, **order}))
         if "verdict" in order:
             self._follow({"number": number, **order})
@@ -344,7 +346,7 @@ class Watcher:
         else:
             if order["writer"] == self.rank:
                 self._say(order["screen"], order["json"])
-                self.store.set(f"said/{order['verdict']}")
+                self.store.set(f"said/{order['verdict']}", "1")
             if order["exit"]:
                 self._leave(order)
 
@@ -442,12 +444,12 @@ class Watcher:
         """
         deadline = time.monotonic() + ANSWER_SEC
         with contextlib.suppress(StoreLost):
-            leaving = self.store.add(f"leaving/{order['verdict']}", 1)
+            leaving = self.store.count(f"leaving/{order['verdict']}")
             while time.monotonic() < deadline and not (
                 leaving >= order["leaving"] and self.store.has([f"said/{order['verdict']}"])
             ):
                 time.sleep(0.05)
-                leaving = self.store.add(f"leaving/{order['verdict']}", 0)
+                leaving = int(self.store.get(f"leaving/{order['verdict']}"))
         self._exit()
 
     def _exit(self) -> None:

@@ -1,173 +1,202 @@
-"""What connects the ranks of a group: gloo, the store, and what is known of their machines."""
+"""gloo's connections between some ranks, which are kept from call to call.
+
+Of these connections `torch.distributed` knows nothing, so that they do not mix with the user's
+groups. Ranks that fail on them close them: who waits there, or comes later, raises the same error.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.group import Group, default_store, members, named
-from anyrank.world.meeting import Meeting, Met
-from anyrank.world.store import Store, StoreLost, is_here
-from anyrank.world.watch import TICK_SEC
+from anyrank.world.background import Helper
+from anyrank.world.waits import Notes, Wait
 
-ROLL_CALL_SEC = 3 * TICK_SEC  # how long survivors wait for one another before they name the dead
-CONNECT_SEC = 120.0  # for connections between ranks that have just met
+GLOO_SEC = 60  # that gloo waits for longer than we do, so that it is us who name the missing
+MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # of messages; what is sent with the others is nothing
 
 
-@dataclass(frozen=True)
 class Connections:
-    """The connections of a group.
+    """The connections of one set of ranks.
+
+    Args:
+        notes: what the ranks note for each other.
+        group: gloo's, which counts ranks by their position.
 
     Attributes:
-        ranks: the global ranks, in the group's order.
-        group: gloo's connections, which count ranks by their position.
-        store: the group's own part of the store.
-        met: the group's name, and the ranks' machines.
+        rounds: of agreement, so far.
     """
 
-    ranks: tuple[int, ...]
-    group: Any
-    store: Store
-    met: Met
+    def __init__(self, notes: Notes, group: Any) -> None:
+        self.notes = notes
+        self.index, self.size = notes.ranks.index(notes.rank), len(notes.ranks)
+        self.calls = self.rounds = self.waits = 0
+        self.passed = ""  # what messages are about
+        self.helper: Helper | None = None  # waits for them
+        self._group = group
+        # At exit too: a group with works under way would wait for them.
+        self._close = weakref.finalize(self, _close, group, self.index, self.size)
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """Some of the ranks in words; with their machines, where there are several."""
-        if len(self.met.hosts) == 1:
-            return named(ranks)
-        node_of = dict(zip(self.ranks, self.met.nodes, strict=True))
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(node_of[rank], []).append(rank)
-        return ", ".join(f"{named(there)} on {self.met.hosts[n]}" for n, there in by_node.items())
+    def open_call(self) -> int:
+        """A new call begins on the connections; its number, the same on all ranks. All ranks."""
+        self.group.set_timeout(timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC))
+        self.calls += 1
+        return self.calls
 
-    def roll_call(self, rank: int, flag: str, number: int, what: str) -> RankError:
-        """The error that names the ranks that no longer answer, for those that do.
+    @property
+    def group(self) -> Any:
+        """gloo's group.
+
+        Raises:
+            RankError: the ranks have failed on it.
+        """
+        if self._group is None:
+            raise self.notes.as_error()
+        return self._group
+
+    @property
+    def has_failed(self) -> bool:
+        return self._group is None
+
+    def fail(self, error: RankError) -> RankError:
+        """Close the connections, as the ranks cannot go on together; returns the error."""
+        if self._group is not None:
+            self._close()
+            last, self._group = [self._group], None
+            # A group waits for the rest of a message even if its sender is dead.
+            threading.Thread(target=last.clear, name="anyrank-close", daemon=True).start()
+        return error
+
+    def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
+        """Start to send up to `length` bytes to all ranks; what waits for theirs. All ranks."""
+        every, mine = [as_tensor(b"", length) for _ in range(self.size)], as_tensor(data, length)
+        wait = self._collective(self.group.allgather(every, mine), what)
+
+        def received() -> list[bytes]:
+            wait()
+            return [_as_bytes(tensor) for tensor in every]
+
+        return received
+
+    def broadcast(self, data: bytes, length: int, index: int, what: str) -> bytes:
+        """The bytes of one rank on every rank. All ranks.
 
         Args:
-            rank: this process's own.
-            flag: the key that makes busy ranks come.
-            number: of the wait that broke off.
-            what: was waited for.
+            data: of that rank.
+            length: of its bytes.
+            index: of the rank.
+            what: for messages.
         """
+        payload = as_tensor(data, length)
+        options = dist.BroadcastOptions()
+        options.rootRank = index
+        self._collective(self.group.broadcast([payload], options), what)()
+        return data if index == self.index else _as_bytes(payload)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start to send a contiguous CPU tensor; what waits for its end. Within `passing`."""
+        return self._message(lambda to: self.group.send([tensor], to, MESSAGE_TAG), rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start to fill a contiguous CPU tensor; what waits for its end. Within `passing`."""
+        return self._message(lambda at: self.group.recv([tensor], at, MESSAGE_TAG), rank)
+
+    @contextlib.contextmanager
+    def passing(self, what: str) -> Generator[None, None, None]:
+        """Around messages, until all of them are waited for."""
+        self.passed = what
         try:
-            dead, late = self._call_roll(rank, flag, number)
-        except StoreLost as error:
-            return RankError(self._without_store(rank, str(error)))
-        alive = {node for r, node in zip(self.ranks, self.met.nodes, strict=True) if r not in dead}
-        gone = [host for node, host in enumerate(self.met.hosts) if node not in alive]
-        if dead and gone:
-            text = f"{self.named(dead)} died or does not answer: {', '.join(gone)} or the network "
-            text += "to it is gone"
-        elif dead:
-            text = f"{self.named(dead)} died or does not answer: look at its log for the cause"
-        elif late:
-            text = f"{self.named(late)} did not come to {what!r}, though alive"
-        else:
-            text = "the connection between the ranks broke although all of them are alive"
-        causes = dict.fromkeys(dead or late, "no answer")
-        return RankError(text, causes=causes)  # chained to gloo's own error, which differs by rank
+            yield
+        finally:
+            if self.helper is not None:
+                self.helper.close()
+                self.helper = None
 
-    def _call_roll(self, rank: int, flag: str, number: int) -> tuple[list[int], list[int]]:
-        """Ranks without a sign of life, and ranks that have not come to this agreement."""
-        store, waits = self.store, f"waits/{number}"
-        for key in (flag, "roll call", f"alive/{rank}", f"here/{rank}"):
-            store.set(key, seconds=ROLL_CALL_SEC)
-        end = time.monotonic() + ROLL_CALL_SEC
-        dead = late = list(self.ranks)
-        while (dead or late) and time.monotonic() < end:
-            dead = [r for r in dead if not store.has([f"alive/{r}"], ROLL_CALL_SEC)]
-            late = [r for r in late if not store.has([f"{waits}/{r}"], ROLL_CALL_SEC)]
-            late = [r for r in late if not store.has([f"here/{r}"], ROLL_CALL_SEC)]
-            time.sleep(0.05)
-        return dead, late
+    def closed(self) -> list[int]:
+        """Ranks whose connections with this one are closed."""
+        found: list[int] = []
+        for rank in self.notes.ranks:
+            try:
+                if rank != self.notes.rank:
+                    # Raises at once if it is closed; nothing is ever sent to the others.
+                    self.group.recv([as_tensor(b"", 1)], self.notes.ranks.index(rank), PROBE_TAG)
+            except RuntimeError:
+                found.append(rank)
+        return found
 
-    def _without_store(self, rank: int, text: str) -> str:
-        """What the loss of the store means: the death of its process, or of its machine."""
-        own, at = self.met.nodes[self.ranks.index(rank)], self.met.store_node
-        if at is None or at == own:
-            return f"{text}: the process that hosts it died"
-        places = zip(self.ranks, self.met.nodes, strict=True)
-        there = named([r for r, node in places if node == at])
-        host = self.met.hosts[at]
-        return f"{text}: {host}, which hosts it and {there}, or the network to it is gone"
+    def _collective(self, work: Any, what: str) -> Callable[[], None]:
+        self.waits += 1
+        number = self.waits
 
+        def wait() -> None:
+            # gloo's collectives can be waited for in slices, and its messages cannot.
+            with self._failing(Wait(self.notes, what, self.closed, number)) as waiting:
+                while not _ends_within(work, waiting.look_sec):
+                    waiting.look()
+                work.wait()
 
-@contextmanager
-def declining(process_group: Group, call: str) -> Generator[None, None, None]:
-    """Around what a rank does by itself before ranks meet. When it raises, ranks that wait for this
-    one, or come to wait, learn why within seconds.
+        return wait
 
-    Args:
-        process_group: of the call; its ranks and all ranks are told.
-        call: what fails here: "Checkpoints()".
-    """
-    try:
-        yield
-    except Exception as error:
-        for group in dict.fromkeys((process_group, None)):
-            with contextlib.suppress(Exception):  # a wrong group, say; the cause is what counts
-                _leave(group, call, error)
-        raise
+    def _message(self, start: Callable[[int], Any], rank: int) -> Callable[[], None]:
+        def waiting() -> contextlib.AbstractContextManager[Wait]:
+            return self._failing(Wait(self.notes, self.passed, self.closed, None, [rank]))
 
+        with waiting():
+            work = start(self.notes.ranks.index(rank))
 
-def _leave(process_group: Group, call: str, error: Exception) -> None:
-    ranks, rank = members(process_group)
-    if len(ranks) == 1:
-        return
-    lobby = Store(default_store(), "anyrank")
-    try:
-        Meeting(lobby, ranks, rank, call, TIMEOUT_SEC.get(), False).leave(error)
-    finally:
-        lobby.close()
+        def wait() -> None:
+            with waiting() as looking:
+                if self.helper is None:
+                    self.helper = Helper()
+                self.helper.call(work.wait, looking.look, looking.look_sec)
+
+        return wait
+
+    @contextlib.contextmanager
+    def _failing(self, wait: Wait) -> Generator[Wait, None, None]:
+        """Around a wait: what ends it before it is over ends the connections."""
+        try:
+            yield wait
+        except RankError as error:
+            self.fail(error)
+            raise
+        except RuntimeError as error:  # gloo's own, which differs from rank to rank
+            raise self.fail(self.notes.end_by_death(self.closed())) from error
+        finally:
+            wait.over()
 
 
-def connect_ranks(ranks: Sequence[int], rank: int, call: str, about: str = "") -> Connections:
-    """Meet the other ranks and connect to them. All of `ranks`.
+def _ends_within(work: Any, seconds: float) -> bool:
+    """Whether one of gloo's collectives is over, well or not."""
+    with contextlib.suppress(RuntimeError):  # it goes on, or it failed: a wait raises that again
+        work.wait(timedelta(seconds=seconds))
+    return work.is_completed()
 
-    Args:
-        ranks: global ranks, in the group's order.
-        rank: this process's own.
-        call: what the ranks call.
-        about: see `Meeting`.
 
-    Raises:
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
-    """
-    seconds, shared = TIMEOUT_SEC.get(), default_store()
-    lobby = Store(shared, "anyrank")
-    try:
-        met = Meeting(lobby, ranks, rank, call, seconds, is_here(shared), about).hold()
-    except StoreLost as error:
-        raise RankError(
-            f"{call}: {error}: its process or its machine is gone, or the network to it"
-        ) from error
-    finally:
-        lobby.close()
-    store = Store(shared, f"anyrank/{met.name}")
-    limit = min(seconds, CONNECT_SEC)
+def _close(group: Any, index: int, size: int) -> None:
+    """Close all connections of a group: gloo does when a wait for a message runs out."""
+    for other in set(range(size)) - {index}:
+        with contextlib.suppress(RuntimeError):
+            work = group.recv([as_tensor(b"", 1)], other, CLOSE_TAG)
+            work.wait(timedelta(milliseconds=1))
 
-    def connect(inner: Any) -> Any:
-        # Not new_group(), whose names and keys the user's groups share.
-        group = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
-            inner, ranks.index(rank), len(ranks), timedelta(seconds=limit)
-        )
-        group.set_timeout(timedelta(seconds=seconds))
-        return group
 
-    try:
-        return Connections(tuple(ranks), store.call(connect, limit + 5), store, met)
-    except StoreLost as error:
-        store.close()
-        raise RankError(
-            f"{call}: rank {rank} could not connect to the ranks on {', '.join(met.hosts)} within "
-            f"{limit:.0f} s: {error}"
-        ) from error
+def as_tensor(data: bytes, length: int) -> torch.Tensor:
+    """Bytes as a tensor of at least their length, padded with zeros."""
+    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
+    return tensor
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

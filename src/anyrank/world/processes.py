@@ -1,4 +1,4 @@
-"""Processes of this machine as far as the system shows them: which one, and whether it ended."""
+"""This process, and whether one of this machine runs, for the lock of a run folder."""
 
 from __future__ import annotations
 
@@ -67,45 +67,6 @@ def pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def sibling_has_ended(rank: int) -> bool:
-    """Whether this process's launcher started a rank on this machine that has ended.
-
-    A launcher such as torchrun starts all ranks of a machine itself, each with its RANK in the
-    environment. False for a rank of another machine, and where no such launcher is seen.
-    """
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    parent = os.getppid()
-    ranks = {_rank_of(pid) for pid in _children(parent)}
-    is_launcher = os.environ.get("RANK") in ranks and _rank_of(parent) is None
-    return is_launcher and rank in range(first, first + count) and str(rank) not in ranks
-
-
-def _rank_of(pid: int) -> str | None:
-    """The RANK that a running process was started with."""
-    stat = _stat(pid)
-    if not stat or stat[0] in ENDED:
-        return None
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return None
-    found = next((variable for variable in variables if variable.startswith(b"RANK=")), None)
-    return None if found is None else found[len("RANK=") :].decode()
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        return []
-    return found
 
 
 def _stat(pid: int) -> list[str]:

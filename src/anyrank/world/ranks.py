@@ -9,79 +9,70 @@ others here: each rank has to call it, in the same order.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import itertools
 import pickle
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
-from anyrank.errors import RankError
-from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.connections import Connections, connect_ranks
+from anyrank.world.connections import Connections
 from anyrank.world.failures import Answer, Interrupted, different, failure_of, joined
 from anyrank.world.group import Group, members, named
-from anyrank.world.local_sockets import MAX_BYTES, LocalSockets, connect_locally, open_door
-from anyrank.world.processes import own_process
+from anyrank.world.rendezvous import channels_of, connections_of, taken
 from anyrank.world.store import StoreLost
-from anyrank.world.waits import Pending, Waits, abandon
-from anyrank.world.watch import Watch
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-HEAD_BYTES = 512  # by gloo, where all ranks send as many
+HEAD_BYTES = 1024  # what each rank sends at first: most values fit
+PADDED_BYTES = 64 << 10  # up to which a gathered value is padded to the longest
+NAME_CHARACTERS = 100  # of what is done, as the ranks compare it
 CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
 
 
 class Ranks:
     """The ranks that take part in a call. Every method with "all ranks" must be called by each.
 
-    Attributes:
+    Args:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
+        call: what they call, for messages.
+        channel: which of the connections between them they use.
+
+    Attributes:
         nodes: for each of `ranks`, which machine it is on; machines count from 0.
         hosts: for each machine, its name.
-        store_node: the machine that hosts the ranks' store, where that is known.
 
     Raises:
-        RankError: a rank died while the ranks met.
+        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
     """
 
+    connections: Connections | None = None
+
     def __init__(
-        self, ranks: Sequence[int], rank: int, connections: Connections | None = None
+        self, ranks: Sequence[int], rank: int, call: str | None = None, channel: int = 0
     ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.connections = connections
+        self.call, self.channel = call or "", channel
         self.last_check = time.monotonic()
-        self.round = 0  # of agreement; a failure in one does not stop the next
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
-        self.store_node: int | None = None
-        self.local: LocalSockets | None = None  # on one machine: for messages that are short
-        if connections is None:
-            return
-        met = connections.met
-        self.nodes, self.hosts, self.store_node = met.nodes, met.hosts, met.store_node
-        self.watch = Watch(connections.store, rank, self.ranks, self.named, connections.group)
-        self.waits = Waits(lambda: self.watch.in_vain)
-        door = open_door(self.size) if len(self.hosts) == 1 else None
-        mine = own_process(), None if door is None else door.address
-        # The first gather also waits until all are connected: a rank that closed the group before
-        # would break a slower one's connecting.
-        every = self.gather(mine, "connecting the ranks")
-        near = (index for index, node in enumerate(self.nodes) if node == self.node)
-        self.watch.processes = {self.ranks[index]: every[index][0] for index in near}
-        if len(self.hosts) == 1:
-            addresses = [address for _, address in every]
-            seconds, in_vain = TIMEOUT_SEC.get(), self.waits.in_vain
-            self.local = connect_locally(door, self.index, addresses, seconds, in_vain)
+        self._flag = ""  # the key that says that this agreement fails; "" outside of agreements
+        if call is not None and len(ranks) > 1:
+            self._connect()
+
+    def _connect(self) -> Connections:
+        made = connections_of(self.ranks, self.rank, self.call, self.channel)
+        self.number = made.open_call()
+        self.connections = made
+        self.nodes, self.hosts = made.notes.nodes, made.notes.hosts
+        return made
 
     @property
     def size(self) -> int:
@@ -102,20 +93,111 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
-    @property
-    def head_bytes(self) -> int:
-        """Of a gathered value, what is sent at first: most fit, and then one exchange is enough."""
-        return HEAD_BYTES if self.local is None else MAX_BYTES
-
     def named(self, ranks: Sequence[int]) -> str:
         """Some of the ranks in words; with their machines, where there are several."""
-        return named(ranks) if self.connections is None else self.connections.named(ranks)
+        return named(ranks) if self.connections is None else self.connections.notes.named(ranks)
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
+
+        `work` must not wait for other ranks, unless it keeps serving them after its own failure.
+
+        Raises:
+            AnyrankError: of the class that the first failing rank raised, with every cause;
+                RankError for an exception that is not anyrank's own, and for a rank that died.
+        """
+        return self.own_and_all(what, lambda: (None, work()))[1]
+
+    def own(self, what: str, work: Callable[[], T]) -> T:
+        """As `together`; each rank keeps its result, the very object, and sends nothing."""
+        return self.own_and_all(what, lambda: (work(), None))[0]
+
+    def from_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
+        """Run `work` on one rank, the first by default; its result on every rank. All ranks.
+
+        Raises:
+            AnyrankError: as `together`.
+        """
+        index = 0 if rank is None else self.ranks.index(rank)
+        is_mine = index == self.index
+
+        def work_here() -> tuple[T | None, T | None]:
+            value = work() if is_mine else None
+            return value, value
+
+        own, every = self.own_and_all(what, work_here)
+        return cast("T", own if is_mine else every[index])
+
+    def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
+        """As `together`; each rank keeps a result of its own, and sends another. All ranks.
+
+        Args:
+            what: as for `together`.
+            work: returns (anything at all, what the other ranks get, which pickles).
+
+        Returns:
+            This rank's own first result, the very object, and every rank's second.
+
+        Raises:
+            AnyrankError: as `together`.
+        """
+        if self.connections is None:
+            own, value = work()
+            return own, [value]
+        connections = self._ready()
+        connections.rounds += 1
+        own, packed, cause = None, b"", None
+        outer, self._flag = self._flag, f"failed/{connections.rounds}"
+        try:
+            try:
+                own, value = work()
+                packed = pickle.dumps(value)
+            except Exception as error:
+                if connections.has_failed:  # within the work, and so the others raise too
+                    raise connections.notes.as_error() from error
+                cause = error
+                self._set_flag(connections)
+            answers = self.gather(Answer(packed, cause and failure_of(cause)), what)
+        finally:
+            if cause is not None:
+                self._delete_flag(connections)
+            self._flag = outer
+        failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
+        if failures:
+            raise joined(what, failures, self.size) from cause
+        values = [pickle.loads(answer.value) for answer in answers]  # noqa: S301 - from our own ranks
+        return cast("S", own), values
+
+    def check(self) -> None:
+        """Stop early when another rank has failed; cheap enough for inner loops.
+
+        Raises:
+            Interrupted: to be passed through to `together`.
+        """
+        if not self._flag or time.monotonic() - self.last_check < CHECK_SEC:
+            return
+        self.last_check = time.monotonic()
+        assert self.connections is not None
+        if self.connections.notes.store.has([self._flag]):
+            raise Interrupted
+
+    def _set_flag(self, connections: Connections) -> None:
+        with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
+            connections.notes.store.set(self._flag, "")
+
+    def _delete_flag(self, connections: Connections) -> None:
+        with contextlib.suppress(StoreLost):
+            connections.notes.store.delete(self._flag)
+
+    # -- values -----------------------------------------------------------------------------------
 
     def gather(self, value: T, what: str = "exchanging values") -> list[T]:
         """Every rank's value, in the group's order. All ranks.
 
         Args:
-            value: anything that pickles.
+            value: anything that pickles. Over 64 KiB of one rank alone goes faster by `from_one`.
             what: what is done here, the same on all ranks.
 
         Raises:
@@ -128,40 +210,7 @@ class Ranks:
         """As `gather`, in two halves: sends the value, and returns what waits for the others'."""
         if self.connections is None:
             return lambda: [value]
-        data = pickle.dumps((what, value))
-        sized = len(data).to_bytes(8, "little") + data
-        most = self.head_bytes
-        with self._waiting(what):
-            if self.local is None:
-                wait_for_heads = self._start_bytes(sized[:most], most)
-            else:
-                wait_for_heads = self.local.start(sized[:most])
-
-        def wait() -> list[T]:
-            with self._waiting(what):
-                parts = wait_for_heads()
-                longest = max(int.from_bytes(head[:8], "little") for head in parts) + 8
-                if longest > most:
-                    tails = self._start_bytes(sized[most:], longest - most)()
-                    parts = [head + tail for head, tail in zip(parts, tails, strict=True)]
-            answers = [pickle.loads(part[8:]) for part in parts]  # noqa: S301 - from our own ranks
-            if any(theirs != what for theirs, _ in answers):
-                done = {rank: theirs for rank, (theirs, _) in zip(self.ranks, answers, strict=True)}
-                text = different("ranks do different things at the same place", done, self.named)
-                raise RankError(f"{text}: make the same calls on all ranks, in the same order")
-            return [value for _, value in answers]
-
-        return wait
-
-    def _start_bytes(self, data: bytes, length: int) -> Callable[[], list[bytes]]:
-        every, mine = [_as_tensor(b"", length) for _ in self.ranks], _as_tensor(data, length)
-        work = self.waits.add(self.group.allgather(every, mine), (every, mine))
-
-        def wait() -> list[bytes]:
-            work.wait()
-            return [_as_bytes(received) for received in every]
-
-        return wait
+        return self._gather(self._ready(), value, what)
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -173,21 +222,47 @@ class Ranks:
 
     def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
         """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
-        if self.connections is None:
-            return lambda: flag
-        if self.local is not None:
-            gathered = self.start_gather(flag, what)
-            return lambda: any(gathered())
-        total = torch.tensor([int(flag)], device="cpu")
-        with self._waiting(what):
-            work = self.waits.add(self.group.allreduce([total]), total)
+        gathered = self.start_gather(flag, what)
+        return lambda: any(gathered())
 
-        def wait() -> bool:
-            with self._waiting(what):
-                work.wait()
-            return bool(total.item())
+    def _ready(self) -> Connections:
+        """The connections; where the ranks have failed on them and live, new ones."""
+        assert self.connections is not None
+        if self.connections.has_failed and not self._flag and not self.connections.notes.is_death:
+            return self._connect()
+        return self.connections
+
+    def _gather(self, connections: Connections, value: T, what: str) -> Callable[[], list[T]]:
+        data = pickle.dumps(value)
+        name = self.number, self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS]
+        head = pickle.dumps((name, data[: HEAD_BYTES + 1]))
+        if len(head) > HEAD_BYTES:
+            head = pickle.dumps((name, len(data)))
+        wait_for_heads = connections.allgather(head, HEAD_BYTES, what)
+
+        def wait() -> list[T]:
+            heads = [pickle.loads(each) for each in wait_for_heads()]  # noqa: S301 - as above
+            names = {r: theirs for r, (theirs, _) in zip(self.ranks, heads, strict=True)}
+            if len({*names.values()}) > 1:
+                raise connections.fail(connections.notes.end(_crossed(names, self.named)))
+            every: list[Any] = [inline for _, inline in heads]
+            sizes = {index: each for index, each in enumerate(every) if isinstance(each, int)}
+            most = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
+            if len(sizes) > 1 and max(sizes.values()) * self.size <= most:
+                mine = data if self.index in sizes else b""
+                for index, tail in enumerate(
+                    connections.allgather(mine, max(sizes.values()), what)()
+                ):
+                    if index in sizes:
+                        every[index] = tail
+            else:
+                for index, size in sizes.items():
+                    every[index] = connections.broadcast(data, size, index, what)
+            return [pickle.loads(each) for each in every]  # noqa: S301 - as above
 
         return wait
+
+    # -- tensors ----------------------------------------------------------------------------------
 
     def exchange(
         self,
@@ -207,152 +282,38 @@ class Ranks:
         Raises:
             RankError: as `gather`.
         """
-        with self._waiting(what):
-            works = [self.start_send(t, rank) for t, rank in sent]
-            works += [self.start_receive(t, rank) for t, rank in received]
-            for work in works:
-                work.wait()
+        with self.streaming(what):
+            waits = [self.start_send(t, rank) for t, rank in sent]
+            waits += [self.start_receive(t, rank) for t, rank in received]
+            for wait in waits:
+                wait()
 
     @contextlib.contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:
-        """Around sends and receives side by side, until all are waited for; raises as `gather`."""
-        with contextlib.nullcontext() if self.connections is None else self._waiting(what):
+        """Around sends and receives side by side, until all are waited for."""
+        if self.connections is None:
+            yield
+            return
+        with self._ready().passing(what):
             yield
 
-    def start_send(self, tensor: torch.Tensor, rank: int) -> Pending:
+    def start_send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start to send a contiguous CPU tensor; what waits for its end. Within `streaming`."""
-        return self.waits.add(self.group.send([tensor], self.ranks.index(rank), 0), tensor)
-
-    def start_receive(self, tensor: torch.Tensor, rank: int) -> Pending:
-        """Start to fill a contiguous CPU tensor; what waits for its end. Within `streaming`."""
-        return self.waits.add(self.group.recv([tensor], self.ranks.index(rank), 0), tensor)
-
-    @property
-    def group(self) -> Any:
-        """gloo's connections."""
         assert self.connections is not None
-        return self.connections.group
+        return self.connections.send(tensor, rank)
+
+    def start_receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
+        """Start to fill a contiguous CPU tensor; what waits for its end. Within `streaming`."""
+        assert self.connections is not None
+        return self.connections.receive(tensor, rank)
 
     @contextlib.contextmanager
-    def _waiting(self, what: str) -> Generator[None, None, None]:
-        self.watch.begin(what)
-        try:
-            yield
-        except RuntimeError as error:
-            abandon(self.group)
-            crossed = self.watch.why()
-            raise (RankError(crossed) if crossed else self.roll_call(what)) from error
-        finally:
-            self.watch.end()
-
-    def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
-
-        `work` must not wait for other ranks, unless it keeps serving them after its own failure.
-
-        Raises:
-            AnyrankError: of the class that the first failing rank raised, with every cause;
-                RankError for an exception that is not anyrank's own, and for a rank that died.
-        """
-        return self.own_and_all(what, lambda: (None, work()))[1]
-
-    def own(self, what: str, work: Callable[[], T]) -> T:
-        """As `together`; each rank keeps its result, the very object, and sends nothing."""
-        return self.own_and_all(what, lambda: (work(), None))[0]
-
-    def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """As `together`; each rank keeps a result of its own, and sends another. All ranks.
-
-        Args:
-            what: as for `together`.
-            work: returns (anything at all, what the other ranks get, which pickles).
-
-        Returns:
-            This rank's own first result, the very object, and every rank's second.
-
-        Raises:
-            AnyrankError: as `together`.
-        """
-        own, value, cause = None, None, None
-        self.round += 1
-        try:
-            own, value = work()
-        except Exception as error:
-            if self.connections is None:
-                raise
-            cause = error
-            self._raise_flag()
-        failure = None if cause is None else failure_of(cause)
-        answers = self.gather(Answer(value, failure), what)
-        failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
-        if failures:
-            raise joined(what, failures, self.size) from cause
-        return cast("S", own), [answer.value for answer in answers]
-
-    def from_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
-        """Run `work` on one rank, the first by default; its result on every rank. All ranks.
-
-        Raises:
-            AnyrankError: as `together`.
-        """
-        rank = self.ranks[0] if rank is None else rank
-
-        def here() -> tuple[tuple[T | None, bytes], tuple[int, bytes]]:
-            value = work() if self.rank == rank else None
-            sent = self.connections is not None and self.rank == rank
-            data = pickle.dumps(value) if sent else b""
-            small = data if len(data) <= self.head_bytes // 2 else b""  # travels with its length
-            return (value, data), (len(data), small)
-
-        (value, data), every = self.own_and_all(what, here)
-        if self.connections is None:
-            return cast("T", value)
-        length, small = max(every)
-        if small:
-            return pickle.loads(small)  # noqa: S301 - from our own rank
-        payload = _as_tensor(data, length)
-        with self._waiting(what):
-            options = dist.BroadcastOptions()
-            options.rootRank = self.ranks.index(rank)
-            self.waits.add(self.group.broadcast([payload], options), payload).wait()
-        if self.rank == rank:
-            return cast("T", value)
-        result: T = pickle.loads(_as_bytes(payload))  # noqa: S301 - from our own rank
-        return result
-
-    def check(self) -> None:
-        """Stop early when another rank has failed; cheap enough for inner loops.
-
-        Raises:
-            Interrupted: to be passed through to `together`.
-        """
-        if self.connections is None or time.monotonic() - self.last_check < CHECK_SEC:
-            return
-        self.last_check = time.monotonic()
-        if self.connections.store.has([self._flag]):
-            raise Interrupted
-
-    def roll_call(self, what: str) -> RankError:
-        """The error that names the ranks that no longer answer, for those that do."""
-        assert self.connections is not None
-        return self.connections.roll_call(self.rank, self._flag, self.watch.number, what)
-
-    def leave(self) -> None:
-        """This rank comes to no further exchange: who waits for it in one, or comes to wait, raises
-        within seconds. Any rank.
-        """
-        if self.connections is not None:
-            with contextlib.suppress(StoreLost):
-                self.connections.store.set("roll call")
-
-    @property
-    def _flag(self) -> str:
-        return f"failed/{self.round}"
-
-    def _raise_flag(self) -> None:
-        assert self.connections is not None
-        with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
-            self.connections.store.set(self._flag)
+    def apart(self, call: str) -> Generator[Ranks, None, None]:
+        """The same ranks, with connections for a thread of their own. All ranks."""
+        every = self.gather(channels_of(self.ranks), f"opening a channel for {call}")
+        channel = next(n for n in itertools.count(1) if not any(n in used for used in every))
+        with taken(self.ranks, channel):
+            yield Ranks(self.ranks, self.rank, call, channel)
 
 
 def one_process() -> Ranks:
@@ -362,39 +323,29 @@ def one_process() -> Ranks:
 
 @contextlib.contextmanager
 def open_ranks(
-    process_group: Group = None, call: str = "this call", about: str = ""
+    process_group: Group = None, call: str = "this call"
 ) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
+
+    What connects them is opened at the first call, and kept.
 
     Args:
         process_group: see `Group`.
         call: what the ranks call, the same on each: "load()".
-        about: see `Meeting`.
 
     Raises:
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or some called something else.
+        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
     """
     ranks, rank = members(process_group)
-    if len(ranks) == 1:
-        yield Ranks(ranks, rank)
-        return
-    made = Ranks(ranks, rank, connect_ranks(ranks, rank, call, about))
-    try:
-        yield made
-    finally:
-        if made.local is not None:
-            made.local.close()
-        made.waits.close()
-        made.watch.close()
-        made.connections = None
+    yield Ranks(ranks, rank, call)
 
 
-def _as_tensor(data: bytes, length: int) -> torch.Tensor:
-    """Bytes as a tensor of at least their length, padded with zeros."""
-    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
-    ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
-    return tensor
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+def _crossed(
+    names: Mapping[int, tuple[int, str, str]], name: Callable[[Sequence[int]], str]
+) -> str:
+    """What ranks do that do not do the same, in words."""
+    done = {rank: what for rank, (_, _, what) in names.items()}
+    if len({*done.values()}) == 1:
+        done = {rank: f"{what} in call {n}, {call}" for rank, (n, call, what) in names.items()}
+    text = different("ranks do different things at the same place", done, name)
+    return f"{text}: make the same calls on all ranks, in the same order"

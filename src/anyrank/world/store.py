@@ -1,23 +1,22 @@
-"""The ranks' store, with a deadline for every call.
+"""The job's store, with a deadline for every call.
 
-A call on torch's TCP store waits for ever once the network to its host is cut, and holds the
-connection meanwhile. So calls run in a thread of this class, and their callers wait as long as they
-choose. After a call that was not answered in time, the store counts as lost.
+A call on torch's TCP store waits for ever once the network to its host is cut. So a thread makes
+it, and the caller waits as long as it chooses. After a call that was not answered in time, the
+store counts as lost.
 """
 
 from __future__ import annotations
 
-import queue
-import socket
-import threading
+import contextlib
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Generic, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from anyrank.errors import RankError
-from anyrank.world import background
+from anyrank.world.background import Helper
 
 T = TypeVar("T")
 
@@ -28,18 +27,8 @@ class StoreLost(RankError):
     """The store does not answer, or the connection to it is closed."""
 
 
-class _Call(Generic[T]):
-    """One call, as it passes between the threads."""
-
-    def __init__(self, work: Callable[[Any], T]) -> None:
-        self.work = work
-        self.done = threading.Event()
-        self.results: list[T] = []
-        self.error: Exception | None = None
-
-
 class Store:
-    """A part of the ranks' store. Its methods raise StoreLost; threads may share it.
+    """A part of the job's store. Its methods raise StoreLost.
 
     Args:
         store: torch's.
@@ -47,11 +36,9 @@ class Store:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self.address, self.prefix = _address(store), prefix
+        self.inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+        self.name = f"the ranks' store{_address(store)}"
         self.lost = False
-        self.calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
-        inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
-        background.start("anyrank-store", partial(_serve, [inner], self.calls), self.close)
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
         """What `work` returns for torch's store, within the given seconds.
@@ -60,52 +47,60 @@ class Store:
             StoreLost: it failed, or took longer; then `work` may still be running.
         """
         if self.lost:
-            raise StoreLost(f"the ranks' store{self.address} does not answer")
-        call = _Call(work)
-        self.calls.put(call)
-        if not call.done.wait(seconds):
-            self.lost = True
-            raise StoreLost(f"the ranks' store{self.address} has not answered for {seconds:.0f} s")
-        if call.error is not None:
-            self.lost = True
-            text = str(call.error).partition("\n")[0][:200]
-            raise StoreLost(f"the ranks' store{self.address} failed: {text}") from call.error
-        return call.results[0]
+            raise StoreLost(f"{self.name} does not answer")
+        end = time.monotonic() + seconds
 
-    def set(self, key: str, value: str = "1", seconds: float = ANSWER_SEC) -> None:
+        def look() -> None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer for {seconds:.0f} s")
+
+        try:
+            with Helper() as helper:
+                return helper.call(lambda: work(self.inner), look, min(seconds, 1.0))
+        except Exception as error:
+            self.lost = True
+            text = str(error).partition("\n")[0][:200]
+            raise StoreLost(f"{self.name} failed: {text}") from error
+
+    def set(self, key: str, value: str) -> None:
         """Write a key."""
-        self.call(lambda store: store.set(key, value), seconds)
+        self.call(lambda store: store.set(key, value))
 
-    def get(self, key: str, seconds: float = ANSWER_SEC) -> str:
+    def get(self, key: str) -> str:
         """The value of a key, or "" without it."""
-        return self.call(
-            lambda store: store.get(key).decode() if store.check([key]) else "", seconds
-        )
+        return self.call(lambda store: store.get(key).decode() if store.check([key]) else "")
 
-    def take(self, key: str) -> str:
-        """The value of a key, which is removed; "" without it."""
-        value = self.get(key)
-        if value:
-            self.delete(key)
-        return value
+    def set_first(self, key: str, value: str) -> str:
+        """Write a key that is not there; its value then, which another rank may have written."""
+        return self.call(lambda store: store.compare_set(key, "", value).decode())
 
-    def has(self, keys: Sequence[str], seconds: float = ANSWER_SEC) -> bool:
+    def has(self, keys: Sequence[str]) -> bool:
         """Whether all of the keys are there."""
-        return self.call(lambda store: store.check(list(keys)), seconds)
+        return self.call(lambda store: store.check(list(keys)))
 
-    def add(self, key: str, number: int) -> int:
-        """Add to a counter; what it is then."""
-        return self.call(lambda store: store.add(key, number))
+    def count(self, key: str) -> int:
+        """Add 1 to a counter; what it is then."""
+        return self.call(lambda store: store.add(key, 1))
 
-    def delete(self, *keys: str) -> None:
-        """Remove keys that are there."""
-        self.call(lambda store: [store.delete_key(key) for key in keys])
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self.call(lambda store: store.delete_key(key))
 
-    def absent(self, keys: Sequence[str], most: int, seconds: float = ANSWER_SEC) -> list[int]:
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all of the keys are there within the given seconds."""
+
+        def wait(store: Any) -> bool:
+            with contextlib.suppress(RuntimeError):  # of a lost store, the next line says so
+                store.wait(list(keys), timedelta(seconds=seconds))
+            return store.check(list(keys))
+
+        return self.call(wait, seconds + ANSWER_SEC)
+
+    def absent(self, keys: Sequence[str], most: int) -> list[int]:
         """Positions of up to `most` keys that are not there; few calls where few are missing."""
 
         def search(low: int, high: int, found: list[int]) -> list[int]:
-            if len(found) >= most or self.has(keys[low:high], seconds):
+            if len(found) >= most or self.has(keys[low:high]):
                 return found
             if high - low == 1:
                 return [*found, low]
@@ -114,45 +109,9 @@ class Store:
 
         return search(0, len(keys), [])
 
-    def close(self) -> None:
-        """End the thread, which then lets go of torch's store. Does not wait."""
-        self.lost = True
-        self.calls.put(None)
-
-
-def is_here(store: Any) -> bool:
-    """Whether this machine hosts a TCP store."""
-    host = getattr(_innermost(store), "host", "")
-    if not host:
-        return False
-    try:
-        # Connecting a datagram socket sends nothing, and says which address of ours faces the host.
-        kind, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0] == address[0]
-    except OSError:
-        return False
-
-
-def _serve(kept: list[Any], calls: queue.SimpleQueue[_Call[Any] | None]) -> None:
-    store = kept.pop()  # the only reference, which goes with this frame
-    while (call := calls.get()) is not None:
-        try:
-            call.results.append(call.work(store))
-        except Exception as error:  # raised where the call was made
-            call.error = error
-        call.done.set()
-        del call
-
 
 def _address(store: Any) -> str:
-    inner = _innermost(store)
-    host = getattr(inner, "host", "")
-    return f" at {host}:{inner.port}" if host else ""
-
-
-def _innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return store
+    host = getattr(store, "host", "")
+    return f" at {host}:{store.port}" if host else ""
