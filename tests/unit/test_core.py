@@ -35,7 +35,7 @@ BUDGETS = {
     "resume": 2010,
     "saving": 1450,
     "state": 2440,
-    "steps": 2070,
+    "steps": 2080,
     "tensors": 2470,
     "testing": 1330,
     "watching": 3330,

@@ -20,9 +20,9 @@ from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
-from anyrank.steps.counted import tell_of_step
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
+from anyrank.steps.step_listeners import tell_of_step
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")

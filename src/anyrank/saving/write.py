@@ -73,7 +73,7 @@ def write(
         branch: the step that the run went back to, or None.
 
     Raises:
-        CheckpointError: replicas differ, or a rank could not write; nothing was committed.
+        CheckpointError: a rank could not write; nothing was committed.
     """
     start = time.perf_counter()
     step = snapshot.manifest.step

@@ -178,8 +178,8 @@ class ElasticLoader(ElasticData):
                 for each sample.
             lengths: number of samples of each shard.
             shuffle: False for the shards' own order.
-            global_batch, microbatch, seed, num_workers, collate_fn, tail, key, process_group,
-                exact: as in `ElasticLoader`.
+            global_batch, microbatch, seed, num_workers: as in `ElasticLoader`.
+            collate_fn, tail, key, process_group, exact: as in `ElasticLoader`.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks.

@@ -2,15 +2,22 @@
 
 What happens between two steps of the optimizer, in this order:
 
-1. `Step.microbatches` looks at the model's wrappers (`GradientSync`, or `ExactSync`).
-2. For each microbatch of this rank: its batch is fetched, and returned once all ranks have theirs.
-   The random streams are seeded by (seed, step, k). The loop's body runs forward, and
-   `Step.backward` of the mean loss, times its weight.
-3. Within the last backward, wrappers exchange the gradients.
-4. The ranks tell each other what they have seen (`StepRecord`), all at once, and `judge` it.
-5. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so.
-6. The random streams go on as before. The user clips, and steps the optimizer.
-7. The loader counts the step, when the next one is asked for or `commit` is called.
+1. `Step.microbatches` looks at the model's wrappers (`GradientSync`, or `ExactSync`). Gradients of
+   the same step, if it was begun before and left, are dropped.
+2. This rank's batches are fetched, each while the body of the one before runs; the ranks agree
+   once that all could fetch theirs.
+3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
+   body runs forward, and `Step.backward` of the mean loss, times its weight.
+4. Within the last backward, wrappers exchange the gradients; with exact=True only FSDP2's units do.
+5. The random streams go on as before.
+6. The ranks tell each other what they have seen (`StepRecord`), all at once, and `judge` it. Where
+   each gradient is a wrapper's and no weights are given, the last backward was the meeting: they
+   do so in a model's first step alone.
+7. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so; with
+   exact=True their ordered sums are exchanged before.
+8. The user clips, and steps the optimizer.
+9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called;
+   in a run when `resume/loop.py` says so.
 """
 
 from __future__ import annotations
@@ -364,7 +371,8 @@ class Step:
         losses = [float(loss) for _, loss in run.losses] if is_new else []
         mine = StepRecord([*run.weights.values()], run.without, losses, refusal)
         mine = sync.complete(mine, is_new)
-        # Elsewhere wrappers meet in the last backward, and cannot come here by different ways.
+        # If each gradient is a wrapper's and no weights are given, the last backward was the
+        # meeting.
         meets = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(mine, "comparing the step") if meets else [mine]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
-from anyrank.steps.counted import on_step
+from anyrank.steps.step_listeners import on_step
 from anyrank.watching.judge import Verdict, conclude, named
 from anyrank.watching.looks import Eyes, Look, record_collectives
 from anyrank.watching.options import EXIT_CODE, Options, read_options

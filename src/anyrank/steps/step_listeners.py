@@ -1,4 +1,4 @@
-"""Who wants to know of the steps that `Checkpoints.steps` counts."""
+"""Calls to make when a run counts a step, in `Checkpoints.steps` or by `step_done`."""
 
 from __future__ import annotations
 
