@@ -346,6 +346,8 @@ def _crossed(
     """What ranks do that do not do the same, in words."""
     done = {rank: what for rank, (_, _, what) in names.items()}
     if len({*done.values()}) == 1:
-        done = {rank: f"{what} in call {n}, {call}" for rank, (n, call, what) in names.items()}
+        done = {rank: call for rank, (_, call, _) in names.items()}
+    if len({*done.values()}) == 1:
+        done = {rank: f"{call}, its call {number}" for rank, (number, call, _) in names.items()}
     text = different("ranks do different things at the same place", done, name)
     return f"{text}: make the same calls on all ranks, in the same order"
