@@ -33,14 +33,14 @@ BUDGETS = {
     "peers": 410,
     "random_state": 650,
     "resume": 2010,
-    "saving": 1450,
+    "saving": 1460,
     "state": 2440,
     "steps": 2080,
     "tensors": 2470,
     "testing": 1330,
-    "watching": 3330,
-    "world": 1590,
-    "": 680,  # the modules that are in no room
+    "watching": 3340,
+    "world": 1600,
+    "": 690,  # the modules that are in no room
 }
 AROUND = (
     "exact",
@@ -97,7 +97,7 @@ def test_rooms_keep_to_their_budgets() -> None:
 
 
 def test_a_room_that_outgrows_its_budget_is_found(tmp_path: Path) -> None:
-    for name, lines in (("frozen/a.py", 600), ("exact/b.py", 9000), ("new/c.py", 1)):
+    for name, lines in (("frozen/a.py", 500), ("exact/b.py", 9000), ("new/c.py", 1)):
         path = tmp_path / name
         path.parent.mkdir()
         path.write_text("x\n" * lines, encoding="utf-8")

@@ -200,17 +200,6 @@ def test_gradients_have_the_dtype_that_their_parameter_asks_for() -> None:
         model.zero_grad()
 
 
-def test_one_optimizer_of_models_that_two_loaders_train_is_not_refused() -> None:
-    models = nn.Linear(4, 1), nn.Linear(4, 2)
-    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
-    for steps in zip(loader_of(), loader_of(), strict=True):
-        for model, step in zip(models, steps, strict=True):
-            for batch in step.microbatches(model):
-                step.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("name", ["device", "cpu", "torch", "anyrank", "wrapper"])
 def test_what_differs_from_the_run_is_noted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()

@@ -175,6 +175,14 @@ def test_a_source_that_cannot_be_read_says_nothing(text: str, tmp_path: Path) ->
 # -- at work or not -------------------------------------------------------------------------------
 
 
+def test_a_rank_is_known_by_the_name_that_the_script_gives_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lines = ["R = dist.get_rank()", "net = DDP(net, device_ids=[local_rank])"]
+    lines += ["if step == 30 and R == 0:", "    dist.barrier()", "if net is None:", "    pass"]
+    script.write_text("\n".join(lines))
+    assert rank_conditions(str(script)) == ["3: if step == 30 and R == 0"]
+
+
 def test_what_goes_from_function_to_function_is_at_work() -> None:
     one, other = (
         (Frame("/u/t.py", 5, "main"),),

@@ -180,6 +180,12 @@ def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
         resume(tmp_path / "weights.pt", anyrank.TrainState(nn.Linear(1, 1)))
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(anyrank.CheckpointError, match="notes is a file: give another path"):
+        resume(tmp_path / "notes/run", anyrank.TrainState(nn.Linear(1, 1)))
+
+
 @pytest.mark.parametrize("call", [save, resume])
 def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path, call: Any) -> None:
     save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))

@@ -472,6 +472,9 @@ class Checkpoints:
             self._counter.leave_body()  # of a loop whose iterator is still held
             if error is not None:
                 self._leave_save()
+                if self._ranks is not None:  # the others may wait for this rank, and it may live on
+                    shown = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                    self._ranks.end(f"rank {self._ranks.rank} has left the run by {shown}")
                 return
             if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):
                 self.save(unless_saved=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ class RunFolder:
 
         Raises:
             CheckpointError: it is a file, one step of a run, a folder of runs, or another tool's
-                checkpoint, or has the name of a step in a run.
+                checkpoint, or has the name of a step in a run; no folder can be made there.
         """
         if self.whole():
             return
@@ -101,6 +102,7 @@ class RunFolder:
             # In an object store a save that died leaves its files under the step's own name.
             own = TEMPORARY if self.store.renames else STEP
             problem = other_in(self.store, self.place, own) or self._in_another_run()
+            problem = problem or self._unwritable()
         if problem is not None:
             raise CheckpointError(f"{self.path}: {problem}")
 
@@ -114,6 +116,19 @@ class RunFolder:
         if not any(step.is_whole for step in steps):
             return None
         return f"is a step of the run {parent}: give that, and resume({number}) to go back to it"
+
+    def _unwritable(self) -> str | None:
+        """Why no save could make its folder here, before hours of training; for local disks."""
+        if not self.store.renames:
+            return None
+        path = self.place
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        if not os.path.isdir(path):
+            return f"cannot be made, as {path} is a file: give another path"
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"cannot be written, as {path} may not be: change its permissions"
+        return None
 
     def begin(self, step: int, run: str, branch: int | None = None) -> str:
         """An empty folder for a step, after what dead saves of this run left is cleaned up.

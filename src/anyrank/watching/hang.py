@@ -42,7 +42,6 @@ ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
 VAIN_SEC = 1.5  # for ranks that give no sign of life anyway
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
 AGAIN_SEC = 4.0  # between looks while somebody is at work
-END_SEC = 5.0  # for the thread, at the end of the script
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
 
 
@@ -174,7 +173,7 @@ class Watcher:
     def end(self) -> None:
         """End the thread; its last sign of life says so to the others."""
         self.stopped.set()
-        self.ended.wait(END_SEC)
+        self.ended.wait(ANSWER_SEC)
 
     def count(self) -> None:
         """A step was made."""

@@ -22,6 +22,7 @@ HEADER = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 INSTALLED = re.compile(r"(^<)|([/\\](site|dist)-packages[/\\])|([/\\]lib(64)?/python3\.\d+/)")
 RANK_WORDS = re.compile(r"rank|is_(main|master|local_main|world|global)|main_process|is_primary")
+RANK_CALLS = re.compile(r"get_rank\(|environ\W.*rank|process_index|is_main_process")
 # Functions of torch.distributed that wait for other ranks, as its own frames name them.
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather"),
@@ -199,7 +200,7 @@ def place_of(frame: Frame) -> Place:
         if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
             conditions, swallows, handles, jumps = [], [], [], False  # an inner function's own
         if isinstance(parent, ast.If) and child is not parent.test:
-            conditions.append(_condition(parent, child))
+            conditions.append(_condition(parent, child, tree))
         if isinstance(parent, ast.Try):
             if child in parent.body and any(map(_goes_on, parent.handlers)):
                 swallows.append(parent.lineno)
@@ -216,21 +217,32 @@ def rank_conditions(file: str) -> list[str]:
     """Where a file asks for the rank in an `if`: "26: if rank == 1"; the first few."""
     tree = _tree(file)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If)] if tree else []
-    asking = [node for node in nodes if _is_by_rank(node.test)]
+    asking = [node for node in nodes if _is_by_rank(node.test, tree)]
     return [f"{node.lineno}: if {ast.unparse(node.test)}" for node in asking[:SHOWN_CONDITIONS]]
 
 
-def _condition(node: ast.If, child: ast.AST) -> Condition:
+def _condition(node: ast.If, child: ast.AST, tree: ast.AST | None) -> Condition:
     arm = int(child in node.orelse)
     calls = [_calls(part) for part in (node.body, node.orelse)]
     is_reordered = (
         calls[0] != calls[1] and len(calls[0]) > 1 and sorted(calls[0]) == sorted(calls[1])
     )
-    return Condition(node.lineno, ast.unparse(node.test), arm, _is_by_rank(node.test), is_reordered)
+    is_by_rank = _is_by_rank(node.test, tree)
+    return Condition(node.lineno, ast.unparse(node.test), arm, is_by_rank, is_reordered)
 
 
-def _is_by_rank(test: ast.expr) -> bool:
-    return bool(RANK_WORDS.search(ast.unparse(test).lower()))
+def _is_by_rank(test: ast.expr, tree: ast.AST | None) -> bool:
+    """Whether a test asks for the rank, by a usual name or by one that the file gives it."""
+    if RANK_WORDS.search(ast.unparse(test).lower()):
+        return True
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return any(
+        target.id in names
+        for node in (ast.walk(tree) if tree else ())
+        if isinstance(node, ast.Assign) and RANK_CALLS.search(ast.unparse(node.value).lower())
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    )
 
 
 def _calls(body: Sequence[ast.stmt]) -> list[str]:

@@ -307,6 +307,13 @@ class Ranks:
         assert self.connections is not None
         return self.connections.receive(tensor, rank)
 
+    def end(self, why: str) -> None:
+        """Say that this rank goes no further: the waits of the others end by an error that says
+        why. The next call connects the ranks anew. By one rank, without a wait.
+        """
+        if self.connections is not None and not self.connections.has_failed:
+            self.connections.fail(self.connections.notes.end(why, [self.rank], why))
+
     @contextlib.contextmanager
     def apart(self, call: str) -> Generator[Ranks, None, None]:
         """The same ranks, with connections for a thread of their own. All ranks."""

@@ -1,0 +1,5 @@
+"""`python -m anyrank` is `anyrank`."""
+
+from anyrank.cli import main
+
+main()
