@@ -1,5 +1,0 @@
-"""`python -m anyrank` is `anyrank`."""
-
-from anyrank.cli import main
-
-main()
