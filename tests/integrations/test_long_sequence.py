@@ -23,7 +23,7 @@ def check(printed: str) -> None:
 
 
 def test_the_example_trains_where_plain_does_not_fit() -> None:
-    check(run_python(EXAMPLE, "--tokens", "2048", "--limit-mib", "288", "--steps", "4"))
+    check(run_python(EXAMPLE, "--tokens", "2048", "--limit-mib", "336", "--steps", "4"))
 
 
 @pytest.mark.slow
