@@ -7,6 +7,8 @@ import os
 import signal
 import time
 
+from anyrank.world.processes import stat_fields
+
 STOPPED = ("T", "t")
 ENDED = ("Z", "X")
 WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
@@ -17,13 +19,13 @@ ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
 
 def state_of(pid: int) -> str:
     """The letter of a process's state; "" where there is no such process."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0] if fields else ""
 
 
 def end_of(pid: int) -> str:
     """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields or fields[0] not in ENDED or len(fields) <= EXIT_CODE:
         return ""
     return ended(int(fields[EXIT_CODE]))
@@ -57,7 +59,7 @@ class Workers:
             self.known |= {pid for pid in children(os.getpid()) if _name(pid) == WORKER}
             self.next_scan = time.monotonic() + SCAN_SHARE * (time.thread_time() - start)
         for pid in list(self.known - self.dead.keys()):
-            fields = _stat(pid)
+            fields = stat_fields(pid)
             if not fields:
                 self.known.discard(pid)
             elif fields[0] in ENDED:
@@ -100,7 +102,7 @@ def variable_of(pid: int, name: str) -> str:
 
 def parent_of(pid: int) -> int:
     """The parent of a process; 0 where there is none."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
@@ -156,12 +158,3 @@ def _name(pid: int) -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()  # the name before may hold anything
-    except OSError:
-        return []

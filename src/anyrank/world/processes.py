@@ -46,7 +46,7 @@ def is_running(pid: int, start: str) -> bool:
         return False
     except PermissionError:
         pass  # it is another user's
-    stat = _stat(pid)
+    stat = stat_fields(pid)
     if not stat:
         return True  # no /proc: the number is all there is
     return stat[0] not in ENDED and (not start or stat[19] == start)
@@ -57,7 +57,7 @@ def started(pid: int) -> str:
 
     Numbers are used again, also by other users' processes.
     """
-    stat = _stat(pid)
+    stat = stat_fields(pid)
     return stat[19] if stat else ""
 
 
@@ -69,7 +69,7 @@ def pid_namespace() -> str:
         return ""
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; none where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
