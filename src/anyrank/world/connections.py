@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -74,7 +73,7 @@ class Connections:
             self._close()
             last, self._group = [self._group], None
             # A group waits for the rest of a message even if its sender is dead.
-            threading.Thread(target=last.clear, name="anyrank-close", daemon=True).start()
+            Helper().leave(last.clear)
         return error
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
