@@ -22,6 +22,7 @@ from anyrank.world.background import Helper
 from anyrank.world.waits import Notes, Wait
 
 GLOO_SEC = 60  # that gloo waits for longer than we do, so that it is us who name the missing
+DIRECT_BYTES = 4096  # up to which each rank sends to each: an all-gather passes on around a ring
 MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # of messages; what is sent with the others is nothing
 
 
@@ -78,12 +79,16 @@ class Connections:
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
         """Start to send up to `length` bytes to all ranks; what waits for theirs. All ranks."""
-        every, mine = [as_tensor(b"", length) for _ in range(self.size)], as_tensor(data, length)
-        wait = self._collective(self.group.allgather(every, mine), what)
+        every, mine = as_tensor(b"", length * self.size), as_tensor(data, length)
+        if length <= DIRECT_BYTES:
+            work = self.group.alltoall_base(every, mine.repeat(self.size), [], [])
+        else:
+            work = self.group.allgather([*every.split(length)], mine)
+        wait = self._collective(work, what)
 
         def received() -> list[bytes]:
             wait()
-            return [_as_bytes(tensor) for tensor in every]
+            return [_as_bytes(tensor) for tensor in every.split(length)]
 
         return received
 
