@@ -446,7 +446,7 @@ class Checkpoints:
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
 
-        Saves nothing more: leaving the `with` block does.
+        Saves nothing more: leaving the `with` block does. A later call opens all of it again.
 
         Raises:
             CheckpointError: the save that was in flight failed; all else is released all the same.
