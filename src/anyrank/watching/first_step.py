@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.watching.check import check_now
+from anyrank.watching.slow import find_model, parameters_of
 from anyrank.world.ranks import open_ranks
 
 
@@ -63,7 +63,7 @@ class FirstStep:
 
     def misses(self) -> bool:
         """Whether the model has trainable parameters that no optimizer has stepped yet."""
-        held = _held(self.optimizers)
+        held = parameters_of(self.optimizers)
         model = self.model
         assert model is not None
         return any(p.requires_grad and id(p) not in held for p in model.parameters())
@@ -87,26 +87,6 @@ class FirstStep:
             return {"error": "no module whose forward ran has parameters of the optimizer"}
         findings = check_now(self.model, self.optimizers, None, is_before=False)
         return {"ranks": findings.num_ranks, "findings": [asdict(one) for one in findings]}
-
-
-def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
-    """The outermost module that has most of the optimizers' parameters; where none has any, as the
-    optimizers are stale, most gradients.
-    """
-    inner = {id(part) for module in seen for part in module.modules() if part is not module}
-    held = _held(optimizers)
-
-    def score(module: nn.Module) -> tuple[int, int]:
-        parameters = [*module.parameters()]
-        return sum(id(p) in held for p in parameters), sum(p.grad is not None for p in parameters)
-
-    outermost = [module for module in seen if id(module) not in inner]
-    best = max(outermost, key=score, default=None)
-    return best if best is not None and any(score(best)) else None
-
-
-def _held(optimizers: Sequence[Optimizer]) -> set[int]:
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
 
 
 def main(result: str, *program: str) -> None:
