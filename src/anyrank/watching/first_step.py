@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.watching.check import check_now
+from anyrank.watching.launched import run_program
 from anyrank.watching.slow import find_model, parameters_of
 from anyrank.world.ranks import open_ranks
 
@@ -52,7 +52,7 @@ class FirstStep:
             self.conclude()
         self.optimizers.append(optimizer)
         closure = kwargs.get("closure", args[0] if args else None)
-        if callable(closure):  # it runs the forward
+        if callable(closure):  # it runs the forward, as in Lightning
             with torch.enable_grad():
                 closure()
         self.model = find_model([*self.seen.values()], self.optimizers)
@@ -94,14 +94,7 @@ def main(result: str, *program: str) -> None:
     first = FirstStep(result)
     register_module_forward_pre_hook(first.before_forward)
     register_optimizer_step_pre_hook(first.before_step)
-    if program[0] == "-m":
-        sys.argv = [*program[1:]]
-        sys.path[0] = os.getcwd()
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [*program]
-        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
-        runpy.run_path(program[0], run_name="__main__")
+    run_program(program)
     if first.optimizers:  # it misses parameters, and the script has ended after its step
         first.conclude()
 

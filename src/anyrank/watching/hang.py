@@ -26,13 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.steps.step_listeners import on_step
-from anyrank.watching.judge import conclude, named
+from anyrank.watching.judge import conclude
 from anyrank.watching.looks import Eyes, Look, look_at_process, record_collectives
 from anyrank.watching.options import EXIT_CODE, Options, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.stacks import read_faulthandler
 from anyrank.watching.system import descendants
-from anyrank.world.group import default_store
+from anyrank.world.group import default_store, named
 from anyrank.world.processes import own_process
 from anyrank.world.store import Store
 

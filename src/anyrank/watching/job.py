@@ -20,7 +20,7 @@ from anyrank.watching.looks import BUSY, Look, look_at_process, works
 from anyrank.watching.stacks import Stack, collective_of, own_frames, read_py_spy
 from anyrank.watching.system import (
     STOPPED,
-    children,
+    descendants,
     parent_of,
     program_of,
     seconds_wanted,
@@ -90,20 +90,11 @@ def _top(pid: int) -> int:
 def _ranks_below(launcher: int) -> dict[int, int]:
     """Rank -> process: of those with the same RANK the uppermost that is a Python."""
     found: dict[int, int] = {}
-    for pid in _by_generation(launcher):
+    for pid in descendants(launcher):
         rank = variable_of(pid, "RANK")
-        if rank.isdigit():
-            known = found.get(int(rank))
-            if known is None or ("python" in program_of(pid) and "python" not in program_of(known)):
-                found[int(rank)] = pid
+        if rank.isdigit() and "python" in program_of(pid):
+            found.setdefault(int(rank), pid)
     return dict(sorted(found.items()))
-
-
-def _by_generation(pid: int) -> Iterator[int]:
-    generation = children(pid)
-    while generation:
-        yield from generation
-        generation = [below for one in generation for below in children(one)]
 
 
 def _py_spy() -> str | None:
