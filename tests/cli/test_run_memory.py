@@ -83,8 +83,7 @@ def test_a_run_whose_rank_was_killed_goes_on_from_memory(
     result = anyrank("run --ranks 2 --then 2 --json train.py")
     attempts = json.loads(result.stdout)["attempts"]
     assert [one["ranks"] for one in attempts] == [2, 2]
-    # SIGKILL's, or that of the other rank, where gloo aborts it at its exit before that is seen.
-    assert attempts[0]["exit_code"] in (137, 134)
+    assert attempts[0]["exit_code"] == 137
     assert attempts[1]["exit_code"] == 0
     step, path, saves, receipts = json.loads(Path("report.json").read_text())
     assert (step, saves) == (3, 1)  # the one save is that at the end: none was there to be read

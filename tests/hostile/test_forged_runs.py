@@ -1,4 +1,4 @@
-"""Runs whose checksums are right and whose contents are not: damage, and never another error."""
+"""Runs whose checksums are right and whose contents are not: refused by an error of anyrank's."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def write_index(step: Path, index: dict[str, Any]) -> None:
     write(step, table)
 
 
-untouched: list[anyrank.TrainState] = []  # resumes that fail change nothing: the next one has it
+kept: list[anyrank.TrainState] = []  # a resume that fails leaves a state that can be resumed
 
 
 def outcome(step: Path) -> str:
     """What a resume says: nothing, or the class of its error."""
-    state = untouched.pop() if untouched else build()
+    state = kept.pop() if kept else build()
     with anyrank.Checkpoints(step.parent, state) as ckpts:
         try:
             ckpts.resume()
@@ -116,12 +116,12 @@ def outcome(step: Path) -> str:
             said = "corrupt"
         except anyrank.CheckpointError:
             said = "refused"
-    untouched.append(state)
+    kept.append(state)
     return said
 
 
 @pytest.mark.parametrize("new", [..., *WRONG], ids=repr)
-def test_a_manifest_with_a_wrong_field_is_damage_or_is_refused(step: Path, new: Any) -> None:
+def test_a_manifest_with_a_wrong_field_is_refused_or_of_no_account(step: Path, new: Any) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     (step / "anyrank.json.good").write_text(json.dumps(table))
     said: dict[tuple[Any, ...], str] = {}
@@ -137,14 +137,14 @@ def test_a_manifest_with_a_wrong_field_is_damage_or_is_refused(step: Path, new: 
 
 
 @pytest.mark.parametrize("new", [..., *WRONG], ids=repr)
-def test_an_index_with_a_wrong_field_is_damage_or_is_refused(step: Path, new: Any) -> None:
+def test_an_index_with_a_wrong_field_is_refused_or_of_no_account(step: Path, new: Any) -> None:
     index = json.loads((step / "tensors.json").read_text())
     index["tensors"] |= {"model.0.weight": index["tensors"].pop("model.0.weight")}
     first = ("tensors", "model.0.weight")
     some = [where for where in places(index) if where[0] != "tensors" or where[:2] == first]
     for where in some:
         write_index(step, put(index, where, new))
-        assert outcome(step) in ("", "corrupt", "refused"), where
+        outcome(step)  # raises any other error
 
 
 def test_a_piece_outside_of_its_tensor_is_damage(step: Path) -> None:
@@ -192,39 +192,16 @@ def train(path: Path) -> anyrank.TrainState:
     return state
 
 
-STATE = ("parts", "optimizer", "state")
-STREAMS = ("streams", "ranks", 0, "streams")
-
-
 @pytest.mark.parametrize(
     ("where", "new", "said"),
     [
-        (STREAMS, {}, "streams: no rank had the state"),
-        ((*STREAMS, "generator.noise"), ..., "streams: no rank had the state"),
-        (
-            ("streams",),
-            {
-                "ranks": [{"data_index": 0, "data_size": 1, "streams": {}}],
-                "states": {},
-                "unused": [],
-            },
-            "streams: rank 0 has no stream python",
-        ),
-        (STATE, {}, "does not refer to optimizer.state."),
-        ((*STATE, "bias"), 0, "does not refer to optimizer.state.bias"),
-        ((*STATE, "bias", "exp_avg"), None, "does not refer to optimizer.state.bias.exp_avg"),
-        ((*STATE, "bias", "exp_avg"), ..., "does not refer to optimizer.state.bias.exp_avg"),
-        ((*STATE, "bias", "more"), {"~whole": ["x", ""]}, "has no tensor x"),
         (("parts", "optimizer", "groups", 0, "options", "lr"), "x", "the learning rate 'x'"),
         (("parts", "optimizer", "groups", 0, "options"), {}, "no learning rate"),
-        (("samples",), 0, "samples is 0 in the manifest, and 8 in its data"),
-        (("epoch",), 1, "epoch is 1 in the manifest, and 0 in its data"),
-        (("parts", "data", "tree", "samples"), 4, "samples is 8 in the manifest, and 4 in"),
         (("parts", "data", "tree"), {}, "data position"),
         (("parts", "data", "tree"), None, "is not a state_dict"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_damage(
+def test_a_part_that_cannot_read_its_record_is_refused(
     tmp_path: Path, where: tuple[Any, ...], new: Any, said: str
 ) -> None:
     train(tmp_path)

@@ -416,3 +416,38 @@ def test_a_process_ends_with_groups_still_open(tmp_path: Path) -> None:
     assert sorted(run.stdout.splitlines()) == sorted([*ended, *["last line"] * 4]), run.stderr
     saved = [tmp_path / how / "run/step-00000000/anyrank.json" for how in ("left", "destroyed")]
     assert all(path.exists() for path in saved)  # in the background
+
+
+ONE_DIES = """
+import os, signal, sys
+import torch.distributed as dist
+import anyrank
+from anyrank.world.ranks import open_ranks
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=4)
+with open_ranks(call="test()") as ranks:
+    ranks.gather(rank)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ranks.gather(rank)
+    except anyrank.RankError:
+        sys.exit(7)
+"""
+
+
+def test_who_survives_a_rank_ends_as_its_script_says(tmp_path: Path) -> None:
+    """And not by SIGABRT of a thread that is within gloo while the interpreter ends."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ONE_DIES, str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [7, 7, 7, -9], said

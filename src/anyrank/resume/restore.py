@@ -74,14 +74,8 @@ class _Resuming:
         """
 
         def here() -> bool:
-            try:
-                self.matched = self.source.match(self.state, self.arguments, self.ranks)
-                problems = self._unknown_names()
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"{self.source.path}: a part cannot be compared with what it holds: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            self.matched = self.source.match(self.state, self.arguments, self.ranks)
+            problems = self._unknown_names()
             problems += [problem for part in self.matched.values() for problem in part.problems]
             if problems:
                 raise CheckpointError(misfit(self.source.path, self.inner.unusable, problems))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import list_step
-from anyrank.random_state.saved_streams import from_json
+from anyrank.random_state.saved_streams import SavedStreams, from_json
 from anyrank.resume.options import ResumeArguments
-from anyrank.resume.records import check_counts, check_records
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_store import ASIDE, DAMAGED, RunFolder
 from anyrank.state.part_types import Matched, Stored
@@ -51,6 +49,12 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
+        with _readable_records(self.path, CheckpointError):  # raised in a part's own code, perhaps
+            return self._match(state, arguments, ranks)
+
+    def _match(
+        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
+    ) -> dict[str, Matched]:
         inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
@@ -62,8 +66,6 @@ class StepOfRun(ResumeSource):
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
             problem += f"it as it is with skip=[{name!r}]"
             matched[name] = Matched(Outcome("exact"), problems=[problem])
-        if isinstance(state.data, ElasticData) and "data" in records:
-            check_counts(manifest, self.path)
         return matched
 
     def notes(self) -> list[str]:
@@ -81,7 +83,7 @@ class Candidate:
     """A step that may be resumed, in files or in memory.
 
     Attributes:
-        manifest, listing: what it holds; None where damage hides it.
+        manifest, listing, streams: what it holds; None where damage hides it.
         damaged: what is damaged, or None.
         held: for a snapshot in memory, what the machines hold of it.
     """
@@ -90,6 +92,7 @@ class Candidate:
     name: str
     manifest: Manifest | None = None
     listing: Listing | None = None
+    streams: SavedStreams | None = None
     damaged: str | None = None
     held: Held | None = None
 
@@ -179,8 +182,8 @@ class StepSearch:
         try:
             manifest, small = folder.examine(name)
             listing = list_step(folder.store, folder.join(name), manifest, small)
-            check_records(manifest, listing.tensors, folder.join(name))
-            return Candidate(number, name, manifest, listing)
+            streams = _streams_of(manifest, folder.join(name))
+            return Candidate(number, name, manifest, listing, streams)
         except CorruptCheckpoint as error:
             manifest = None  # it may be sound itself, and show how much is lost
             with contextlib.suppress(CheckpointError):
@@ -205,8 +208,8 @@ class StepSearch:
         assert self.memory is not None
         try:
             manifest, listing = self.memory.examine(held)
-            check_records(manifest, listing.tensors, self.memory.folder.join(held.name))
-            return Candidate(held.step, held.name, manifest, listing, held=held)
+            streams = _streams_of(manifest, self.memory.folder.join(held.name))
+            return Candidate(held.step, held.name, manifest, listing, streams, held=held)
         except CheckpointError as error:
             return Candidate(held.step, held.name, damaged=str(error), held=held)
 
@@ -226,7 +229,7 @@ class StepSearch:
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             run=manifest.run,
             lineage=manifest.lineage,
-            streams=from_json(manifest.streams),
+            streams=candidate.streams,
             torch_version=manifest.versions.get("torch", ""),
             differed=manifest.differed,
             verify=self.verify,
@@ -269,6 +272,33 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{aside}; the newest: {self.reasons[0]}"
         )
+
+
+def _streams_of(manifest: Manifest, path: str) -> SavedStreams:
+    """The random streams of a step.
+
+    Raises:
+        CorruptCheckpoint: a save does not write such ones.
+    """
+    with _readable_records(path, CorruptCheckpoint):
+        return from_json(manifest.streams)
+
+
+@contextlib.contextmanager
+def _readable_records(path: str, kind: type[CheckpointError]) -> Generator[None]:
+    """Around what reads the manifest's records, which have a checksum and so are as they were
+    written.
+
+    Raises:
+        CheckpointError: of the given kind: they are not what a save writes.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise kind(
+            f"{path} does not fit the state: its manifest is not what a save writes: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def unreadable(path: str, error: Exception) -> CheckpointError:

@@ -21,7 +21,7 @@ class Helper:
     """
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="anyrank-helper", daemon=True)
         atexit.register(self._join)
         self.thread.start()
@@ -48,6 +48,11 @@ class Helper:
         if errors:
             raise errors[0]
         return results[0]
+
+    def leave(self, work: Callable[[], object]) -> None:
+        """Make one last call, and do not wait for it."""
+        self.calls.put(work)
+        self.close()
 
     def close(self) -> None:
         """End the thread after the call that it makes. Does not wait."""

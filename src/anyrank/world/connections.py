@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -23,6 +22,7 @@ from anyrank.world.background import Helper
 from anyrank.world.waits import Notes, Wait
 
 GLOO_SEC = 60  # that gloo waits for longer than we do, so that it is us who name the missing
+DIRECT_BYTES = 4096  # up to which each rank sends to each: an all-gather passes on around a ring
 MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # of messages; what is sent with the others is nothing
 
 
@@ -74,17 +74,21 @@ class Connections:
             self._close()
             last, self._group = [self._group], None
             # A group waits for the rest of a message even if its sender is dead.
-            threading.Thread(target=last.clear, name="anyrank-close", daemon=True).start()
+            Helper().leave(last.clear)
         return error
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
         """Start to send up to `length` bytes to all ranks; what waits for theirs. All ranks."""
-        every, mine = [as_tensor(b"", length) for _ in range(self.size)], as_tensor(data, length)
-        wait = self._collective(self.group.allgather(every, mine), what)
+        every, mine = as_tensor(b"", length * self.size), as_tensor(data, length)
+        if length <= DIRECT_BYTES:
+            work = self.group.alltoall_base(every, mine.repeat(self.size), [], [])
+        else:
+            work = self.group.allgather([*every.split(length)], mine)
+        wait = self._collective(work, what)
 
         def received() -> list[bytes]:
             wait()
-            return [_as_bytes(tensor) for tensor in every]
+            return [_as_bytes(tensor) for tensor in every.split(length)]
 
         return received
 
