@@ -130,15 +130,6 @@ def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [name for name in mine if other.get(name, mine[name]) != mine[name]]
 
 
-def number_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Numbers that differ, where both receipts have some: name -> both; "absent" for none."""
-    if not ("numbers" in a and "numbers" in b):
-        return {}
-    mine, other = a["numbers"], b["numbers"]
-    pairs = {n: (mine.get(n, "absent"), other.get(n, "absent")) for n in {**mine, **other}}
-    return {n: pair for n, pair in pairs.items() if canonical(pair[0]) != canonical(pair[1])}
-
-
 def canonical(value: Any) -> str:
     """A value as text: 1, 1.0 and True are one, as they are in an optimizer's step."""
     is_exact = isinstance(value, int) and abs(value) < 1 << 53
