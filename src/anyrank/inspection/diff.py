@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import list_step, whole_steps
+from anyrank.formats.run_folder import list_step, no_step, whole_steps
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
@@ -223,7 +224,10 @@ def _committed_steps(source: Source) -> dict[int, str] | None:
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}
-    return {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
+    found = {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
+    if not found:
+        raise LoadError(f"{path}: {no_step(names)}")
+    return found
 
 
 def _diff_runs(

@@ -13,7 +13,7 @@ from anyrank.files.checksums import compared, mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, no_step
 from anyrank.formats.sources import (
     DCP,
     RUN,
@@ -221,7 +221,7 @@ def _verify_run(
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
     if not folders:
-        found.findings.append(Finding(path, "holds no step that a run has committed"))
+        found.findings.append(Finding(path, no_step(names)))
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:
