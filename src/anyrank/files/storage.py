@@ -35,8 +35,12 @@ def storage_for(path: str) -> Storage:
     """The storage that a path or URL belongs to.
 
     Raises:
-        ValueError: a file:// URL, for which there is the path.
+        ValueError: a file:// URL, for which there is the path; a ~, which is the shell's.
     """
+    if path == "~" or path.startswith("~/"):
+        raise WrongValue(
+            f"{path}: ~ is expanded by a shell alone: give os.path.expanduser({path!r})"
+        )
     if path.startswith("file://"):
         raise WrongValue(f"{path}: give a local path without file://")
     return RemoteStorage(path) if "://" in path else LocalStorage()

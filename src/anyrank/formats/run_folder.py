@@ -29,9 +29,11 @@ from anyrank.files.manifest import (
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
+from anyrank.wording import joined
 
 WEIGHTS = "model."
 INDEX = "tensors.json"
+ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,18 @@ def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Ste
     return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
 
+def no_step(names: Iterable[str]) -> str:
+    """What a run's folder with these entries has in place of a whole step."""
+    aside = sorted(name for name in names if name.startswith(ASIDE))
+    text = "holds no step that a run has committed"
+    if not aside:
+        return text
+    return (
+        f"{text}: set aside were {joined(aside, 3)}; anyrank.verify() of one says what is damaged "
+        "in it, and one that is whole is a step again by its old name"
+    )
+
+
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of a step, or of the newest committed step of a run.
 
@@ -163,12 +177,9 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = storage.names(folder)
     if MANIFEST not in names:
-        steps = list_steps(storage, folder, names)
-        for step in steps:
-            if step.is_whole:
-                return list_folder(storage, join_path(folder, step.name))
-        begun = len(steps)
-        raise LoadError(f"{folder}: none of its {begun} steps was committed ({MANIFEST})")
+        for step in whole_steps(storage, folder, names):
+            return list_folder(storage, join_path(folder, step.name))
+        raise LoadError(f"{folder}: {no_step(names)}")
     try:
         listing = list_step(storage, folder, read_manifest(storage, folder))
     except AnyrankError as error:

@@ -33,7 +33,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 # others, and for runs of all but the first and the last, see `foreign.read`.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    RUN: ((re.escape(MANIFEST),), (STEP.pattern,)),
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
     "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
     "deepspeed": (
