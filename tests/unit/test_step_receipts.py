@@ -264,17 +264,12 @@ def test_tensors_of_one_run_alone_are_named(tmp_path: Path) -> None:
     assert (found.step, found.only_a, found.digests, found.data) == (2, ["model.0.bias"], [], {})
 
 
-def raise_rate(table: Any) -> None:
-    table["parts"]["optimizer"]["groups"][0]["options"]["lr"] = 7.5
-
-
 FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "tensor": (
         lambda t: t["receipt"]["tensors"].update({"model.0.bias": "0" * 16}),
         "model.0.bias has digest 0000000000000000 in the receipt",
     ),
     "digest": (lambda t: t["receipt"].update(digest="0" * 32), "the receipt's digest is 00000"),
-    "number": (raise_rate, "param_groups.0.lr is 0.1 in the receipt and 7.5 here"),
     "samples": (lambda t: t["parts"]["data"]["tree"].update(seed=7), "and of its parts "),
     "name": (
         lambda t: t["receipt"]["tensors"].update({"model.x": "0" * 16}),
