@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole, reading
+from anyrank.files.local import NotAFile
+from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
@@ -180,12 +181,13 @@ def read_small(
     """
     path = join_path(folder, name)
     try:
-        with reading(path):
-            if storage.find(path) is None:
-                raise CorruptCheckpoint(
-                    f"{path}: is missing, or no regular file: the step is damaged"
-                )
-            data = read_whole(storage, path, MAX_BYTES)
+        data = read_whole(storage, path, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotAFile) as error:
+        raise CorruptCheckpoint(
+            f"{path}: is missing, or no regular file: the step is damaged"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it names the path and the byte
         raise CheckpointError(str(error)) from error
     expected = None if known is None else known[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -192,8 +191,7 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
             pairs = [
                 (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
             ]
-            items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in pairs]
-            made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
+            made: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts
