@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "watching": MODEL | {"random_state", "steps", "state"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
+    "__main__": {"cli"},
 }
 # Modules of the core -> the room around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.

@@ -21,10 +21,6 @@ from anyrank.files.listing import FileInfo
 WRITEBACK_BYTES = 32 << 20  # which the kernel is asked to write at a time
 
 
-class NotAFile(OSError):
-    """A pipe, socket or device in a file's place: to read it could block for ever."""
-
-
 class LocalFile:
     """A file that is read with preadv: no mapping, so nothing ever aliases it."""
 
@@ -34,7 +30,7 @@ class LocalFile:
         status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self.descriptor)
-            raise NotAFile(errno.EINVAL, "is not a regular file", path)
+            raise OSError(errno.EINVAL, "is not a regular file", path)
         self.info = _info_of(path, status)
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:

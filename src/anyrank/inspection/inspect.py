@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field
 from anyrank.files.listing import Listing, ties_of
 from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
+from anyrank.formats.run_log import RunTime, read_log, sum_up
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.inspection.groups import group
+from anyrank.inspection.groups import TensorGroup, group
 from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import by_part, count, in_units, printable, rows, short_dtype
@@ -81,6 +82,7 @@ class Inspection:
         skipped: files and keys that `load` ignores, each with the reason.
         quantised: tensors that `load` dequantises -> how they are quantised.
         steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
+        run_time: of a run folder on a local disk, where its time went, by its `log.jsonl`.
     """
 
     path: str
@@ -95,18 +97,14 @@ class Inspection:
     tied: dict[str, str] = field(default_factory=dict[str, str])
     quantised: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
+    run_time: RunTime | None = None
 
     def to_json(self) -> str:
         """All fields, as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        groups = group((t.name, t.shape, t.dtype, t.nbytes) for t in self.tensors)
-        lines = [f"  {rows}" for rows in groups[:SHOWN_GROUPS]]
-        if len(groups) > SHOWN_GROUPS:
-            left = sum(rows.count for rows in groups[SHOWN_GROUPS:])
-            lines.append(f"  and {count(left, 'tensor')} more")
-        return "\n".join([*summary(self), *lines, *notes(self)])
+        return "\n".join([*summary(self), *tensor_rows(self, SHOWN_GROUPS), *notes(self)])
 
 
 def summary(found: Inspection) -> list[str]:
@@ -127,6 +125,23 @@ def summary(found: Inspection) -> list[str]:
     return [f"{found.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
 
 
+def tensor_rows(found: Inspection, shown: int | None = None, *, every: bool = False) -> list[str]:
+    """Name, shape and dtype of each tensor, or of each group of layers, a line each.
+
+    Args:
+        found: what was inspected.
+        shown: most groups that are shown; default: all.
+        every: one line a tensor, in the order of the headers.
+    """
+    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in found.tensors]
+    groups = group(tensors)
+    if every:
+        groups = [TensorGroup(printable(n), s, d, 1, b) for n, s, d, b in tensors]
+    lines = [f"  {each}" for each in groups[:shown]]
+    left = len(tensors) - sum(each.count for each in groups[:shown])
+    return [*lines, f"  and {count(left, 'tensor')} more"] if left else lines
+
+
 def notes(found: Inspection) -> list[str]:
     """Steps, metadata and what was skipped, shortened: the lines below the tensors."""
     lines = [
@@ -134,6 +149,8 @@ def notes(found: Inspection) -> list[str]:
         f"{count(saved.ranks, 'rank')}, {in_units(saved.nbytes)}, {printable(saved.written)}"
         for saved in found.steps
     ]
+    if found.run_time is not None:
+        lines.append(f"  {found.run_time}")
     texts = [f"{key}: {value}" for key, value in found.metadata.items()]
     groups = (("metadata", texts), ("skipped", by_part(found.skipped)))
     shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
@@ -167,6 +184,7 @@ def inspect(source: Source) -> Inspection:
     check_source(source)
     listing = list_source(source)
     dtypes = _totals(listing)
+    folder = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     return Inspection(
         path=name_of(source),
         format=listing.format,
@@ -179,7 +197,8 @@ def inspect(source: Source) -> Inspection:
         skipped=[*listing.skipped, *filter(None, [unknown_method(listing)])],
         tied=ties_of(listing.tensors),
         quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
-        steps=steps_in(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else [],
+        steps=[] if folder is None else steps_in(folder),
+        run_time=None if folder is None else sum_up(read_log(folder)),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -122,6 +123,9 @@ class Notes:
 class Wait:
     """One wait of this rank for others.
 
+    Attributes:
+        spent_sec: seconds that the main thread of this process has waited so far.
+
     Args:
         notes: of the group.
         what: is waited for, for messages.
@@ -129,6 +133,8 @@ class Wait:
         number: of the wait, the same on all ranks, which all come to it; or None.
         peers: the ranks that are waited for, where there is no number.
     """
+
+    spent_sec = 0.0
 
     def __init__(
         self,
@@ -171,6 +177,8 @@ class Wait:
 
     def over(self) -> None:
         """The wait has ended, well or not."""
+        if threading.current_thread() is threading.main_thread():
+            Wait.spent_sec += time.monotonic() - self.since
         if self.is_noted and self.number is not None:
             with contextlib.suppress(StoreLost):
                 self.notes.leave(self.number)
