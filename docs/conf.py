@@ -40,22 +40,20 @@ html_copy_source = False
 
 WIDE = 6  # columns of a table that gets small print
 LONG = re.compile(r"\S{24,}")  # words that may break in any table
+LONGISH = re.compile(r"\S{10,}")  # words that may break in wide ones
 # within CamelCase, names, calls and dotted names
 BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)|(?<=\.)(?=[a-z_])")
 
 
 def narrow_tables(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Let long words in tables break, and all in wide ones: they fit beside the navigation."""
+    """Let long words in tables break, shorter ones in wide tables: both fit beside the contents."""
     for table in doctree.findall(nodes.table):
         is_wide = len(list(table.findall(nodes.colspec))) >= WIDE
         table["classes"] += ["wide"] * is_wide
         for text in list(table.findall(nodes.Text)):
-            broken = BREAKS.sub if is_wide else _in_long_words
-            text.parent.replace(text, nodes.Text(broken("\u200b", text)))
-
-
-def _in_long_words(mark: str, text: str) -> str:
-    return LONG.sub(lambda word: BREAKS.sub(mark, word[0]), text)
+            words = LONGISH if is_wide else LONG
+            broken = words.sub(lambda word: BREAKS.sub("\u200b", word[0]), text)
+            text.parent.replace(text, nodes.Text(broken))
 
 
 def setup(app: Sphinx) -> None:

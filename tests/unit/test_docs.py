@@ -9,7 +9,7 @@ says otherwise:
     <!-- run: torchrun N -->  in this process, and as a script that torchrun has started on N ranks
     <!-- run: tests -->       as a file of tests, each of which is called
     <!-- skip: REASON -->     not at all; it has to compile
-    <!-- setup: CODE -->      what the example takes for granted
+    <!-- setup: CODE -->      what the example takes for granted; more of it: tests/page_setups
     <!-- check: CODE -->      behind a block or its output: what the example must have led to
 
 A block of text behind it is what it prints (on the first rank) and the error that it ends in. Only
