@@ -20,7 +20,7 @@ from anyrank.files.receipt import data_differences
 from anyrank.files.schema import check
 
 PROGRESS = ("step", "epoch", "samples")
-TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
+TENSORS = ("~rank", "~whole", "~like", "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
 ABSENT = object()
