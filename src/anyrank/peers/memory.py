@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, digest_of, join_path, storing, write_file
 from anyrank.formats.run_folder import INDEX, list_step
 from anyrank.peers.transfers import FileTransfer, make_folder, pass_on
@@ -232,7 +232,7 @@ class PeerMemory:
         numbers = sorted(files)
         path = self.folder.join(held.name)
         mine = {os.path.basename(listing.files[n].path) for n in numbers}
-        mine |= {os.path.basename(listing.sums[n].path) for n in numbers}
+        mine |= {os.path.basename(listing.sums[n]) for n in numbers}
         every = self.ranks.gather(mine, "asking for the snapshot's files")
         transfers: list[FileTransfer] = []
         for machine, there in enumerate(self._on):
@@ -251,7 +251,7 @@ class PeerMemory:
             found = LocalStorage().find(_moved(infos[n].path, path))
             assert found is not None  # it was here, or came just now
             infos[n] = found
-            sums[n] = replace(sums[n], path=_moved(sums[n].path, path))
+            sums[n] = _moved(sums[n], path)
         return replace(listing, files=tuple(infos), sums=sums)
 
 
@@ -265,7 +265,7 @@ def _small_files(snapshot: Snapshot, shares: Sequence[RankShare]) -> dict[str, b
     Without DCP's metadata and a receipt: only a resume reads a snapshot.
     """
     index, manifest = describe(snapshot, shares, datetime.now(UTC).isoformat())
-    manifest.files[INDEX] = record(digest_of(index))
+    manifest.files[INDEX] = digest_of(index)
     return {INDEX: index, MANIFEST: manifest.to_bytes()}
 
 

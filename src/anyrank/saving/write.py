@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.manifest import Manifest
 from anyrank.files.receipt import Digests, receipt_of_step
-from anyrank.files.storage import Storage, join_path, write_file
+from anyrank.files.storage import FileRecord, Storage, join_path, write_file
 from anyrank.formats.dcp import METADATA
-from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import INDEX, SavedBox, index_of
 from anyrank.random_state.saved_streams import StreamState
 from anyrank.saving.collect import Snapshot
@@ -100,11 +100,10 @@ def write(
         boxes = [box for share in shares for box in share.boxes]
         small = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
         for file, data in small.items():
-            written = write_file(folder.store, join_path(temporary, file), data)
-            manifest.files[file] = record(written)
+            manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
         if snapshot.loader_state is not None:
             digests = [digests for _, digests in answers]
-            receipt = receipt_of_step(digests, snapshot.loader_state, manifest.numbers)
+            receipt = receipt_of_step(digests, snapshot.loader_state)
             manifest = replace(manifest, receipt=receipt)
         final = folder.commit(temporary, step, manifest)
         removed = folder.tidy(final, keep_newest, keeps_forever)
