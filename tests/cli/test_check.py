@@ -44,6 +44,32 @@ def test_a_right_script_has_no_findings_and_does_not_train(
     assert not Path("ended").exists()
 
 
+ELASTIC = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import anyrank
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = anyrank.ElasticLoader(torch.randn(16, 4), global_batch=8, microbatch=2)
+for step in loader:
+    for batch in step.microbatches(model):
+        step.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_the_streams_of_an_elastic_loader_are_not_equal(anyrank: Callable[[str], Result]) -> None:
+    Path("train.py").write_text(ELASTIC)
+    result = anyrank("check train.py")
+    assert (result.stdout, result.exit_code) == ("check: 0 findings on 2 ranks\n", 0)
+
+
 @pytest.mark.slow
 def test_findings_are_exit_1(anyrank: Callable[[str], Result]) -> None:
     Path("package").mkdir()

@@ -120,7 +120,7 @@ def test_small_gradients_without_a_wrapper_are_exchanged_together(exact: bool) -
 
 def job_kinds() -> None:
     """Sums of parameters whose gradients cannot be in one bucket, beside those by hand."""
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0)
     net = nn.ParameterDict(
         {
             "wide": nn.Parameter(torch.zeros(3, 4).t()),  # not contiguous, and alone in its dtype
@@ -151,3 +151,37 @@ def job_kinds() -> None:
 
 def test_gradients_of_any_kind_are_averaged() -> None:
     run_ranks(2, job_kinds)
+
+
+def job_unlike(kind: str, exact: bool) -> str:
+    """What the first step says of a model without a wrapper that differs between the ranks."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank if kind == "values" else 0)
+    net = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 4 + rank * (kind == "shapes")))
+    before = [parameter.clone() for parameter in net.parameters()]
+    loader = anyrank.ElasticLoader(torch.randn(8, WIDTH), global_batch=8, microbatch=2, exact=exact)
+    try:
+        for step in loader:
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+    except ValueError as error:
+        assert all(map(torch.equal, before, net.parameters()))
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("alike", "no error"),
+        ("values", "0.weight differs between ranks, as shape and hash: [4, 6] "),
+        ("shapes", "1.weight differs between ranks, as shape and hash: [4, 4] "),
+    ],
+)
+def test_promise_8_models_without_a_wrapper_are_compared_in_the_first_step(
+    kind: str, said: str, exact: bool
+) -> None:
+    for found in run_ranks(2, job_unlike, kind, exact):
+        assert found.startswith(said)
+        assert said == "no error" or "torch.manual_seed(0) before the model is made" in found

@@ -438,16 +438,12 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(name: str) -> Non
 
 
 DAMAGED: dict[str, Any] = {
-    "epoch": -1,
-    "step": "2",
     "consumed": 23,
     "samples": None,
-    "global_batch": True,
-    "receipt": [16, "0", "1"],
-    "n": "22",
-    "tail": 1,
-    "key": 3,
-    "version": None,
+    "receipt": [16, "0", None],
+    "receipts": None,
+    "version": ...,
+    "global_batch": ...,
 }
 
 
@@ -456,7 +452,7 @@ def test_a_state_that_nobody_saves_is_corrupt(name: str) -> None:
     saved = make()
     run(saved, stop=2)
     for state in ({**saved.state_dict(), name: DAMAGED[name]}, dict(saved.state_dict())):
-        if state[name] != DAMAGED[name]:
+        if state[name] is ... or state[name] != DAMAGED[name]:
             del state[name]
         with pytest.raises(anyrank.CorruptCheckpoint, match="data position"):
             make().load_state_dict(state)

@@ -8,7 +8,6 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,24 +25,15 @@ from anyrank.world.ranks import Ranks
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
-COUNTS = ("epoch", "step", "consumed", "samples", "global_batch", "dropped", "padded")
-
-
-@dataclass(frozen=True)
-class RankAccounts:
-    """What a rank has of the epochs since the last check, for comparison.
-
-    Attributes:
-        index: of the rank among the data-parallel ones.
-        step: completed steps.
-        plans: of each epoch, its number, and the receipts of its earlier and planned samples.
-        seen: of each, the receipt of the samples that this rank has run.
-    """
-
-    index: int
-    step: int
-    plans: list[tuple[int, Receipt, Receipt]]
-    seen: list[Receipt]
+COUNTS = ("epoch", "step", "consumed", "samples", "dropped", "padded")
+MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
+TITLES = {"version": "format version", "n": "a dataset of length", "key": "the dataset key"}
+WAYS = {
+    "version": "use the anyrank version that wrote it, or a newer one",
+    "n": "give the dataset of the run, or start a new run from its weights",
+    "order": f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
+    f"{IDENTITY_NAME} is False",
+}
 
 
 class Position:
@@ -174,7 +164,7 @@ class Position:
         return {
             "version": STATE_VERSION,
             "seed": order.seed,
-            **{name: getattr(self, name) for name in COUNTS if name != "global_batch"},
+            **{name: getattr(self, name) for name in COUNTS},
             "global_batch": self.schedule.global_batch,
             "microbatch": self.schedule.microbatch,
             "n": order.n,
@@ -189,10 +179,9 @@ class Position:
         """Continue where the state was saved; raises as `check_state_dict`, and changes nothing."""
         saved, receipt, note = self.check_state_dict(state_dict)
         for name in COUNTS:
-            if name != "global_batch":
-                setattr(self, name, saved[name])
+            setattr(self, name, saved[name])
         self.notes = [note] if note else []
-        self.receipts = [EpochVerdict(*row) for row in state_dict.get("receipts", ())]
+        self.receipts = [EpochVerdict(*row) for row in state_dict["receipts"]]
         self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
         self._leave_finished_epoch()
 
@@ -204,25 +193,25 @@ class Position:
         Raises:
             CheckpointError, CorruptCheckpoint: as `ElasticData.load_state_dict`.
         """
-        state = dict(state_dict)
-        receipt = _read_receipt(state)
         mine = self.state_dict()
-        for name, what, hint in MUST_AGREE:
-            kinds = (str, type(None)) if name == "key" else (type(mine[name]),)
-            if name not in state or type(state[name]) not in kinds:
-                raise corrupt(f"{name} is {state.get(name)!r}")
-            if state[name] != mine[name]:
-                raise CheckpointError(
-                    f"data position: the run has {what} {state[name]!r}, here it is "
-                    f"{mine[name]!r}: {hint.format(saved=state[name])}"
-                )
-        saved = {name: _read_count(state, name) for name in COUNTS}
-        if not saved["consumed"] <= mine["n"] or receipt.count != saved["consumed"]:
-            raise corrupt(f"consumed is {saved['consumed']} of {mine['n']} samples")
-        rows = state.get("receipts", [])
-        if type(rows) is not list or any(type(row) is not list or len(row) != 3 for row in rows):
-            raise corrupt(f"receipts is {rows!r}")
-        return saved, receipt, self._batch_note(saved["global_batch"], saved["step"])
+        try:
+            for name in MUST_AGREE:
+                if state_dict[name] != mine[name]:
+                    way = WAYS.get(name, f"give {name}={state_dict[name]!r}")
+                    raise CheckpointError(
+                        f"data position: the run has {TITLES.get(name, name)} "
+                        f"{state_dict[name]!r}, here it is {mine[name]!r}: {way}"
+                    )
+            saved = {name: int(state_dict[name]) for name in COUNTS}
+            receipt = Receipt.from_json(state_dict["receipt"])
+            if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
+                raise ValueError(f"{saved['consumed']} samples were consumed")
+            return saved, receipt, self._batch_note(state_dict["global_batch"], saved["step"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(
+                f"data position: this is not a valid state ({type(error).__name__}: {error}): "
+                "resume from another checkpoint"
+            ) from error
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error where it is not allowed."""
@@ -258,24 +247,24 @@ class Position:
             ValueError: `ranks` lacks some data-parallel ranks.
         """
         index, size = self.data_rank()
-        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
-        seen = [account.seen for account in self.accounts]
-        rows = ranks.gather(RankAccounts(index, self.step, plans, seen), "comparing the samples")
-        if {row.index for row in rows} != set(range(size)):
+        rows = ranks.gather((index, self.step, self.accounts), "comparing the samples")
+        if {row[0] for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
                 "call with all of them"
             )
-        steps = [row.step for row in rows]
-        by_index = {row.index: row.seen for row in rows}
-        if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):
+        plans = [[(one.epoch, one.earlier, one.planned) for one in row[2]] for row in rows]
+        seen = [[one.seen for one in row[2]] for row in rows]
+        by_index = {row[0]: there for row, there in zip(rows, seen, strict=True)}
+        is_alike = all(plan == plans[0] for plan in plans)
+        if not is_alike or seen != [by_index[row[0]] for row in rows]:
             raise CheckpointError(
-                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
-                "every rank must run all steps, and commit() each of them"
+                "data position: ranks differ in the samples they ran, by rank at steps "
+                f"{[row[1] for row in rows]}: every rank must run all steps, and commit() each"
             )
         for number, account in enumerate(self.accounts):
-            taken = sum((seen[number] for seen in by_index.values()), account.earlier)
-            compare(account, taken, account.planned, "the plan")
+            taken = sum((there[number] for there in by_index.values()), account.earlier)
+            _compare(account, taken, account.planned, "the plan")
         for account in self.accounts[:-1]:
             self._finish_epoch(account, ranks)
         del self.accounts[:-1]
@@ -287,7 +276,7 @@ class Position:
         parts = ranks.gather(order.receipt(account.epoch, low, high))
         left = order.ids(account.epoch, order.n - account.dropped, order.n)
         whole = sum(parts, Receipt()) - receipt_of(account.epoch, left)
-        compare(account, account.planned, whole, "the dataset")
+        _compare(account, account.planned, whole, "the dataset")
         extra = f", {account.dropped} dropped" if account.dropped else ""
         extra += f", {account.padded} repeated to fill the last step" if account.padded else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
@@ -365,7 +354,8 @@ class ElasticData:
         self.position.load_state_dict(state_dict)
 
     def commit(self) -> None:
-        """Count the current step as completed, after the optimizer's step. No collectives.
+        """Count the current step as completed, after the optimizer's step. No collectives. An
+        `ElasticLoader` does nothing if it is counted already.
 
         Raises:
             CheckpointError: not all of its microbatches were run.
@@ -373,31 +363,7 @@ class ElasticData:
         self.position.commit()
 
 
-MUST_AGREE = (
-    ("version", "format version", "use the anyrank version that wrote it, or a newer one"),
-    (
-        "n",
-        "a dataset of length",
-        "give the dataset of the run, or start a new run from its weights",
-    ),
-    ("key", "the dataset key", "give the dataset of the run and key={saved!r}"),
-    ("seed", "seed", "give seed={saved!r}"),
-    (
-        "order",
-        "the order",
-        f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
-        f"{IDENTITY_NAME} is False",
-    ),
-    (
-        "microbatch",
-        "microbatch",
-        "give microbatch={saved!r}: random numbers belong to microbatches",
-    ),
-    ("tail", "tail", "give tail={saved!r}"),
-)
-
-
-def compare(account: EpochAccount, found: Receipt, expected: Receipt, of_what: str) -> None:
+def _compare(account: EpochAccount, found: Receipt, expected: Receipt, of_what: str) -> None:
     """Raise CheckpointError if two receipts of an epoch differ."""
     if found != expected:
         raise CheckpointError(
@@ -406,26 +372,3 @@ def compare(account: EpochAccount, found: Receipt, expected: Receipt, of_what: s
             f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from an "
             "earlier checkpoint, and report this as a defect"
         )
-
-
-def corrupt(what: str) -> CorruptCheckpoint:
-    """The error for a state that was not saved by `state_dict`."""
-    return CorruptCheckpoint(
-        f"data position: {what}, which is not a valid state: resume from another checkpoint"
-    )
-
-
-def _read_count(state: dict[str, Any], name: str) -> int:
-    """A number of at least 0 from an untrusted state."""
-    value = state.get(name)
-    if type(value) is not int or value < 0:
-        raise corrupt(f"{name} is {value!r}")
-    return value
-
-
-def _read_receipt(state: dict[str, Any]) -> Receipt:
-    """The receipt from an untrusted state."""
-    try:
-        return Receipt.from_json(state.get("receipt"))
-    except (TypeError, ValueError) as error:
-        raise corrupt(f"receipt is {state.get('receipt')!r}") from error

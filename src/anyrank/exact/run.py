@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +22,6 @@ from anyrank.exact.checks import (
     differences,
     environment,
     is_compiled,
-    read_record,
 )
 from anyrank.exact.delivered import WARNING, DeliveredGradients
 from anyrank.exact.optimizers import judge_optimizer
@@ -42,14 +41,12 @@ class ExactRun:
         record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
             "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
             or none, of the model that was trained first); empty until the first step.
-        exponent: of the power of two near a `weight`; None before the first weight.
         takes_turns: whether the ranks take turns in the microbatches of a step; None before the
             first step of a pass over the data.
     """
 
     def __init__(self) -> None:
-        self.record: dict[str, int | str] = {}
-        self.exponent: int | None = None
+        self.record: dict[str, Any] = {}
         self.takes_turns: bool | None = None
         self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._delivered = DeliveredGradients()
@@ -62,7 +59,7 @@ class ExactRun:
 
         Raises:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
-                the ranks, or it has parameters of a model and others.
+                the ranks.
         """
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -70,7 +67,6 @@ class ExactRun:
                 for note in judge_optimizer(optimizer):
                     self._tell(note, notes)
                 self._judged.add(optimizer)
-            self._delivered.check_strangers(optimizer)
             self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
 
         self.takes_turns = None
@@ -109,7 +105,7 @@ class ExactRun:
         if self.takes_turns is None:
             self.takes_turns = takes_turns(model, ranks)
         rounds = Rounds(plan, ranks, self.takes_turns)
-        return ExactSync(model, ranks, group, rounds, is_first)
+        return ExactSync(model, ranks, group, rounds)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.
@@ -150,31 +146,18 @@ class ExactRun:
 
     def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of a model's parameters as the optimizer should find them."""
-        self._delivered.record([*parameters])
+        self._delivered.record(parameters)
 
-    def state(self) -> dict[str, int | str]:
-        """What a checkpoint keeps."""
-        return self.record | ({} if self.exponent is None else {"exponent": self.exponent})
+    def check_saved(self, record: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for the record of a run with another number of threads."""
+        check_threads(record, CheckpointError)
 
-    def check_saved(self, saved: object) -> None:
-        """Check the record of a state.
-
-        Raises:
-            CheckpointError: the run has another number of threads.
-            CorruptCheckpoint: not a record.
-        """
-        if saved is not None:
-            check_threads(read_record(saved), CheckpointError)
-
-    def load(self, saved: object, step: int) -> list[str]:
-        """Continue with the record of a state, None for one without. Returns notes."""
-        self.exponent = None
-        if saved is None:
+    def load(self, record: Mapping[str, Any], step: int) -> list[str]:
+        """Continue with the record of a state, empty for one without. Returns notes."""
+        if not record:
             note = f"exact=True begins at step {step}: steps before were summed in another order"
             return [note] if step else []
-        self.record, self._has_begun = read_record(saved), False
-        exponent = self.record.pop("exponent", None)
-        self.exponent = None if exponent is None else int(exponent)
+        self.record, self._has_begun = dict(record), False
         return []
 
 

@@ -1,17 +1,16 @@
 """Random streams in a checkpoint: exact on the same ranks, derived where the ranks changed.
 
-A stream has a scope: "global" streams are equal on all ranks, "dp" streams on the ranks that have
-the same data, "rank" streams on no two ranks. On another number of ranks a global stream continues
-exactly; for the other scopes new streams are derived, which no rank shares and no rank has drawn
-from. The states are JSON in the manifest, each state once. Nothing here communicates: the caller
-gathers.
+On the same ranks, and where it was equal on all of them, a stream continues exactly. Else new
+streams are derived, which no rank has drawn from: one for each data index where the ranks with the
+same data had the same stream, otherwise one for each rank. The states are JSON in the manifest,
+each state once. Nothing here communicates: the caller gathers.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -22,8 +21,7 @@ from anyrank.errors import CorruptCheckpoint
 from anyrank.random_state.streams import Stream, TorchStream, ambient, own_accelerator
 from anyrank.tensors.hashing import derive
 
-Scope = Literal["global", "dp", "rank"]
-ALWAYS = ("python", "torch")  # the streams that every process has
+Scope = Literal["global", "dp", "rank"]  # equal on all ranks, on those with the same data, on none
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,17 @@ class SavedStreams:
     states: dict[str, StreamState]
     unused: list[str] = field(default_factory=list[str])
 
-    def scopes(self) -> dict[str, Scope]:
-        """Stream -> the scope that the ranks' states show."""
-        return observed_scopes([*zip(self.coords, self.digests, strict=True)])
+    def scope(self, name: str) -> Scope:
+        """Which of several ranks had the same stream."""
+        data = [coords.data_index for coords in self.coords]
+        states = [row.get(name) for row in self.digests]
+        count = len(states)
+        if None in states or count == 1:
+            return "rank"
+        if len({*states}) == 1:
+            return "global"
+        by_data = len({*zip(data, states, strict=True)}) == len({*data}) < count
+        return "dp" if by_data else "rank"
 
     def of(self, rank: int) -> dict[str, StreamState]:
         """Stream -> state on a rank that saved."""
@@ -142,25 +148,6 @@ def from_json(table: Mapping[str, Any]) -> SavedStreams:
     return SavedStreams(coords, digests, states, list(table["unused"]))
 
 
-def check_saved(saved: SavedStreams) -> None:
-    """Compare what a save wrote with itself.
-
-    Raises:
-        ValueError: a state that no rank had or with another digest, or a rank without the streams
-            that every process has.
-    """
-    used = {digest for row in saved.digests for digest in row.values()}
-    for digest, state in saved.states.items():
-        if digest not in used:
-            raise ValueError(f"streams: no rank had the state {digest[:40]}")
-        if digest != state.digest:
-            raise ValueError(f"streams: {digest[:40]} is not the digest of its state")
-    for rank, row in enumerate(saved.digests):
-        for name in ALWAYS:
-            if name not in row:
-                raise ValueError(f"streams: rank {rank} has no stream {name}")
-
-
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
     """The streams of this rank: ambient ones, its own accelerator's, the user's generators."""
     users = [TorchStream(f"generator.{name}", generator) for name, generator in generators.items()]
@@ -191,44 +178,9 @@ def digests_of(states: Mapping[str, StreamState]) -> dict[str, str]:
     return {name: state.digest for name, state in states.items()}
 
 
-def observed_scopes(
-    gathered: Sequence[tuple[RankCoords, Mapping[str, str]]],
-) -> dict[str, Scope]:
-    """Stream -> scope, from every rank's coordinates and digests at a save."""
-    scopes: dict[str, Scope] = {}
-    for name in sorted({name for _, digests in gathered for name in digests}):
-        scope = "dp" if _has_scope(name, "dp", gathered) else "rank"
-        scopes[name] = "global" if _has_scope(name, "global", gathered) else scope
-    return scopes
-
-
-def _has_scope(
-    name: str, scope: Scope, gathered: Sequence[tuple[RankCoords, Mapping[str, str]]]
-) -> bool:
-    """Whether a stream is on all ranks, the scope makes some of them equal, and all these are."""
-    shared = len({coordinate(scope, coords) for coords, _ in gathered}) < len(gathered)
-    everywhere = all(name in digests for _, digests in gathered)
-    return shared and everywhere and not differing(name, scope, gathered)
-
-
-def differing(
-    name: str, scope: Scope, gathered: Sequence[tuple[RankCoords, Mapping[str, str]]]
-) -> tuple[int, int] | None:
-    """Two ranks on which a stream differs although its scope makes it equal."""
-    first: dict[Any, tuple[int, str]] = {}
-    for coords, digests in gathered:
-        if name in digests:
-            here = (coords.rank, digests[name])
-            there = first.setdefault(coordinate(scope, coords), here)
-            if there[1] != here[1]:
-                return there[0], here[0]
-    return None
-
-
 def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:
-    """Equal on the ranks that share a stream of this scope, different on all others."""
-    number = {"global": 0, "dp": coords.data_index, "rank": coords.rank}[scope]
-    return scope, number
+    """Equal on the ranks that share a derived stream of this scope, different on all others."""
+    return ("dp", coords.data_index) if scope == "dp" else ("rank", coords.rank)
 
 
 def restore(
@@ -238,7 +190,6 @@ def restore(
     seed: int,
     samples: int,
     generators: Mapping[str, torch.Generator],
-    torch_version: str = "",
 ) -> dict[str, StreamOutcome]:
     """Set this rank's streams, exactly or derived. No collectives; all or nothing.
 
@@ -248,7 +199,6 @@ def restore(
         seed: of the run.
         samples: committed samples of the run.
         generators: name -> generators of the user's own.
-        torch_version: that saved, for the reasons.
 
     Returns:
         Stream -> outcome. "skipped" are saved streams that this process does not have.
@@ -256,14 +206,13 @@ def restore(
     Raises:
         CorruptCheckpoint: a state that is none. Nothing has changed then.
     """
-    scopes = saved.scopes()
     outcomes: dict[str, StreamOutcome] = {}
     states: list[tuple[Stream, Any]] = []
     for stream in streams_here(generators):
-        scope = scopes.get(stream.name, "rank")
-        state, outcome = choose(stream, scope, saved, coords, torch_version)
+        state, outcome = _choose(stream, saved, coords)
         if outcome.how == "derived":
-            state = derive(seed, stream.name, *coordinate(scope, coords), samples)
+            where = coordinate(saved.scope(stream.name), coords)
+            state = derive(seed, stream.name, *where, samples)
             if stream.name in saved.unused:
                 outcome = outcome._replace(how="unused")
         states.append((stream, state))
@@ -294,32 +243,26 @@ def derive_all(
     return outcomes
 
 
-def choose(
-    stream: Stream, scope: Scope, saved: SavedStreams, coords: RankCoords, torch_version: str
-) -> tuple[Any, StreamOutcome]:
+def _choose(stream: Stream, saved: SavedStreams, coords: RankCoords) -> tuple[Any, StreamOutcome]:
     """The state to put back and why that can be, or None and why a new one has to be derived.
 
     Raises:
         CorruptCheckpoint: as `restore`.
     """
-    own = saved.of(coords.rank) if coords.rank < len(saved.coords) else {}
-    if stream.name not in own and stream.name not in saved.digests[0]:
-        return None, StreamOutcome("derived", "it was not saved")
-    if scope == "global":
-        state = saved.of(0)[stream.name]
-        return _decoded(stream, state, "equal on all ranks", torch_version)
-    if coords not in saved.coords:
-        fewer = coords.rank >= len(saved.coords)
-        before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
-        return None, StreamOutcome("derived", f"saved {before}, now {coords}")
+    is_known = coords in saved.coords
+    own = saved.of(coords.rank if is_known else 0)
     if stream.name not in own:
         return None, StreamOutcome("derived", "it was not saved")
-    return _decoded(stream, own[stream.name], "same ranks", torch_version)
+    if saved.scope(stream.name) == "global":
+        return _decoded(stream, own[stream.name], "equal on all ranks")
+    if is_known:
+        return _decoded(stream, own[stream.name], "same ranks")
+    fewer = coords.rank >= len(saved.coords)
+    before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
+    return None, StreamOutcome("derived", f"saved {before}, now {coords}")
 
 
-def _decoded(
-    stream: Stream, saved: StreamState, why: str, torch_version: str
-) -> tuple[Any, StreamOutcome]:
+def _decoded(stream: Stream, saved: StreamState, why: str) -> tuple[Any, StreamOutcome]:
     """A saved state in the stream's own form, exact for the reason given; or why it cannot be.
 
     Raises:
@@ -331,8 +274,8 @@ def _decoded(
     try:
         length = len(stream.encode(stream.get())[1])
         if len(saved.data) != length:
-            reason = f"saved as {len(saved.data)} bytes by torch {torch_version}, now {length}"
-            return None, StreamOutcome("derived", f"{reason} bytes")
+            reason = f"saved as {len(saved.data)} bytes, now {length}: by another torch"
+            return None, StreamOutcome("derived", reason)
         return stream.decode(saved.values, saved.data), StreamOutcome("exact", why)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CorruptCheckpoint(

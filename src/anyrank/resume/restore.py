@@ -187,14 +187,7 @@ class _Resuming:
             )
 
         def here() -> dict[str, StreamOutcome]:
-            return restore(
-                saved,
-                coords,
-                seed=seed,
-                samples=samples,
-                generators=generators,
-                torch_version=source.torch_version,
-            )
+            return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
         return self.ranks.together("restoring the random streams", here)[0]
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
+from anyrank.files.content_hash import content_hash
 from anyrank.steps.buckets import average, local
-from anyrank.steps.fsdp_groups import check_names, drop_accumulated, parameter_groups
+from anyrank.steps.fsdp_groups import drop_accumulated, parameter_groups
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
@@ -56,7 +57,6 @@ class GradientSync:
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if isinstance(module, FSDPModule)]
-        check_names(self.fsdp, is_exact=False)
         self.reshard()
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]
@@ -141,6 +141,15 @@ class GradientSync:
         """Drop gradients that FSDP2 has not exchanged yet, which `zero_grad` does not reset."""
         for module in self.fsdp:
             drop_accumulated(module)
+
+    def values(self) -> dict[str, str]:
+        """Shape and hash of each parameter that no wrapper keeps equal."""
+        alone = {
+            name: parameter
+            for name, parameter in self.summed.items()
+            if not (self.fsdp and isinstance(parameter, DTensor))
+        }
+        return {n: f"{list(p.shape)} {content_hash(local(p))}" for n, p in alone.items()}
 
     def has_gradients(self) -> bool:
         """Whether any gradient on this rank is not zero."""

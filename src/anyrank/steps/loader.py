@@ -87,6 +87,7 @@ class ElasticLoader(ElasticData):
                 step.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
+            loader.commit()  # else the next step does
         assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
     """
 
@@ -124,6 +125,8 @@ class ElasticLoader(ElasticData):
             raise ValueError("weights draw samples at random: remove shuffle=False")
         may_change: OnBatchChange | None = on_batch_change
         if isinstance(dataset, Shards):
+            if weights is not None:
+                raise ValueError("weights draw samples at random, which shards are not read for")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
             may_change = None  # the lanes of an epoch are those of its global batch
         elif weights is not None:
@@ -154,16 +157,7 @@ class ElasticLoader(ElasticData):
         read: Callable[[Any], Iterable[Any]],
         *,
         lengths: Sequence[int],
-        global_batch: int,
-        microbatch: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        tail: Tail = "short",
-        key: str | None = None,
-        process_group: Any = None,
-        exact: bool = False,
+        **options: Any,
     ) -> ElasticLoader:
         """A loader over shards of known lengths that are read in sequence.
 
@@ -177,9 +171,8 @@ class ElasticLoader(ElasticData):
             read: shard -> its samples, in the same order each time. Its random numbers are seeded
                 for each sample.
             lengths: number of samples of each shard.
-            shuffle: False for the shards' own order.
-            global_batch, microbatch, seed, num_workers: as in `ElasticLoader`.
-            collate_fn, tail, key, process_group, exact: as in `ElasticLoader`.
+            options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
+                the shards' own order.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks.
@@ -196,20 +189,7 @@ class ElasticLoader(ElasticData):
             )
             assert len(loader) == 2
         """
-        dataset = Shards(shards, read, lengths)
-        return cls(
-            dataset,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            seed=seed,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            tail=tail,
-            key=key,
-            process_group=process_group,
-            exact=exact,
-        )
+        return cls(Shards(shards, read, lengths), **options)
 
     @property
     def position(self) -> LoaderPosition:
@@ -267,21 +247,6 @@ class ElasticLoader(ElasticData):
     def in_step(self) -> bool:
         """Whether microbatches were run that are not committed: a save is refused then."""
         return self.position.current is not None and self.position.current.num_passes > 0
-
-    def commit(self) -> None:
-        """Count the current step as completed. Does nothing if it is counted already.
-
-        Raises:
-            CheckpointError: not all of its microbatches were run.
-
-        Example::
-
-            loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
-            for step in loader:
-                list(step.microbatches(torch.nn.Linear(4, 1)))
-                loader.commit()  # else the next step does
-        """
-        super().commit()
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of `_requests`, from the first one asked for: the model decides on those."""

@@ -34,6 +34,7 @@ class LoaderPosition(Position):
         was_left: whether the next step was begun before, and left.
         num_passes: how often the loader was iterated, or loaded a state.
         checked: models whose gradient exchange was verified, by id.
+        exponent: of the power of two near the first `weight`; None before it.
     """
 
     owner = "ElasticLoader"
@@ -52,6 +53,7 @@ class LoaderPosition(Position):
         self.current: StepRun | None = None
         self.was_left = False
         self.num_passes = 0
+        self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
     def arguments(self) -> dict[str, object]:
@@ -94,22 +96,27 @@ class LoaderPosition(Position):
         self.current = None
 
     def state_dict(self) -> dict[str, Any]:
-        exact = {} if self.exact is None else {"exact": self.exact.state()}
-        return super().state_dict() | exact
+        state = super().state_dict()
+        if self.exact is not None:
+            known = {} if self.exponent is None else {"exponent": self.exponent}
+            state["exact"] = self.exact.record | known
+        return state
 
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
         found = super().check_state_dict(state_dict)
         if self.exact is not None:
-            self.exact.check_saved(state_dict.get("exact"))
+            self.exact.check_saved(state_dict.get("exact") or {})
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         saved = state_dict.get("exact")
         if self.exact is not None:
-            self.notes += self.exact.load(saved, self.step)
+            record = dict(saved or {})
+            self.exponent = record.pop("exponent", None)
+            self.notes += self.exact.load(record, self.step)
             self.checked.clear()  # the record is compared with the models' again
         elif saved is not None:
             self.notes.append(
@@ -127,13 +134,11 @@ class LoaderPass:
         position: of the loader.
         ranks: the data-parallel ranks; None after the iteration.
         batches: the batches still to be fetched; the first one starts the fetching.
-        exponent: of the power of two near an ordinary `weight`, once a weight is known.
     """
 
     position: LoaderPosition
     ranks: Ranks | None
     batches: Iterator[FetchedBatch]
-    exponent: int | None = None
 
     def close(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""

@@ -39,7 +39,7 @@ from anyrank.steps.collective_result import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.loader_position import LoaderPass
 from anyrank.steps.norm import clip_gradients
-from anyrank.steps.step_record import StepRecord, judge
+from anyrank.steps.step_record import StepRecord, check_alike, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import same_arguments
@@ -61,7 +61,10 @@ class Step:
         loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
         for step in loader:
             for batch in step.microbatches(model):
-                step.backward(model(batch).square().mean())
+                loss = model(batch).square().mean()
+                step.backward(loss, weight=len(batch))  # or step.scale(loss, weight).backward()
+                print(step.k, "repeated" if step.is_copy else "counts")
+            norm = step.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             print(step.number, step.loss())
@@ -172,16 +175,6 @@ class Step:
 
         Raises:
             ValueError: not within `microbatches`, a loss of several values, a wrong weight.
-
-        Example::
-
-            model = torch.nn.Linear(4, 1)
-            texts = torch.randn(8, 5, 4)
-            for step in anyrank.ElasticLoader(texts, global_batch=8, microbatch=2):
-                for batch in step.microbatches(model):
-                    counts = batch[..., 0] > -9  # not padding
-                    loss = model(batch)[counts].square().mean()
-                    step.backward(loss, weight=counts.sum())  # the mean over all tokens
         """
         before = self._run.in_own_backward  # as of a loss that is scaled, and waits
         self.scale(loss, weight).backward()
@@ -192,18 +185,10 @@ class Step:
 
         `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
         and errors are those of `backward`. Run backward of each result once.
-
-        Example::
-
-            model = torch.nn.Linear(4, 1)
-            for step in anyrank.ElasticLoader(torch.randn(8, 4), global_batch=8, microbatch=2):
-                for batch in step.microbatches(model):
-                    step.scale(model(batch).square().mean()).backward()
-                    print(step.k, "repeated" if step.is_copy else "counts")
         """
         slot = self._current_slot()
         own = self._run.add_loss(slot, loss, weight)
-        whole = self.samples if weight is None else self._provisional_total(own)
+        whole = self.samples if weight is None else self._divisor(own)
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
         ranks = 1 if self._position.exact is not None else self._ranks.size
         return loss * (0.0 if slot.is_copy else own / whole * ranks)
@@ -232,18 +217,6 @@ class Step:
             CheckpointError: arguments differ between ranks.
             ValueError: a wrong argument, or a call before the end of `microbatches`.
             RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
-
-        Example::
-
-            model = torch.nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
-            for step in loader:
-                for batch in step.microbatches(model):
-                    step.backward(model(batch).square().mean())
-                norm = step.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
         """
         run, exact = self._run, self._position.exact
 
@@ -311,34 +284,25 @@ class Step:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
         return self._run.slot
 
-    def _provisional_total(self, own: float) -> float:
-        """The divisor of weights until the step's total is known: equal on all ranks.
+    def _divisor(self, own: float = 0.0) -> float:
+        """Of weights until the step's total is known: equal on all ranks.
 
-        The number of microbatches times a power of two near an ordinary weight; which power it is
-        does not change a bit of the result, unless gradients underflow. The ranks agree on it in
-        the first call of an iteration. With exact=True it is that of the first microbatch of a run,
-        on any number of ranks, and goes on in its state.
+        The number of microbatches times a power of two near the weight of a step's first
+        microbatch, as soon as that is not 0, on which the ranks agree when they have it; which
+        power it is does not change a bit of the result, unless gradients underflow.
+
+        Args:
+            own: weight of the current microbatch.
         """
-        run = self._run
-        if run.exponent is None:
-            run.exponent = self._agreed_exponent(own)
-        return math.ldexp(run.plan.num_microbatches, run.exponent)
-
-    def _agreed_exponent(self, own: float) -> int:
-        """Of the power of two near an ordinary weight. All data-parallel ranks, where it is new."""
-        exact = self._position.exact
-        known = self._pass.exponent if exact is None else exact.exponent
-        if known is not None:
-            return known
-        slot = self._current_slot()
-        counts = exact is None or (slot.k == 0 and not slot.is_copy)
-        weight = max(self._ranks.gather(own if counts else 0.0, "comparing weights"))
-        found = round(math.log2(weight)) if weight else 0
-        if exact is None:
-            self._pass.exponent = found
-        elif weight:
-            exact.exponent = found
-        return found
+        position = self._position
+        if position.exponent is None:
+            slot = self._run.slot
+            is_first = slot is not None and slot.k == 0 and not slot.is_copy
+            weight = max(self._ranks.gather(own if is_first else 0.0, "comparing weights"))
+            if not weight:
+                return float(self._run.plan.num_microbatches)
+            position.exponent = round(math.log2(weight))
+        return math.ldexp(self._run.plan.num_microbatches, position.exponent)
 
     def _sync(self, model: nn.Module, own_backward: bool, is_new: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
@@ -369,13 +333,16 @@ class Step:
                 "pass microbatches(model, own_backward=True) and weight the losses yourself"
             )
         losses = [float(loss) for _, loss in run.losses] if is_new else []
-        mine = StepRecord([*run.weights.values()], run.without, losses, refusal)
+        values = sync.values() if is_new and self._ranks.size > 1 else {}
+        digest = f"{derive(repr(values)):x}"
+        mine = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
         mine = sync.complete(mine, is_new)
         # If each gradient is a wrapper's and no weights are given, the last backward was the
         # meeting.
         meets = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(mine, "comparing the step") if meets else [mine]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
+        check_alike(values, records, self._ranks)
         weights = [weight for record in records for weight in record.weights]
         if not weights and not own_backward:
             sync.drop_unfinished()
@@ -385,7 +352,7 @@ class Step:
         factor: float | None = None
         if run.is_weighted:
             total = math.fsum(weights)
-            factor = self._provisional_total(0.0) / total if total else 0.0
+            factor = self._divisor() / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
             self._position.exact.deliver(sync.named.values())

@@ -7,7 +7,7 @@ every rank comes to the same end.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anyrank.world.failures import different
@@ -24,8 +24,10 @@ class StepRecord:
     Attributes:
         weights: of its microbatches that had a backward, without copies.
         without: its microbatches that had none.
-        losses: of its microbatches; in a model's first passes alone, as `norm` and `squares`.
+        losses: of its microbatches; in a model's first passes alone, as `values`, `norm` and
+            `squares`.
         refusal: why this rank's gradients cannot be summed, and the way out; None if they can.
+        values: hash of the parameters that no wrapper keeps equal.
         states: of each parameter that no wrapper exchanges: frozen, with a gradient, or without.
         norm: sum of the squares of their gradients.
         squares: of each parameter that DDP exchanges, the same of its gradient.
@@ -36,6 +38,7 @@ class StepRecord:
     without: list[int]
     losses: list[float]
     refusal: str | None
+    values: str = ""
     states: bytes = b""
     norm: float = 0.0
     squares: list[float] = field(default_factory=list[float])
@@ -115,6 +118,31 @@ def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks
             title = f"requires_grad of {name} differs between ranks"
             raise ValueError(
                 f"{different(title, trained, ranks.named)}: freeze the same parameters on all ranks"
+            )
+
+
+def check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
+    """Refuse a model without a wrapper that differs between the ranks. All ranks.
+
+    Args:
+        values: shape and hash of each of this rank's parameters, by name.
+        records: of each rank, made of these.
+        ranks: the data-parallel ranks.
+
+    Raises:
+        ValueError: on all ranks; names the first parameter that differs, and the way out.
+    """
+    if len({record.values for record in records}) == 1:
+        return
+    tables = ranks.gather(dict(values), "comparing the weights")
+    for name in dict.fromkeys(name for table in tables for name in table):
+        there = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, tables, strict=True)}
+        if len(set(there.values())) > 1:
+            title = f"{name} differs between ranks, as shape and hash"
+            raise ValueError(
+                f"{different(title, there, ranks.named)}: begin with the same weights on all "
+                "ranks, by torch.manual_seed(0) before the model is made, by anyrank.load(), or "
+                "by DistributedDataParallel, which takes the first rank's"
             )
 
 

@@ -65,8 +65,11 @@ def check_now(
     global_batch: int | None = None,
     accumulation: int = 1,
     is_before: bool = True,
+    is_seeded: bool = False,
 ) -> Findings:
-    """As `check`; with `is_before=False`, after a forward, which may change buffers. All ranks."""
+    """As `check`; with `is_before=False`, after a forward, which may change buffers, and may have
+    run under a seed of its own. All ranks.
+    """
     several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [one for one in several if one is not None]
 
@@ -84,7 +87,7 @@ def check_now(
         same_arguments(ranks, "check", given, RankError, check_arguments)
 
         def look() -> tuple[dict[str, Table], Facts]:
-            return facts_of(model, optimizers, loader, ranks, is_before)
+            return facts_of(model, optimizers, loader, ranks, is_before, is_seeded)
 
         tables, facts = ranks.own_and_all("looking at the model", look)
         differing = differences(tables, facts, ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyrank.random_state.saved_streams import capture
-from anyrank.state.digests import start_digests
+from anyrank.state.digests import digests_of
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.watching import data_facts, model_rules
@@ -65,7 +65,12 @@ class Known:
 
 
 def facts_of(
-    given: Any, optimizers: Sequence[Any], loader: Any, ranks: Ranks, is_before: bool
+    given: Any,
+    optimizers: Sequence[Any],
+    loader: Any,
+    ranks: Ranks,
+    is_before: bool,
+    is_seeded: bool = False,
 ) -> tuple[dict[str, Table], Facts]:
     """This rank's tables and facts.
 
@@ -75,6 +80,7 @@ def facts_of(
         loader: of its data, or None.
         ranks: that check together.
         is_before: whether no forward ran, so that buffers are alike as well.
+        is_seeded: whether forwards ran under seeds of their own, as an ElasticLoader's do.
 
     Raises:
         AnyrankError: the model's parameters are not its own (FSDP1).
@@ -82,7 +88,7 @@ def facts_of(
     model = model_rules.take_apart(given)
     held = model_rules.readable(model, buffers=is_before)
     values = [(one.name, one.local()) for one in held]
-    digests = start_digests(values, ranks.check)()
+    digests = digests_of(values, ranks.check)
     kinds = model_rules.kinds_of(model)
     tables = {
         "kinds": kinds,
@@ -90,7 +96,7 @@ def facts_of(
     }
     for one, digest in zip(held, digests, strict=True):
         if (share := _share(one)) is not None:
-            tables.setdefault(f"values {share}", {})[one.name] = str(digest)
+            tables.setdefault(f"values {share}", {})[one.name] = digest
     by_id = {id(one.tensor): digest for one, digest in zip(held, digests, strict=True)}
     streams = capture({})
     drawn = "device" if model.on_accelerator() and "device" in streams else "torch"
@@ -100,7 +106,8 @@ def facts_of(
             {name: _digest(table.items()) for name, table in tables.items()},
             model.tensor_parallel(),
             streams[drawn].digest,
-            isinstance(loader, ElasticLoader),  # each microbatch has a stream of its own
+            is_seeded
+            or isinstance(loader, ElasticLoader),  # each microbatch has a stream of its own
             model_rules.active_dropout(model),
             data_facts.look_at(loader),
             [*model_rules.own_findings(model, optimizers, by_id, ranks.size)][:FOUND],

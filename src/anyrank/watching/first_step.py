@@ -39,11 +39,13 @@ class FirstStep:
         self.seen: dict[int, nn.Module] = {}  # that ran a forward
         self.optimizers: list[Optimizer] = []
         self.model: nn.Module | None = None
+        self.seed = torch.initial_seed()  # under which the last forward ran
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Hook of all modules."""
         if module is self.model:
             self.conclude()
+        self.seed = torch.initial_seed()
         self.seen.setdefault(id(module), module)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -85,7 +87,10 @@ class FirstStep:
         """The findings as plain values. All ranks."""
         if self.model is None:
             return {"error": "no module whose forward ran has parameters of the optimizer"}
-        findings = check_now(self.model, self.optimizers, None, is_before=False)
+        is_seeded = self.seed != torch.initial_seed()  # as ElasticLoader seeds each microbatch
+        findings = check_now(
+            self.model, self.optimizers, None, is_before=False, is_seeded=is_seeded
+        )
         return {"ranks": findings.num_ranks, "findings": [asdict(one) for one in findings]}
 
 

@@ -184,7 +184,7 @@ def active_dropout(model: Model) -> str:
 
 
 def own_findings(
-    model: Model, optimizers: Sequence[Any], digests: Mapping[int, int], world_size: int
+    model: Model, optimizers: Sequence[Any], digests: Mapping[int, str], world_size: int
 ) -> Iterator[Finding]:
     """What this rank's rules find.
 
@@ -202,7 +202,7 @@ def own_findings(
     yield from _reentrant(model)
 
 
-def _ties(model: Model, digests: Mapping[int, int]) -> Iterator[Finding]:
+def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
     """Embeddings and heads with the same values that are two parameters, or lie in two units."""
     untied = any(_says_untied(place.module) for place in model.places)
     parameters = [] if untied else [e for e in model.entries if id(e.tensor) in digests]
