@@ -27,7 +27,12 @@ STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "dropped", "padded")
 MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
-TITLES = {"version": "format version", "n": "a dataset of length", "key": "the dataset key"}
+TITLES = {
+    "version": "format version",
+    "n": "a dataset of length",
+    "key": "the dataset key",
+    "order": "the order",
+}
 WAYS = {
     "version": "use the anyrank version that wrote it, or a newer one",
     "n": "give the dataset of the run, or start a new run from its weights",

@@ -230,7 +230,6 @@ class StepSearch:
             run=manifest.run,
             lineage=manifest.lineage,
             streams=candidate.streams,
-            torch_version=manifest.versions.get("torch", ""),
             differed=manifest.differed,
             verify=self.verify,
             verified=VERIFIED if self.verify else SIZES_VERIFIED,

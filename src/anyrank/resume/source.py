@@ -29,7 +29,6 @@ class ResumeSource(ABC):
         run: id of the run that goes on from it; None for one that begins with it.
         lineage: the run's resumes before this one.
         streams: the random streams; None to derive new ones, for the reason in `no_streams`.
-        torch_version: that saved it.
         differed: names of tensors that were not alike on the ranks that saved it.
         verify: whether what is read is compared with its checksums.
         verified: what is compared, in words, for the report.
@@ -48,7 +47,6 @@ class ResumeSource(ABC):
     lineage: Sequence[dict[str, Any]] = ()
     streams: SavedStreams | None = None
     no_streams: str = ""
-    torch_version: str = ""
     differed: Sequence[str] = ()
     verify: bool = False
     verified: str = "headers and sizes"
