@@ -206,7 +206,6 @@ class Watcher:
             log.warning("the watch of rank %d ends: %s: %s", self.rank, type(error).__name__, error)
         finally:
             self.eyes.close()
-            self.slow.close()
             atexit.unregister(self.end)
             Watcher.running = None
             self.ended.set()

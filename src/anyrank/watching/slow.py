@@ -31,6 +31,8 @@ class SlowRanks:
         on_first: called when there is a first window to tell.
     """
 
+    last: Pace | None = None  # of the last watch, which may have ended by itself
+
     def __init__(self, store: Store, rank: int, size: int, on_first: Callable[[], None]) -> None:
         self._store, self._rank, self._size, self._on_first = store, rank, size, on_first
         self._pace: Pace | None = None
@@ -66,11 +68,13 @@ class SlowRanks:
         self._hook.remove()
         model = find_model([*self._modules.values()], [optimizer])
         self._hook = self._modules = None
-        if model is not None and Pace.running is None:
-            self._pace = Pace(model, [optimizer], self._on_first)
+        if model is not None and Pace.running in (None, SlowRanks.last):
+            if SlowRanks.last is not None:
+                SlowRanks.last.close()
+            self._pace = SlowRanks.last = Pace(model, [optimizer], self._on_first)
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks: in the thread that trains, as another would do so while they run."""
         if self._hook is not None:
             self._hook.remove()
         if self._pace is not None:
