@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+# What users call a dtype -> torch's name, of the dtypes that weights are cast to.
+FLOATS = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
+
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """A number and its noun: "1 tensor", "1,024 tensors"."""

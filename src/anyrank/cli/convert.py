@@ -6,6 +6,8 @@ import re
 
 import click
 
+from anyrank.wording import FLOATS
+
 UNITS = {
     "": 1,
     "B": 1,
@@ -50,9 +52,7 @@ def parse_bytes(text: str | None) -> int | None:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(
-        ["float64", "float32", "float16", "bfloat16", "fp64", "fp32", "fp16", "bf16"]
-    ),
+    type=click.Choice([*FLOATS]),
     help="Of floating tensors; others keep theirs.",
 )
 @click.option(

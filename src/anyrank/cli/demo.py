@@ -43,7 +43,6 @@ RANK_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
-BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
 
 
 class MissingPackage(click.ClickException):
@@ -74,8 +73,7 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
-        console = out()
-        write(console, *summary(results, curve=not console.options.ascii_only))
+        write(out(), *summary(results))
     if results["findings"]:
         raise click.ClickException("; ".join(results["findings"]))
 
@@ -130,7 +128,6 @@ def run(weights: str) -> dict[str, Any]:
     results |= {
         "parameters": inspection.parameters,
         "weights_bytes": inspection.nbytes,
-        "load_file_bytes": load_file_peak(weights),
         "torch": torch.__version__,
         "seconds": time.perf_counter() - start,
     }
@@ -213,20 +210,6 @@ def committed(folder: str) -> list[int]:
 # -- what they are compared by --------------------------------------------------------------------
 
 
-def load_file_peak(weights: str) -> int:
-    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
-    from safetensors.torch import load_file
-    from transformers import BertConfig, BertModel
-
-    from anyrank.model.memory_meter import PeakMemory
-
-    config = BertConfig.from_pretrained(weights)
-    with PeakMemory() as memory:
-        model = BertModel(config)
-        model.load_state_dict(load_file(os.path.join(weights, "model.safetensors")), strict=False)
-    return memory.peak_bytes
-
-
 def sha256_of(folder: str) -> str:
     """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
     from anyrank.files.manifest import read_manifest, step_name
@@ -264,26 +247,18 @@ def findings_of(results: dict[str, Any]) -> list[str]:
     return found
 
 
-def summary(results: dict[str, Any], curve: bool) -> list[str]:
-    """The results as lines, the title first.
-
-    Args:
-        results: as from `run`.
-        curve: draw the losses as blocks, which are not ASCII.
-    """
+def summary(results: dict[str, Any]) -> list[str]:
+    """The results of `run` as lines, the title first."""
     losses, loaded = results["losses"], results["loaded"]
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
-    naive, peaks = results["load_file_bytes"], loaded["peak_host_bytes"]
-    bars = f"  {sparkline(losses)}" if curve else ""
+    peaks = loaded["peak_host_bytes"]
     seen = ", ".join(f"epoch {epoch}: {n} {how}" for epoch, n, how in results["receipts"])
     way = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
     same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
     lines = [
         f"all-MiniLM-L6-v2: {size}; torch {results['torch']}",
-        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}; a built model "
-        f"and load_file take {in_units(naive)} on every rank",
-        f"  train     {len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} "
-        f"at last{bars}",
+        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}",
+        f"  train     {len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last",
     ]
     for leg in results["legs"]:
         killed = leg["killed_in_save_of"]
@@ -296,13 +271,6 @@ def summary(results: dict[str, Any], curve: bool) -> list[str]:
         f"            {results['sha256']}",
         f"  took      {results['seconds']:.0f} s",
     ]
-
-
-def sparkline(values: list[float]) -> str:
-    """A block for each value, the highest for the largest."""
-    low, high = min(values), max(values)
-    scale = (len(BARS) - 1) / ((high - low) or 1.0)
-    return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
 def _results(folder: str) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from anyrank.wording import FLOATS
+
 if TYPE_CHECKING:
     from rich.padding import Padding
 
     from anyrank.filling.plan import LoadPlan
 
 STRATEGIES = ("own", "stripe", "scatter")
-DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MAX_RANKS = 1 << 20
 
 
@@ -44,7 +45,7 @@ def _parse_mesh(
 @click.option("--nodes", type=click.IntRange(1), help="Machines.  [default: 8 ranks on each]")
 @click.option(
     "--dtype",
-    type=click.Choice([*DTYPES]),
+    type=click.Choice([*FLOATS]),
     help="Of the model's floating tensors.  [default: as in PATH]",
 )
 @click.option(
@@ -77,7 +78,7 @@ def command(
             world_size=world,
             mesh=mesh,
             ranks_per_node=None if nodes is None else world // nodes,
-            dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
+            dtype=None if dtype is None else getattr(torch, FLOATS[dtype]),
             strategy=name,
         )
 

@@ -60,20 +60,6 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
     return [*command[:place], *flags, *command[place + 1 :]]
 
 
-def run(command: Sequence[str], log: str, environ: Mapping[str, str]) -> None:
-    """Run a launcher to its end, with its output in a file.
-
-    Raises:
-        AnyrankError: a rank failed, or LIMIT_SEC have passed.
-    """
-    with open(log, "wb") as file:
-        process = start(command, file, environ)
-        try:
-            finish(process, time.monotonic() + LIMIT_SEC, log)
-        finally:
-            kill_all(process)
-
-
 def start(
     command: Sequence[str], file: BinaryIO, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:

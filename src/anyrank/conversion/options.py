@@ -11,18 +11,9 @@ from anyrank.checks import check_bool, check_choice, check_int
 from anyrank.formats.weight_files import format_of
 from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.tensors.names import Rename, renamer
+from anyrank.wording import FLOATS
 
 FORMATS = ("safetensors", "dcp", "torch")
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 SHARD_BYTES = 5_000_000_000
 
 
@@ -88,8 +79,8 @@ def _dtype(given: object) -> torch.dtype | None:
         return None
     if not isinstance(given, (str, torch.dtype)):
         raise TypeError(f"dtype={given!r}: give a torch.dtype or its name")
-    found = DTYPES.get(str(given).removeprefix("torch."))
+    found = FLOATS.get(str(given).removeprefix("torch."))
     if found is None:
-        names = ", ".join(DTYPES)
+        names = ", ".join(FLOATS)
         raise ValueError(f"dtype={given!r}: give one of {names}; other tensors keep their dtype")
-    return found
+    return getattr(torch, found)

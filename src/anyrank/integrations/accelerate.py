@@ -37,16 +37,10 @@ OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 class Accelerator(_Accelerator):
     """An Accelerator that saves a run and resumes it on any number of ranks. Every rank makes one.
 
-    The loop stays as it is: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `save_state`,
-    `load_state`, `register_for_checkpointing`. The first DataLoader that is prepared is trained on.
-    It yields this rank's microbatches, of its batch_size, and `sync_gradients` is true in the last
-    of each step of `global_batch` samples. Order and random numbers depend on (seed, step,
-    microbatch) alone. `backward` weights the losses, so that gradients are those of the mean over
-    the global batch. A prepared scheduler steps once in each optimizer step.
-
-    The training DataLoader's `len` is the number of optimizer steps in an epoch, equal on any
-    number of ranks, and an iteration is an epoch: those that were finished before a resume yield
-    nothing. Other DataLoaders are prepared as usual. For one process, DDP and FSDP2.
+    The loop stays as it is. The first DataLoader that is prepared is trained on: it yields this
+    rank's microbatches, its `len` is the number of optimizer steps in an epoch, and epochs that
+    were finished before a resume yield nothing. For one process, DDP and FSDP2; the page on
+    Accelerate in the documentation says what each method does otherwise than there.
 
     Args:
         args: of accelerate's Accelerator.

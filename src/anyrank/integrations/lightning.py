@@ -54,16 +54,11 @@ _Callback: Any = _callback_class()
 class Elastic(_Callback):
     """Save a Trainer's run, and resume it on any number of ranks. Every rank makes one.
 
-    DataModule and LightningModule stay as they are. `fit` resumes the newest step of the folder if
-    there is one, and saves when due and at the end. Each optimizer step is one batch to Lightning:
-    `max_steps`, `val_check_interval` and schedulers count steps of `global_batch` samples. The
-    module's `training_step` is called for each of this rank's microbatches, of the DataLoader's
-    batch_size, under random numbers that depend on (seed, step, microbatch) alone; the loss that
-    callbacks and hooks get as `outputs` is the mean over the global batch.
-
-    The Trainer's loops, callbacks, DataModule and precision are saved with the model, the optimizer
-    and the schedulers; modules that a callback holds (an EMA copy) too. For SingleDeviceStrategy,
-    DDPStrategy and ModelParallelStrategy (FSDP2), and automatic optimization with one optimizer.
+    `fit` resumes the newest step of the folder if there is one, and saves when due and at the end.
+    Each optimizer step is one batch to Lightning, whose `training_step` is called for each of this
+    rank's microbatches. For SingleDeviceStrategy, DDPStrategy and ModelParallelStrategy (FSDP2),
+    and automatic optimization with one optimizer; the page on Lightning in the documentation says
+    what is saved, and what counts steps.
 
     Args:
         path: folder or URL of the run.

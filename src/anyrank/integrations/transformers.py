@@ -41,11 +41,8 @@ def elastic(
     same name, so that any subclass of Trainer keeps its own methods. It takes over the one that was
     given: their attributes are one and the same, and `train()` of either is that of the run.
 
-    One step is `global_batch` samples on any number of ranks, in microbatches of
-    `per_device_train_batch_size`; losses are weighted by their tokens where the Trainer counts
-    tokens, else by samples. Where the Trainer would write `checkpoint-N` the run is saved in
-    `folder`, with model, optimizer, scheduler, scaler, position in the data, random streams, and
-    the Trainer's own counts, logs and callbacks' states.
+    Where the Trainer would write `checkpoint-N` the run is saved in `folder`; the page on
+    transformers in the documentation says what is saved, and how losses are weighted.
 
     `train(resume_from_checkpoint=True)` continues the newest step, and starts anew in an empty
     folder; the path of a saved step continues that one, and the path of what the Trainer or another

@@ -22,11 +22,9 @@ def tiled_loss(
 ) -> MemoryHandle:
     """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
 
-    With gradients and labels, the head hands on the hidden states, and `model.loss_function`
-    applies the head a tile of tokens at a time; the `logits` of the model's result are hidden
-    states then. Without gradients (evaluation, generation) or without labels (a loss of one's own,
-    as the Trainer's label_smoothing_factor) everything is as before. Names of parameters, ties and
-    checkpoints stay. Each rank by itself, before or after wrapping.
+    With gradients and labels, the `logits` of the model's result are hidden states. Without
+    gradients (evaluation, generation) or labels (a loss of one's own) everything is as before.
+    Names of parameters, ties and checkpoints stay. Each rank by itself, before or after wrapping.
 
     Args:
         model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
