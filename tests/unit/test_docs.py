@@ -810,7 +810,7 @@ def test_an_overridden_method_is_found() -> None:
 
 def test_the_private_names_of_the_table_of_frameworks_are_told_of() -> None:
     table = importlib.import_module("anyrank.integrations.framework_names").NAMES
-    names = {n for classes in table.values() for names in classes.values() for n in names.split()}
+    names = {n for classes in table.values() for names in classes.values() for n in names}
     private = sorted(name for name in names if name.startswith("_"))
     assert len(private) > 20
     assert lacks(read("design.md"), private) == []

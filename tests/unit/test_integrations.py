@@ -40,19 +40,32 @@ class Framework:
     def __init__(self) -> None:
         self._loader: list[int] | None = None
 
-    def _run(self) -> None: ...
+    def _run(self, step: int, *rest: int, scale: float = 1.0, **more: int) -> None: ...
 
 
-@pytest.mark.parametrize("name", ["_run", "_loader", "_train"])
-def test_a_name_that_a_framework_lacks_is_an_import_error(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "tested", "problem"),
+    [
+        ("_run", "self, step, *rest, scale, **more", None),
+        ("_loader", None, None),
+        (
+            "_run",
+            "self, step",
+            r"Framework\._run takes \(self, step, \*rest, scale, \*\*more\) inst",
+        ),
+        ("_train", "self", r"Framework has no method _train\(self\)"),
+        ("_steps", None, "Framework has no _steps"),
+    ],
+)
+def test_a_name_that_differs_from_the_table_is_an_import_error(
+    name: str, tested: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(framework_names.TESTED, "torch", "2.13")
-    monkeypatch.setitem(framework_names.NAMES, "torch", {"Framework": name})
-    if name != "_train":
+    monkeypatch.setitem(framework_names.NAMES, "torch", {"Framework": {name: tested}})
+    if problem is None:
         framework_names.check_names("torch", Framework)
     else:
-        with pytest.raises(ImportError, match=r"torch \S+: Framework has no _train, .* install"):
+        with pytest.raises(ImportError, match=rf"torch \S+: {problem}.*install"):
             framework_names.check_names("torch", Framework)
 
 
@@ -85,7 +98,7 @@ def test_every_method_that_is_overridden_is_in_the_table() -> None:
     packages = {"Trainer": "transformers", "Accelerator": "accelerate", "Callback": "lightning"}
     for owner, kind in {**kinds, "Callback": lightning.Elastic}.items():
         listed = framework_names.NAMES[packages[owner]][owner]
-        assert overridden_methods(kind) - {*listed.split()} == set()
+        assert overridden_methods(kind) - listed.keys() == set()
         assert len(overridden_methods(kind)) > 5
 
 

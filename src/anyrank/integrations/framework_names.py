@@ -1,13 +1,14 @@
 """The names of frameworks that the integrations override or that are private, as they were tested.
 
-A name that another version lacks would be overridden, or set, to no effect. At import each is
-looked for; docs/design.md says what they are for.
+Such a name may mean something else in another version. At import each is compared with this table;
+docs/design.md says what they are for.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 from anyrank.versions import warn_if_untested
@@ -19,66 +20,143 @@ TESTED = {
     "transformers": "5.23",
 }
 
-_LIGHTNING = {
-    "Callback": (
-        "setup on_fit_start on_train_start on_train_epoch_end on_train_end on_exception teardown"
-    ),
-    "LightningModule": "_on_before_batch_transfer clip_gradients",
-    "Strategy": "training_step batch_to_device backward",
-    "Trainer": "_results",
-    "_AutomaticOptimization": "_on_before_zero_grad _optimizer_zero_grad",
-    "_FitLoop": "_data_fetcher _data_source _skip_backward",
-    "_Loop": "_restarting",
-    "_TrainingEpochLoop": "_batches_that_stepped",
+_HOOK = "self, trainer, pl_module"
+_LIGHTNING: dict[str, dict[str, str | None]] = {
+    "Callback": {
+        "setup": f"{_HOOK}, stage",
+        "on_fit_start": _HOOK,
+        "on_train_start": _HOOK,
+        "on_train_epoch_end": _HOOK,
+        "on_train_end": _HOOK,
+        "on_exception": f"{_HOOK}, exception",
+        "teardown": f"{_HOOK}, stage",
+    },
+    "LightningModule": {
+        "_on_before_batch_transfer": "self, batch, dataloader_idx",
+        "clip_gradients": "self, optimizer, gradient_clip_val, gradient_clip_algorithm",
+    },
+    "Strategy": {
+        "training_step": "self, *args, **kwargs",
+        "batch_to_device": "self, batch, device, dataloader_idx",
+        "backward": "self, closure_loss, optimizer, *args, **kwargs",
+    },
+    "Trainer": {"_results": None},
+    "_AutomaticOptimization": {
+        "_on_before_zero_grad": "self, optimizer",
+        "_optimizer_zero_grad": "self, batch_idx, optimizer",
+    },
+    "_FitLoop": {"_data_fetcher": None, "_data_source": None, "_skip_backward": None},
+    "_Loop": {"_restarting": None},
+    "_TrainingEpochLoop": {"_batches_that_stepped": None},
 }
 
-# Package -> class -> its names.
-NAMES: dict[str, dict[str, str]] = {
+# Package -> class -> name -> its parameters; None where it is an attribute.
+NAMES: dict[str, dict[str, dict[str, str | None]]] = {
     "accelerate": {
-        "Accelerator": (
-            "_custom_objects _optimizers _schedulers accumulate backward clip_grad_norm_ "
-            "clip_grad_value_ end_training free_memory load_state prepare prepare_data_loader "
-            "prepare_model prepare_optimizer prepare_scheduler save_state skip_first_batches "
-            "unscale_gradients"
-        )
+        "Accelerator": {
+            "_custom_objects": None,
+            "_optimizers": None,
+            "_schedulers": None,
+            "accumulate": "self, *models",
+            "backward": "self, loss, **kwargs",
+            "clip_grad_norm_": "self, parameters, max_norm, norm_type",
+            "clip_grad_value_": "self, parameters, clip_value",
+            "end_training": "self",
+            "free_memory": "self, *objects",
+            "load_state": "self, input_dir, load_kwargs, **load_model_func_kwargs",
+            "prepare": "self, *args, device_placement",
+            "prepare_data_loader": "self, data_loader, device_placement, slice_fn_for_dispatch",
+            "prepare_model": "self, model, device_placement, evaluation_mode",
+            "prepare_optimizer": "self, optimizer, device_placement",
+            "prepare_scheduler": "self, scheduler",
+            "save_state": "self, output_dir, safe_serialization, **save_model_func_kwargs",
+            "skip_first_batches": "self, dataloader, num_batches",
+            "unscale_gradients": "self, optimizer",
+        }
     },
     "lightning": _LIGHTNING,
     "pytorch_lightning": _LIGHTNING,
     "transformers": {
-        "PreTrainedModel": "_set_gradient_checkpointing loss_function",
-        "Trainer": (
-            "_clip_grad_norm _determine_best_metric _get_num_items_in_batch _init_training_state "
-            "_load_best_model _maybe_log_save_evaluate _prepare_for_training _run_epoch "
-            "_save_checkpoint _track_num_input_tokens compute_loss floating_point_ops "
-            "get_batch_samples get_total_train_batch_size get_train_dataloader num_examples train "
-            "training_step"
-        ),
+        "PreTrainedModel": {
+            "_set_gradient_checkpointing": (
+                "self, enable, gradient_checkpointing_func, every_n_layers"
+            ),
+            "loss_function": None,
+        },
+        "Trainer": {
+            "_clip_grad_norm": "self, model",
+            "_determine_best_metric": "self, metrics, trial",
+            "_get_num_items_in_batch": "self, batch_samples, device",
+            "_init_training_state": (
+                "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
+                "resume_from_checkpoint, trial"
+            ),
+            "_load_best_model": "self",
+            "_maybe_log_save_evaluate": (
+                "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
+                "learning_rate"
+            ),
+            "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
+            "_run_epoch": (
+                "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, "
+                "trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+                "steps_trained_in_current_epoch"
+            ),
+            "_save_checkpoint": "self, model, trial",
+            "_track_num_input_tokens": "self, inputs",
+            "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
+            "floating_point_ops": "self, inputs",
+            "get_batch_samples": "self, epoch_iterator, num_batches, device",
+            "get_total_train_batch_size": "self, args",
+            "get_train_dataloader": "self",
+            "num_examples": "self, dataloader",
+            "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
+            "training_step": "self, model, inputs, num_items_in_batch",
+        },
     },
 }
 
 
 def check_names(package: str, *owners: type) -> None:
-    """Look for the names of a framework's classes; warn of an untested version.
+    """Compare the names of a framework's classes with the table; warn of an untested version.
 
     Args:
         package: of TESTED.
         owners: the classes that the table has for it.
 
     Raises:
-        ImportError: a name is gone; says which.
+        ImportError: a name is gone, or takes other parameters; says which.
     """
     warn_if_untested(package, TESTED[package], TESTED[package])
     for owner in owners:
-        for name in NAMES[package][owner.__name__].split():
-            if not (hasattr(owner, name) or _sets(owner, name)):
-                raise ImportError(
-                    f"{package} {version(package)}: {owner.__name__} has no {name}, and anyrank "
-                    f"relies on it: install {package}=={TESTED[package]}.*, or an anyrank that was "
-                    "tested with yours"
-                )
+        for problem in _differences(owner, NAMES[package][owner.__name__]):
+            raise ImportError(
+                f"{package} {version(package)}: {problem}, and anyrank relies on it: install "
+                f"{package}=={TESTED[package]}.*, or an anyrank that was tested with yours"
+            )
 
 
-def _sets(owner: type, name: str) -> bool:
-    """Whether a class's constructor gives its objects an attribute."""
-    text = inspect.getsource(owner.__init__)  # type: ignore[misc]
-    return re.search(rf"self\.{name}\b.* = ", text) is not None
+def _differences(owner: type, names: Mapping[str, str | None]) -> Iterator[str]:
+    """What a class has otherwise than the table."""
+    for name, tested in names.items():
+        found = getattr(owner, name, None)
+        if tested is None:
+            is_set = re.search(rf"self\.{name}\b.* = ", _constructor(owner))
+            if not (is_set or hasattr(owner, name)):
+                yield f"{owner.__name__} has no {name}"
+        elif not callable(found):
+            yield f"{owner.__name__} has no method {name}({tested})"
+        elif parameters(found) != tested:
+            yield f"{owner.__name__}.{name} takes ({parameters(found)}) instead of ({tested})"
+
+
+def parameters(function: object) -> str:
+    """The names of what a function takes, with the stars of `*args` and `**kwargs`."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    taken = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    return ", ".join(stars.get(one.kind, "") + one.name for one in taken)
+
+
+def _constructor(owner: type) -> str:
+    """The text of a class's constructor, where its objects get their attributes."""
+    return inspect.getsource(owner.__init__)  # type: ignore[misc]
