@@ -114,10 +114,34 @@ def test_the_active_one_of_two_adapters_is_meant(tmp_path: Path) -> None:
     peft.save(model, tmp_path / "default", adapter="default")
 
 
+def job_merge(wrapper: str) -> dict[str, torch.Tensor]:
+    model = wrapped(adapted("lora"), wrapper)
+    merged: Any = peft.merge(model)
+    with pytest.raises(ValueError, match="merged already"):
+        peft.merge(model)
+    logits = model(input_ids=TOKENS).logits.detach()
+    weights = {k: full(v) for k, v in merged.state_dict().items() if "base_layer" in k}
+    return weights | {"logits": logits}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_merged_weights_are_those_of_peft(wrapper: str) -> None:
+    model = adapted("lora")
+    logits = model(input_ids=TOKENS).logits
+    model.merge_adapter()
+    wanted = {k: v for k, v in model.state_dict().items() if "base_layer" in k}
+    for found in run_ranks(2, job_merge, wrapper):
+        torch.testing.assert_close(found.pop("logits"), logits)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value)
+
+
 def job_refused(folder: str) -> list[str]:
     told: list[str] = []
     sharded = wrapped(adapted("dora"), "fsdp2")
     for call in (
+        lambda: peft.merge(sharded),
         lambda: peft.save(sharded, f"{folder}/file/below"),
         lambda: peft.save(sharded, folder, adapter="other"),
         lambda: peft.save(torch.nn.Linear(2, 2), folder),
@@ -132,9 +156,10 @@ def job_refused(folder: str) -> list[str]:
 def test_wrong_uses_are_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for told in run_ranks(2, job_refused, str(tmp_path)):
-        assert "file/below: cannot write the adapter: [Errno 20] Not a directory" in told[0]
-        assert "no adapter 'other': the model has ['default']" in told[1]
-        assert "Linear holds no PeftModel" in told[2]
+        assert "only plain LoRA is merged while sharded" in told[0]
+        assert "file/below: cannot write the adapter: [Errno 20] Not a directory" in told[1]
+        assert "no adapter 'other': the model has ['default']" in told[2]
+        assert "Linear holds no PeftModel" in told[3]
 
 
 def job_one_rank_fails(folder: str) -> list[str]:

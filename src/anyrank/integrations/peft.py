@@ -1,4 +1,4 @@
-"""PEFT adapters in sharded and wrapped models: exported and loaded as PEFT's own folders.
+"""PEFT adapters in sharded and wrapped models: exported and loaded as PEFT's own folders, merged.
 
 Tested with peft 0.21. A run that leaves the frozen base out is `anyrank.TrainState(base=...)`.
 """
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -21,7 +23,7 @@ from anyrank.versions import warn_if_untested
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks, open_ranks
 
-__all__ = ["load", "save"]
+__all__ = ["load", "merge", "save"]
 
 WEIGHTS = "adapter_model.safetensors"
 # What a configuration may say otherwise without changing what the adapter computes.
@@ -128,6 +130,86 @@ def load(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys)
         )
     return anyrank.load(model, os.path.join(path, WEIGHTS), missing="keep")
+
+
+def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
+    """Add an adapter to the base's weights, in place and sharded as they are. All ranks.
+
+    For a model under FSDP2 each rank adds its own rows of LoRA's product; other models go through
+    PEFT's own merge. Afterwards the layers compute with the base's weights alone, until
+    `unmerge_adapter()`.
+
+    Args:
+        model: a PeftModel, or a wrapper of one.
+        adapter: its name in the model; default: the active one.
+
+    Returns:
+        The PeftModel itself, without wrappers.
+
+    Raises:
+        ValueError: no PeftModel, no such adapter; merged already; a sharded adapter that is not
+            plain LoRA; a sum that is not finite. Nothing has changed then.
+
+    Example::
+
+        import peft
+
+        base = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+        merged = anyrank.integrations.peft.merge(model)
+        assert merged.base_model.model[0].merged
+    """
+    inner: Any = _peft_model(model)
+    adapter = _named(inner, adapter)
+    layers: list[Any] = [
+        module
+        for module in inner.modules()
+        if isinstance(module, BaseTunerLayer) and adapter in _of(module)
+    ]
+    if any(layer.merged for layer in layers):
+        raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
+    if not any(hasattr(parameter, "placements") for parameter in inner.parameters()):
+        inner.merge_adapter(adapter_names=[adapter], safe_merge=True)
+        return inner
+    for layer in layers:
+        variant = getattr(layer, "lora_variant", {})
+        if not isinstance(layer, LoraLayer) or adapter in variant or layer.lora_bias[adapter]:
+            raise ValueError(
+                f"{type(layer).__name__}: only plain LoRA is merged while sharded: save() the "
+                "adapter, and merge it into a whole model"
+            )
+    with torch.no_grad():
+        finite = True
+        for layer in layers:  # twice, as nothing may change before all are known to be finite
+            finite &= bool(_sum(layer, adapter).isfinite().all())
+        with open_ranks(call="peft.merge()") as ranks:
+            finite = not ranks.any(not finite, "adding the adapter")
+        if not finite:
+            raise ValueError(f"{adapter!r}: the merged weights have NaN or infinite values")
+        for layer in layers:
+            _local(layer.get_base_layer().weight).copy_(_sum(layer, adapter))
+            layer.merged_adapters.append(adapter)
+    return inner
+
+
+def _sum(layer: Any, adapter: str) -> torch.Tensor:
+    """This rank's part of a layer's merged weight."""
+    weight = layer.get_base_layer().weight
+    delta = layer.get_delta_weight(adapter)
+    if hasattr(weight, "placements"):
+        delta = delta.redistribute(weight.device_mesh, weight.placements)
+    return _local(weight) + _local(delta).to(weight.dtype)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this rank holds, to be written to in place."""
+    plain = tensor.detach()
+    return plain.to_local() if hasattr(plain, "placements") else plain
+
+
+def _of(layer: Any) -> set[str]:
+    """The adapters of a layer."""
+    return {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
 
 
 def _peft_model(model: nn.Module) -> PeftModel:
